@@ -25,10 +25,10 @@ types: .venv/.installed
 tests: .venv/.installed
 	$(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder --hypothesis-profile=repeatable
 
-WITH_FULL := parity faults elastic_fuzz exchange rules coding experiments simulate boundary_product
+WITH_FULL := run/synchronous/test_parity transport/test_faults transport/test_elastic_fuzz rounds/test_exchange rules/test_rules rounds/test_lossy_codecs docs/test_experiments run/simulated/test_simulate boundaries/test_boundary_product
 
 parity: .venv/.installed  ## simulator against real processes, bit for bit, over every allowed pairing; and all else that CI samples
-	$(BIN)/pytest $(WITH_FULL:%=tests/test_%.py) --full
+	$(BIN)/pytest $(WITH_FULL:%=tests/%.py) --full
 
 bench: .venv/.installed  ## the benchmarks, as ratios against a limit or a peer; slow_links takes root and half an hour, by hand
 	set -e; for name in simulator update exchange memory codecs checks finite; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done

@@ -1,6 +1,6 @@
 """How well the runs of an experiment model each of the texts they were given: prints docs/results/by_text.md.
 
-    gossamer compare configs/evidence/own_text.toml --seeds 0,1,2
+    gossamer compare experiments/evidence/own_text.toml --seeds 0,1,2
     python benchmarks/by_text.py runs/own_text
 
 It needs the checkpoints of their last rounds, which `gossamer compare` leaves in its folder.

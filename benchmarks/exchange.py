@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from gossamer.transport import Ticket, wire
+from gossamer.transport import wire
+from gossamer.transport.contract import Ticket
 from gossamer.transport.processes.group import GroupTransport
 from gossamer.transport.processes.launch import join, leave
 from gossamer.transport.processes.local import run_local

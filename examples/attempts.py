@@ -1,6 +1,6 @@
 """Two attempts on what gossip costs against averages over everyone, as code that a run file names.
 
-    PYTHONPATH=examples gossamer compare configs/evidence/attempts.toml --seeds 0,1,2
+    PYTHONPATH=examples gossamer compare experiments/evidence/attempts.toml --seeds 0,1,2
 
 They were registered in docs/results/registered.md; docs/evidence.md says what became of them.
 """

@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Generator
 from pathlib import Path
 
@@ -16,11 +17,15 @@ from hypothesis import settings
 
 settings.register_profile("repeatable", derandomize=True)
 
+TESTS = sorted(Path(__file__).parent.rglob("test_*.py"))
+sys.path += sorted({str(path.parent) for path in TESTS} - {*sys.path})
+"""Tests take helpers from each other, so no two files share a name."""
+
 LONGEST = (
     "parity", "rules", "faults", "methods", "adapt", "train", "resume", "simulate", "check", "elastic_runs", "elastic_replay",
-    "serve", "launch", "cli", "guard", "topology", "elastic_fuzz", "exchange", "testing", "library", "integrations", "docs",
-    "simulation", "own_parts", "transport", "first_hour", "plan", "replay", "contributing", "slow_links", "virtual", "audit",
-    "averaging", "report", "events", "halos", "merging", "status", "fgd", "regions",
+    "server_processes", "launch", "cli", "guard", "topology", "elastic_fuzz", "exchange", "testing", "library", "integrations",
+    "docs", "simulation", "own_parts", "transport", "first_hour", "plan", "replay", "contributing", "slow_links", "virtual",
+    "audit", "averaging", "report", "events", "halos", "merging", "status", "fgd", "regions",
 )  # fmt: skip
 """The files that take longest. They come first: each is run by one process (`--dist loadfile`), and none shall be waited for."""
 
@@ -52,7 +57,7 @@ def pytest_collection(session: pytest.Session) -> None:
     """
     # What xdist sets in the environment would be seen by what tests start, too.
     if (worker := getattr(session.config, "workerinput", None)) is not None:
-        names = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py"))
+        names = sorted(path.stem for path in TESTS)
         first = len(names) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
         for name in [*names[first:], *names[:first]]:
             with contextlib.suppress(Exception, pytest.skip.Exception):

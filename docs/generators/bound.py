@@ -126,7 +126,7 @@ def filled(text: str, page: str) -> str:
             raise ValueError(f"{page}: {name}: {key}: {error}") from None
 
     def whole_table(at: re.Match[str]) -> str:
-        asked = figure(load(ROOT / "configs" / at[3]))
+        asked = figure(load(ROOT / "experiments" / at[3]))
         assert asked is not None
         made = table(read_results(names[at[2]]), asked).split("\n\n")[int(at[1]) - 1]
         return at[0][: at.start(4) - at.start()] + made.rstrip("\n") + "\n"
@@ -164,9 +164,9 @@ def unbound(text: str) -> list[str]:
     """The numbers with two decimals or more, as losses, ratios and seconds have, and the per cents with a sign or decimals, that
     neither name a source nor stand in a bound table.
 
-    Such a number may name what else it is from: the test that computes it, as in `0.745<!-- tests/test_stability.py -->`, the
-    benchmark that measured it when its outcome was not kept, the paper that says it (`arXiv 2606.19025`), or `registered` where
-    it was expected or asked for. After an equals sign it is a setting, after ± a margin, and before M a size.
+    Such a number may name what else it is from: the test that computes it, as in `0.745<!-- tests/rounds/test_stability.py
+    -->`, the benchmark that measured it when its outcome was not kept, the paper that says it (`arXiv 2606.19025`), or
+    `registered` where it was expected or asked for. After an equals sign it is a setting, after ± a margin, and before M a size.
     """
     text = _WHOLE.sub("", _TABLE.sub("", _CELLS.sub("", text)))
     text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)|(?<=\n\n)(?: {4}[^\n]*\n)+", "", text, flags=re.DOTALL)

@@ -290,22 +290,22 @@ def _restarts(of: Outcomes) -> Found | None:
 _WIDTHS, _BITS = (32, 16, 8, 4, 2), ("4", "4 and 3", "3")
 _PIPELINES = {"narrow_adamw_tuned": ", AdamW", "narrow_muon_tuned": ", Muon"}
 _NARROW = (
-    "compare configs/evidence/narrow_adamw_tuned-h64.toml --seeds 0,1,2` and `gossamer compare "
-    "configs/evidence/narrow_muon_tuned-h64.toml --seeds 0,1,2`; `gossamer compare "
-    "configs/evidence/narrow_adamw_tuned.toml --seeds 0,1,2"
+    "compare experiments/evidence/narrow_adamw_tuned-h64.toml --seeds 0,1,2` and `gossamer compare "
+    "experiments/evidence/narrow_muon_tuned-h64.toml --seeds 0,1,2`; `gossamer compare "
+    "experiments/evidence/narrow_adamw_tuned.toml --seeds 0,1,2"
 )
-_TUNED = "compare configs/evidence/tuned_again.toml --seeds 0,1,2,3,4"
-_LEADERS = "compare configs/evidence/leaderboard_tuned.toml --seeds 0,1,2,3,4"
-_SYSTEMS = "compare configs/evidence/systems_tuned.toml --seeds 0,1,2"
-_ASYNCHRONOUS = "compare configs/evidence/asynchronous_tuned.toml --seeds 0,1,2,3,4"
+_TUNED = "compare experiments/evidence/tuned_again.toml --seeds 0,1,2,3,4"
+_LEADERS = "compare experiments/evidence/leaderboard_tuned.toml --seeds 0,1,2,3,4"
+_SYSTEMS = "compare experiments/evidence/systems_tuned.toml --seeds 0,1,2"
+_ASYNCHRONOUS = "compare experiments/evidence/asynchronous_tuned.toml --seeds 0,1,2,3,4"
 _SPARSE = ("1 random", "2 random")
 _LENGTHS = (
-    "compare configs/evidence/local_steps_tuned.toml --seeds 0,1,2,3,4` and of its `-h1`, `-h5`, `-h10`, `-h60` and "
+    "compare experiments/evidence/local_steps_tuned.toml --seeds 0,1,2,3,4` and of its `-h1`, `-h5`, `-h10`, `-h60` and "
     "`-h120"
 )
 CHECKS: Mapping[int, Check] = {
     1: Check(
-        f"{_TUNED}` and `gossamer compare configs/evidence/momentum.toml --seeds 0,1,2",
+        f"{_TUNED}` and `gossamer compare experiments/evidence/momentum.toml --seeds 0,1,2",
         lambda of: _momentum(
             of,
             lambda cell: cell.plain.startswith("gossip") and cell.where["graph"] in _SPARSE,
@@ -314,41 +314,41 @@ CHECKS: Mapping[int, Check] = {
         ),
     ),
     2: Check(_LENGTHS, _along_local_steps),
-    3: Check("compare configs/evidence/straggler.toml --seeds 0,1,2` and with `--scale uplink_20", _sooner),
+    3: Check("compare experiments/evidence/straggler.toml --seeds 0,1,2` and with `--scale uplink_20", _sooner),
     4: Check(
-        "compare configs/evidence/workers_tuned.toml --seeds 0,1,2,3,4` and of its `-n4`, `-n16` and `-n32",
+        "compare experiments/evidence/workers_tuned.toml --seeds 0,1,2,3,4` and of its `-n4`, `-n16` and `-n32",
         _over_workers,
     ),
-    5: Check("tune configs/evidence/tuning.toml", _grids),
+    5: Check("tune experiments/evidence/tuning.toml", _grids),
     6: Check(
-        "compare configs/evidence/single_step_tuned.toml --seeds 0,1,2,3,4",
+        "compare experiments/evidence/single_step_tuned.toml --seeds 0,1,2,3,4",
         _against(
             "single_step_tuned", *(("GASLoC", other) for other in ("gossip", "Gossip-PGA", "RelaySum")), rule=matches
         ),
     ),
     7: Check(_TUNED, lambda of: _momentum(of, lambda cell: cell.plain == "local SGD", "tuned_again")),
     8: Check(_LENGTHS, _single_steps_are_worst),
-    9: Check("compare configs/evidence/outer_lr.toml --seeds 0,1,2", _best_outer_rates),
+    9: Check("compare experiments/evidence/outer_lr.toml --seeds 0,1,2", _best_outer_rates),
     10: Check(
         _SYSTEMS,
         _against("systems_tuned", ("streaming, overlap 10", "DiLoCo"), rule=lambda arms: costs_little(arms, 0.2)),
     ),
     11: Check(_SYSTEMS, _against("systems_tuned", ("DiLoCo, fp4", "DiLoCo"), rule=equal)),
     12: Check(_SYSTEMS, _against("systems_tuned", ("eager", "naive delay"), rule=leads)),
-    13: Check("compare configs/evidence/disagreement.toml --seeds 0,1,2", _disagreement),
+    13: Check("compare experiments/evidence/disagreement.toml --seeds 0,1,2", _disagreement),
     14: Check(_LEADERS, _factored),
-    15: Check("compare configs/evidence/stale_adam.toml --seeds 0,1,2", _stale),
+    15: Check("compare experiments/evidence/stale_adam.toml --seeds 0,1,2", _stale),
     16: Check(
         _ASYNCHRONOUS,
         _against("asynchronous_tuned", ("HeLoCo, contiguous", "delayed Nesterov, contiguous"), rule=leads),
     ),
-    17: Check("compare configs/evidence/restarts.toml --seeds 0,1,2", _restarts),
+    17: Check("compare experiments/evidence/restarts.toml --seeds 0,1,2", _restarts),
     18: Check(_LEADERS, _against("leaderboard_tuned", ("sparseloco", "diloco"), rule=leads)),
     19: Check(_LEADERS, _against("leaderboard_tuned", ("muloco", "diloco"), rule=leads)),
     20: Check(_TUNED, _against("tuned_again", ("NoLoCo", "DiLoCo"), rule=equal)),
     21: Check(_SYSTEMS, _against("systems_tuned", ("DES-LOC", "local Adam"), rule=equal)),
     22: Check(
-        "compare configs/evidence/primal_tuned.toml --seeds 0,1,2",
+        "compare experiments/evidence/primal_tuned.toml --seeds 0,1,2",
         _against(
             "primal_tuned",
             *((f"GPA, {some} of the steps", "AdamW") for some in ("nine tenths", "three quarters")),
@@ -357,18 +357,18 @@ CHECKS: Mapping[int, Check] = {
     ),
     23: Check(_SYSTEMS, _against("systems_tuned", ("SGP", "data parallel"), rule=equal)),
     24: Check(
-        "compare configs/evidence/ring_of_32_tuned.toml --seeds 0,1,2,3,4",
+        "compare experiments/evidence/ring_of_32_tuned.toml --seeds 0,1,2,3,4",
         _against("ring_of_32_tuned", ("A2CiD2", "AD-PSGD"), rule=leads),
     ),
     25: Check(_ASYNCHRONOUS, _against("asynchronous_tuned", ("delayed Nesterov, paced", "DiLoCo"), rule=equal)),
     26: Check(_NARROW, lambda of: _uncompressed(of, _PIPELINES, [f"ResBM {width}" for width in _WIDTHS])),
     27: Check(_NARROW, lambda of: _uncompressed(of, _PIPELINES, [f"subspace {width}" for width in _WIDTHS])),
     28: Check(
-        "compare configs/evidence/tahquant_tuned-h64.toml --seeds 0,1,2,3,4",
+        "compare experiments/evidence/tahquant_tuned-h64.toml --seeds 0,1,2,3,4",
         lambda of: _uncompressed(of, {"tahquant_tuned": ""}, [f"TAH-Quant {bits} bits" for bits in _BITS]),
     ),
     29: Check(
-        "compare configs/evidence/experts_tuned.toml --seeds 0,1,2,3,4",
+        "compare experiments/evidence/experts_tuned.toml --seeds 0,1,2,3,4",
         _against("experts_tuned", ("FoMoE", "DiLoCo, equal bytes per token"), rule=matches),
     ),
 }

@@ -1,7 +1,7 @@
 """The pages of experiments: a table and a figure from a config and the outcomes of its runs, without training.
 
-The outcomes of `configs/FOLDER/NAME.toml` are `docs/results/FOLDER/NAME.jsonl`, and those of one of its sizes `NAME-SCALE.jsonl`;
-those of `configs/demo.toml` are in no folder.
+The outcomes of `experiments/FOLDER/NAME.toml` are `docs/results/FOLDER/NAME.jsonl`, and those of one of its sizes
+`NAME-SCALE.jsonl`; those of `configs/demo.toml` are in no folder.
 """
 
 import itertools

@@ -82,7 +82,7 @@ def leaderboard_table(found: Sequence[Standing], asked: Sequence[str] = ()) -> s
 def leaderboard_page() -> str:
     """The table of the committed outcomes, with a row for each registered method."""
     outcomes = RESULTS / "evidence" / f"{LEADERBOARD}.jsonl"
-    rows: list[dict[str, Any]] = load(ROOT / "configs" / "evidence" / "leaderboard.toml")["variant"]
+    rows: list[dict[str, Any]] = load(ROOT / "experiments" / "evidence" / "leaderboard.toml")["variant"]
     asked = [row.get("label", row["method"]) for row in rows]
     return leaderboard_table(standings(read_results(outcomes)) if outcomes.exists() else [], asked)
 

@@ -14,7 +14,7 @@ from gossamer.report.table import DASH, markdown_lines
 __all__ = ["LENGTHS", "Length", "by_length", "equal_bytes_table", "lengths", "local_steps_table"]
 
 LENGTHS = (1, 5, 10, 30, 60, 120)
-"""Local steps that have a search and a comparison of their own (`configs/evidence/local_steps.toml`)."""
+"""Local steps that have a search and a comparison of their own (`experiments/evidence/local_steps.toml`)."""
 _PRAISED, _MEGA = "DiLoCo", 1e6
 
 

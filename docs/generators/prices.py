@@ -13,7 +13,7 @@ from gossamer.run.planning.check import examine
 
 __all__ = ["prices_page"]
 
-_FILE = "configs/evidence/leaderboard.toml"
+_FILE = "experiments/evidence/leaderboard.toml"
 _SETTINGS: dict[str, dict[str, Any]] = {
     "gasloc_streaming": {"schedule.fragments": 2},
     "streaming_diloco": {"schedule.fragments": 2},

@@ -8,8 +8,8 @@ from typing import Any
 from generators.prose import escaped, table
 from gossamer.run.config.choice import Choice
 from gossamer.run.config.document import EXPERIMENT
+from gossamer.run.config.json_schema import json_schema
 from gossamer.run.config.run_file import RunConfig
-from gossamer.run.experiments.json_schema import json_schema
 
 __all__ = ["page"]
 

@@ -24,7 +24,11 @@ _MEGA = 1e6
 
 def config_of(outcomes: Path) -> tuple[Path, str]:
     """The experiment file of some outcomes, and its size: the longest name that fits is the file's, the rest the size."""
-    folder, words = ROOT / "configs" / outcomes.parent.name.removeprefix(RESULTS.name), outcomes.stem.split("-")
+    at_top = outcomes.parent.name == RESULTS.name
+    folder, words = (
+        ROOT / "configs" if at_top else ROOT / "experiments" / outcomes.parent.name,
+        outcomes.stem.split("-"),
+    )
     for many in range(len(words), 0, -1):
         if (file := folder / f"{'-'.join(words[:many])}.toml").exists():
             return file, "-".join(words[many:])

@@ -13,7 +13,7 @@ from gossamer.codecs import exact
 from gossamer.rounds.exchange import Exchange, begin
 from gossamer.rounds.setup import Part, Setup
 from gossamer.rounds.sharing import first_sharing
-from gossamer.transport import IncompleteError, Ticket
+from gossamer.transport.contract import IncompleteError, Ticket
 from gossamer.transport.elastic.closing import Closing, Named
 from gossamer.transport.elastic.core import Outgoing
 from gossamer.transport.elastic.members import Members

@@ -10,7 +10,7 @@ from gossamer.codecs import exact
 from gossamer.rounds.exchange import Exchange, begin
 from gossamer.rounds.setup import Part, Setup
 from gossamer.topologies.mixing import without
-from gossamer.transport import Ticket
+from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.core import Outcome
 from gossamer.transport.sockets.letter import body_of
 

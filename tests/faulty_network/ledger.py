@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from gossamer.rounds.sharing import Sharing, shares
-from gossamer.transport import Ticket
+from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.closing import Named
 from gossamer.transport.elastic.core import Outcome
 

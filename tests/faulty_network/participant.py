@@ -22,7 +22,8 @@ from gossamer.rounds.sharing import Sharing
 from gossamer.rules import Context, Rule
 from gossamer.topologies import Topology
 from gossamer.topologies.mixing import Mixing
-from gossamer.transport import Ticket, wire
+from gossamer.transport import wire
+from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.core import MOST_EARLY, ElasticCore, Outgoing
 from gossamer.transport.elastic.members import Members, SlotEntry, Standing, news
 from gossamer.transport.sockets.letter import Letter, LetterKind, body_of

@@ -13,24 +13,19 @@ __all__ = ["EXAMPLES", "command"]
 
 EXAMPLES = Path(__file__).parents[1] / "configs"
 """The example run files, experiment files and network files, as they are installed."""
-_LATER = ("evidence", "paper", "rivals")
-"""Folders that are written on request only."""
 
 
 def command(
-    folder: Path = Path("configs"), /, *, paper: bool = False,
+    folder: Path = Path("configs"), /, *,
     listed: Annotated[bool, Parameter(name="--list")] = False, json: Json = False,
 ) -> None:  # fmt: skip
     """Writes commented run files, experiment files and a network file to start from; a file that exists is kept as it is.
 
     Args:
         folder: folder to write them to (default: configs)
-        paper: write the experiments of docs/evidence.md as well
         listed: show what there is, and write nothing
     """
     names = [path.relative_to(EXAMPLES) for path in sorted(EXAMPLES.rglob("*.toml"))]
-    if not paper and not listed:
-        names = [name for name in names if name.parts[0] not in _LATER]
     about = {str(name): _about(EXAMPLES / name) for name in names}
     written = [] if listed else [str(name) for name in names if _written(name, folder)]
     if json:

@@ -19,7 +19,7 @@ from gossamer.errors import PeerError
 from gossamer.layout import Layout
 from gossamer.library.guard import Rest, broadcast, fingerprints, must_be_alike
 from gossamer.rounds.compatibility.combine import Method
-from gossamer.transport import Reduce, Ticket, Transport
+from gossamer.transport.contract import Reduce, Ticket, Transport
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.transport.processes.backend import backend_of, hang_up
 from gossamer.transport.processes.group import GroupTransport, all_reduce

@@ -10,7 +10,7 @@ measured during a run: workers send each other small notes of how fast they comp
 arrived, and nobody waits for a note.
 
 C_i counts sending only. A slow downlink delays the round of every worker that sends to it, whatever the receiver does, so
-fewer local steps there would only lose steps (`tests/test_pacing.py` measures this).
+fewer local steps there would only lose steps (`tests/network/test_pacing.py` measures this).
 """
 
 import json

@@ -20,7 +20,7 @@ import torch
 from gossamer.errors import ConfigError, PeerError
 from gossamer.network.links import Network, Route, Site, StepOf
 from gossamer.topologies.matching import factors
-from gossamer.transport import Ticket, Transport
+from gossamer.transport.contract import Ticket, Transport
 from gossamer.transport.processes.group import GroupTransport
 from gossamer.transport.processes.launch import agree, join
 from gossamer.transport.processes.member import Member

@@ -37,7 +37,7 @@ from gossamer.rounds.setup import AllOf, Sent, Setup, StageSide, Waits
 from gossamer.rounds.together import Together
 from gossamer.rules import Context, Rule
 from gossamer.topologies.mixing import Mixing, Row, pull, widen, without
-from gossamer.transport import IncompleteError, Reduce, Ticket
+from gossamer.transport.contract import IncompleteError, Reduce, Ticket
 from gossamer.tree import Tree, leaves, map_leaves, must_fit, nbytes, refill
 
 __all__ = [

@@ -31,7 +31,7 @@ from gossamer.rounds.updates import MixedUpdate, rule_of_updates, topology_of_up
 from gossamer.rules import Context, gossip, local_sgd
 from gossamer.rules.master import HALVES, with_master
 from gossamer.topologies.mixing import Mixing
-from gossamer.transport import Closes, IncompleteError, Reduce, Transport
+from gossamer.transport.contract import Closes, IncompleteError, Reduce, Transport
 from gossamer.tree import Tree, leaves
 
 __all__ = ["OuterLoop", "UnderWay"]

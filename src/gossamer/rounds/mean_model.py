@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer.topologies.mixing import widen
-from gossamer.transport import Ticket, Transport
+from gossamer.transport.contract import Ticket, Transport
 
 __all__ = ["mean_of", "mean_over_workers"]
 

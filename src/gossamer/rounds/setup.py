@@ -13,7 +13,7 @@ from gossamer.rounds.kernel import PLAIN, Kernel
 from gossamer.rounds.merging import Merge
 from gossamer.rounds.together import Together
 from gossamer.rules import Rule
-from gossamer.transport import Reduce, Ticket, Transport
+from gossamer.transport.contract import Reduce, Ticket, Transport
 from gossamer.tree import Tree
 
 __all__ = ["AllOf", "Part", "Sent", "Setup", "StageSide", "Waits", "in_sides"]

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from gossamer.rounds.forms import Sizes
-from gossamer.transport import IncompleteError, Ticket
+from gossamer.transport.contract import IncompleteError, Ticket
 from gossamer.tree import Tree
 
 __all__ = ["Together"]

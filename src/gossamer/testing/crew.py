@@ -10,7 +10,7 @@ from gossamer.layout import Layout, Leaf
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.exchange import finish_all
 from gossamer.rounds.loop import OuterLoop
-from gossamer.transport import Transport
+from gossamer.transport.contract import Transport
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import Tree
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gossamer.errors import TransportError
-from gossamer.transport import Ticket
+from gossamer.transport.contract import Ticket
 
 __all__ = ["MemoryNetwork", "MemoryTransport", "Parcel"]
 
@@ -76,7 +76,7 @@ class MemoryNetwork:
 
 
 class MemoryTransport:
-    """The transport of one worker of a `MemoryNetwork`; see `gossamer.transport.Transport`."""
+    """The transport of one worker of a `MemoryNetwork`; see `gossamer.transport.contract.Transport`."""
 
     keeps_frames = True
 

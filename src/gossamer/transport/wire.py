@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gossamer.errors import PeerError, TransportError
 from gossamer.rng import key
-from gossamer.transport import Ticket, Turn
+from gossamer.transport.contract import Ticket, Turn
 
 __all__ = [
     "HEADER_BYTES",

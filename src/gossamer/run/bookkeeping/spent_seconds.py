@@ -14,7 +14,7 @@ from gossamer.network.pricing import price
 from gossamer.network.timeline import Timeline
 from gossamer.record.logs.seconds import RoundSeconds, read_seconds
 from gossamer.record.logs.trace import KINDS, Integers, Trace
-from gossamer.transport import Delivery, Ticket, Wait
+from gossamer.transport.contract import Delivery, Ticket, Wait
 
 __all__ = ["EventSeconds", "Stopwatch", "Tally", "held_up", "priced", "recorded_s"]
 

@@ -37,7 +37,7 @@ from gossamer.run.synchronous.train import end_round, train_round
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import Task, task_of
 from gossamer.run.worker.worker import Worker
-from gossamer.transport import Ticket
+from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.closing import LeftOutError
 from gossamer.transport.elastic.core import Outcome
 from gossamer.transport.elastic.members import SlotTakenError, Standing
@@ -307,12 +307,12 @@ class _Participant:
         return begun.round
 
     def named(self, round: int) -> tuple[int, frozenset[int]]:
-        """See `gossamer.transport.Closes`."""
+        """See `gossamer.transport.contract.Closes`."""
         attempt, self._alive = self._transport.named(round)
         return attempt, self._alive
 
     def concluded(self, attempt: int, *, whole: bool) -> bool:
-        """See `gossamer.transport.Closes`."""
+        """See `gossamer.transport.contract.Closes`."""
         return self._transport.concluded(attempt, whole=whole)
 
     def _end(self, round: int, finished: int, log: OutcomeWriter) -> None:

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import tomli_w
 from pydantic import Field, with_config
@@ -23,61 +23,13 @@ from gossamer.record.whole_files import LineWriter, atomic_write, make_folder
 from gossamer.run.config.document import TABLES, with_settings
 from gossamer.run.config.experiment_file import Variant, folder_name, laid_out
 from gossamer.run.config.run_file import RunConfig, digest, parse
+from gossamer.run.config.tuning import Above, OuterValues, TuneConfig
 from gossamer.run.experiments.processes import Apart, RunEnd
 from gossamer.run.experiments.search import Found, GridPoint, OuterPair, Search, Space, Trial, search
-from gossamer.settings.fields import AtLeastOne, Words
 from gossamer.settings.options import options_of
-from gossamer.settings.schema import RECORD, Records, build, settings
+from gossamer.settings.schema import RECORD, Records, build
 
-__all__ = ["Contender", "RunOutcome", "TuneConfig", "Tuned", "contenders", "searched", "tune", "tuned_file"]
-
-_Above = Annotated[float, Field(gt=0)]
-_Pair = tuple[_Above, Annotated[float, Field(ge=0, lt=1)]]
-
-
-@settings("tune")
-class TuneConfig:
-    """The `[tune]` table of an experiment file: what `gossamer tune` tries for each method, and with how many tokens."""
-
-    budget_tokens: AtLeastOne
-    """The most tokens that one method may train on, all its runs together; the same for every method."""
-    lr: Annotated[tuple[_Above, ...], Field(min_length=1)]
-    """The first grid of `inner.lr`, each twice the one before. It grows where the best is at its edge."""
-    outer: Annotated[tuple[_Pair, ...], Words("a list of pairs [η, γ] with η above 0 and γ from 0 to below 1")] = (
-        (0.7, 0.5),
-        (1.0, 0.5),
-        (0.7, 0.7),
-        (1.0, 0.0),
-    )
-    """Outer learning rates and momenta (η, γ) of methods that have both, and beyond them where the best is at their edge. A
-    method with an empty list keeps its own."""
-    grid: Literal["cross", "product"] = "cross"
-    """"cross": each `inner.lr` with the first pair, each pair at the best of them, and then what is missing around the best;
-    "product": each `inner.lr` with each pair, and η takes these values only."""
-    rungs: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)] = (1.0,)
-    """Lengths of the runs as shares of the whole run, from the first rung of successive halving to the last, which is 1. Runs
-    of a quarter of the length, which cost less, ranked η the other way round than whole ones."""
-    seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
-    """Every setting is run with each of them, and judged by the mean."""
-    final_seeds: tuple[int, ...] = ()
-    """With these the two best settings of the last rung are run again, and the mean decides between them; empty for no final. A
-    seed that a setting has been run with is not run again."""
-
-    def __post_init__(self) -> None:
-        if any(abs(high / low - 2) > 1e-6 for low, high in zip(self.lr, self.lr[1:], strict=False)):
-            raise ConfigError(
-                f"tune.lr is {[*self.lr]}, but each must be twice the one before; write a grid such as [5e-4, 1e-3, 2e-3]"
-            )
-        if sorted(set(self.rungs)) != [*self.rungs] or self.rungs[-1] != 1:
-            raise ConfigError(f"tune.rungs is {[*self.rungs]}, but they must grow and end in 1.0; write [0.25, 1.0]")
-        for name, values in (("outer", self.outer), ("seeds", self.seeds), ("final_seeds", self.final_seeds)):
-            if len(set(values)) < len(values):
-                raise ConfigError(f"tune.{name} is {[*values]}, which has a value twice; name each once")
-        if self.final_seeds and not {*self.final_seeds} > {*self.seeds}:
-            raise ConfigError(
-                f"tune.final_seeds is {[*self.final_seeds]}, but it must hold all of tune.seeds, {[*self.seeds]}, and one more; "
-                f"write {[*self.seeds, max(self.seeds) + 1]}, or leave it out"
-            )
+__all__ = ["Contender", "RunOutcome", "Tuned", "contenders", "searched", "tune", "tuned_file"]
 
 
 @with_config(RECORD)
@@ -87,8 +39,8 @@ class RunOutcome(TypedDict):
     run: str
     """Of everything that decides its loss."""
     method: str
-    lr: _Above
-    outer: _Pair | None
+    lr: Above
+    outer: OuterValues | None
     rung: Annotated[int, Field(ge=0)]
     seed: int
     tokens: int

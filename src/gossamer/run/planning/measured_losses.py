@@ -2,7 +2,8 @@
 
 One small model was trained: 139,584 parameters, 8 workers that read the same text, 20 tokens for each parameter, and for every
 method and number of local steps the settings that a search of whole runs chose for it. For other models it is a guide: it tells
-which method loses more, and not how much. `tests/test_plan_choice.py` holds the figures against the committed outcomes.
+which method loses more, and not how much. `tests/run/planning/test_plan_choice.py` holds the figures against the committed
+outcomes.
 """
 
 import math

@@ -25,7 +25,7 @@ from gossamer.run.simulated.rounds import crew, train_together
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import Task
 from gossamer.run.worker.worker import RoundReport, Worker
-from gossamer.transport import Ticket, Transport
+from gossamer.transport.contract import Ticket, Transport
 from gossamer.transport.memory import MemoryNetwork, MemoryTransport
 
 __all__ = ["Repeat"]
@@ -195,29 +195,29 @@ class _Life:
         worker.loop.next = lambda round: self._script.next.get(((self.worker, self.number), round))
 
     def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor]) -> None:
-        """See `gossamer.transport.Transport`."""
+        """See `gossamer.transport.contract.Transport`."""
         if (Message(ticket.round, ticket.fragment, self.worker, peer), self.number) in self._script.heard:
             self._inner.expect(ticket, peer, like)
 
     def post(self, ticket: Ticket, peer: int, frames: Sequence[Tensor]) -> None:
-        """See `gossamer.transport.Transport`."""
+        """See `gossamer.transport.contract.Transport`."""
         if (Message(ticket.round, ticket.fragment, peer, self.worker), self.number) in self._script.sent:
             self._inner.post(ticket, peer, frames)
 
     def ready(self, ticket: Ticket) -> bool:
-        """See `gossamer.transport.Transport`."""
+        """See `gossamer.transport.contract.Transport`."""
         return self._inner.ready(ticket)
 
     def wait(self, ticket: Ticket) -> None:
-        """See `gossamer.transport.Transport`."""
+        """See `gossamer.transport.contract.Transport`."""
         self._inner.wait(ticket)
 
     def collect(self, ticket: Ticket) -> dict[int, list[Tensor]]:
-        """See `gossamer.transport.Transport`."""
+        """See `gossamer.transport.contract.Transport`."""
         return self._inner.collect(ticket)
 
     def close(self) -> None:
-        """See `gossamer.transport.Transport`."""
+        """See `gossamer.transport.contract.Transport`."""
         self._inner.close()
 
 

@@ -27,7 +27,7 @@ from gossamer.run.served.region_protocol import RegionLetter, read_answer, read_
 from gossamer.run.served.server import member_of, with_workers
 from gossamer.run.served.session import Reply, ServerSession, region_session
 from gossamer.run.worker.task import task_of
-from gossamer.transport import Turn
+from gossamer.transport.contract import Turn
 from gossamer.transport.sockets.hub import Hub, listener_at
 from gossamer.transport.sockets.stream import HELLO, Patience, Stream, connect
 

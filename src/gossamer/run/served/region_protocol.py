@@ -13,7 +13,7 @@ from torch import Tensor
 from gossamer.clock.shares import Grant
 from gossamer.errors import TransportError
 from gossamer.finite import all_finite, must_be_finite
-from gossamer.transport import Turn
+from gossamer.transport.contract import Turn
 from gossamer.transport.sockets.stream import PUSH, START, Stream
 
 __all__ = [

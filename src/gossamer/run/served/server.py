@@ -39,7 +39,7 @@ from gossamer.run.served.global_session import GlobalSession
 from gossamer.run.served.protocol import OWNED, run_key, run_settings, settled_server, use_threads
 from gossamer.run.served.session import Pushed, Reply, ServerSession, open_session
 from gossamer.run.worker.task import Task, task_of
-from gossamer.transport import Turn
+from gossamer.transport.contract import Turn
 from gossamer.transport.secret import SECRET_FILE, environment_secret, folder_secret
 from gossamer.transport.sockets.hub import Conversation, Credentials, Hub, Manner, listener_at
 from gossamer.transport.sockets.stream import PUSH, START, Stream

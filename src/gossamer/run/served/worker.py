@@ -42,7 +42,7 @@ from gossamer.run.served.protocol import (
 )
 from gossamer.run.worker.replica import LocalPhase, Replica
 from gossamer.run.worker.task import Task, task_of
-from gossamer.transport import Turn
+from gossamer.transport.contract import Turn
 from gossamer.transport.processes.launch import device_of
 from gossamer.transport.secret import folder_secret
 from gossamer.transport.sockets.stream import HELLO, PUSH, START, Patience, Stream, connect

@@ -47,7 +47,7 @@ from gossamer.run.worker.stages.resplit import as_simulated, laid_anew, lays_ane
 from gossamer.run.worker.stages.timing import in_stages, pipeline_work, stage_seconds
 from gossamer.run.worker.task import Task, task_of
 from gossamer.run.worker.worker import RoundReport, Segment, Worker
-from gossamer.transport import Transport
+from gossamer.transport.contract import Transport
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.transport.processes.launch import one_device
 

@@ -43,8 +43,8 @@ from gossamer.run.worker.stages.timing import pipeline_work
 from gossamer.run.worker.task import Task, found_by_each, moved, task_of
 from gossamer.run.worker.worker import RoundReport, Worker
 from gossamer.topologies import Topology
-from gossamer.transport import Delivery, Reduce
 from gossamer.transport.alike import short_settings
+from gossamer.transport.contract import Delivery, Reduce
 from gossamer.transport.processes.board import Board
 from gossamer.transport.processes.group import GroupTransport, all_reduce
 from gossamer.transport.processes.launch import agree, join, leave

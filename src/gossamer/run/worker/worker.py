@@ -18,7 +18,7 @@ from gossamer.rounds.sharing import first_sharing
 from gossamer.rounds.together import Together
 from gossamer.run.config.run_file import digest
 from gossamer.run.worker.replica import LocalPhase, Replica, joined
-from gossamer.transport import Reduce, Transport
+from gossamer.transport.contract import Reduce, Transport
 from gossamer.tree import leaves, must_fit
 
 __all__ = ["RoundReport", "Segment", "Worker", "parts_of"]

@@ -6,7 +6,7 @@ still want its message or meet it.
 
 from torch import Tensor
 
-from gossamer.transport import Ticket
+from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.core import Outgoing
 from gossamer.transport.elastic.members import Members, Standing
 from gossamer.transport.sockets.letter import NEWS_BYTES, NO_TICKET, Letter, LetterKind

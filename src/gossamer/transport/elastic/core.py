@@ -22,7 +22,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gossamer.rng import key
-from gossamer.transport import Ticket
+from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.members import Members, SlotEntry, Standing, news, read_news
 from gossamer.transport.sockets.letter import NEWS_BYTES, NO_TICKET, Letter, LetterKind, body_of
 

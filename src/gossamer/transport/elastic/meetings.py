@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from gossamer.transport import Ticket
+from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.calls import Calls
 from gossamer.transport.elastic.members import Members, Standing
 from gossamer.transport.sockets.letter import Letter, LetterKind

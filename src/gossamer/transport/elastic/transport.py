@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import PeerError
-from gossamer.transport import Delivery, Ticket, Wait, wire
+from gossamer.transport import wire
+from gossamer.transport.contract import Delivery, Ticket, Wait
 from gossamer.transport.elastic.ask import WATCHER, View, show
 from gossamer.transport.elastic.closing import Closing, LeftOutError
 from gossamer.transport.elastic.core import ElasticCore, Outcome, Outgoing
@@ -34,8 +35,8 @@ log = logging.getLogger("gossamer")
 
 
 class ElasticTransport:
-    """One worker's connections; see `gossamer.transport.Transport`. It never raises PeerError for a peer: an exchange that
-    fails is not among what `collect` returns, and `outcomes` says what became of it.
+    """One worker's connections; see `gossamer.transport.contract.Transport`. It never raises PeerError for a peer: an exchange
+    that fails is not among what `collect` returns, and `outcomes` says what became of it.
 
     Args:
         members: this worker's view at the start; everybody in it listens already, or is not alive.
@@ -115,7 +116,7 @@ class ElasticTransport:
             raise SlotTakenError(self.worker, self._station.timeout_s)
 
     def named(self, round: int) -> tuple[int, frozenset[int]]:
-        """See `gossamer.transport.Closes`. Raises: LeftOutError."""
+        """See `gossamer.transport.contract.Closes`. Raises: LeftOutError."""
         with self.changed:
             closing, before = self._closes(), self._tried
             closing.ready(time.monotonic())
@@ -126,7 +127,7 @@ class ElasticTransport:
             return closing.named
 
     def concluded(self, attempt: int, *, whole: bool) -> bool:
-        """See `gossamer.transport.Closes`. Raises: LeftOutError."""
+        """See `gossamer.transport.contract.Closes`. Raises: LeftOutError."""
         with self.changed:
             closing = self._closes()
             before = closing.round

@@ -36,7 +36,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossamer.errors import PeerError, TransportError, first_line
-from gossamer.transport import Delivery, Reduce, Ticket, Wait, wire
+from gossamer.transport import wire
+from gossamer.transport.contract import Delivery, Reduce, Ticket, Wait
 from gossamer.transport.processes.backend import backend_of, block, hold, poll
 from gossamer.transport.processes.board import THREADS
 from gossamer.transport.processes.member import Member
@@ -119,7 +120,7 @@ class _Memory:
 
 
 class GroupTransport:
-    """The transport of this process over a process group of all workers; see `gossamer.transport.Transport`.
+    """The transport of this process over a process group of all workers; see `gossamer.transport.contract.Transport`.
 
     Args:
         member: which worker this process is, where the collected frames shall be, and the store, best one that outlives all

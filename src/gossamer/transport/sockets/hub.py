@@ -17,8 +17,8 @@ import torch
 
 from gossamer.errors import GossamerError, PeerError, TransportError
 from gossamer.record.progress import say
-from gossamer.transport import Turn
 from gossamer.transport.alike import difference
+from gossamer.transport.contract import Turn
 from gossamer.transport.processes.local import LISTENER
 from gossamer.transport.sockets.handshake import HANDSHAKE_S, HalfOpen, prove_to_worker
 from gossamer.transport.sockets.stream import HELLO, Stream

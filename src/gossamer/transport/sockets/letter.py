@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import PeerError, TransportError
-from gossamer.transport import Ticket, wire
+from gossamer.transport import wire
+from gossamer.transport.contract import Ticket
 
 __all__ = ["HEADER_BYTES", "NEWS_BYTES", "NO_TICKET", "Letter", "LetterKind", "body_of", "decode", "encode"]
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import LostConnectionError, PeerError, TransportError
-from gossamer.transport import Turn, wire
+from gossamer.transport import wire
 from gossamer.transport.alike import read_settings
+from gossamer.transport.contract import Turn
 from gossamer.transport.sockets.handshake import HANDSHAKE_S, prove_to_server
 
 __all__ = ["HELLO", "PUSH", "START", "Patience", "Stream", "connect"]

@@ -1,0 +1,243 @@
+"""The first hour: what is in the wheel, files to start from, the demo, results for programs, and links that lead somewhere."""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from commands import Command
+from gossamer.cli import VERBS, main
+from gossamer.cli.init import EXAMPLES
+from gossamer.record.folder import read_metrics
+from tiny import document
+
+ROOT = Path(__file__).parents[2]
+SMALL = {
+    "model.size": "0.2m", "data.seq_len": 16, "data.batch_size": 2, "data.max_bytes": 100_000, "run.steps": 4,
+    "run.local_steps": 2, "run.eval_batches": 1, "run.checkpoint_every": 2, "run.threads": 1,
+}  # fmt: skip
+SETS = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
+
+
+def test_every_example_file_is_in_the_package() -> None:
+    link = ROOT / "configs"  # of the repository only
+    assert not link.exists() or link.resolve() == EXAMPLES.resolve(), "configs is a link to the files of the package"
+    files = [*map(str, EXAMPLES.rglob("*.toml"))]
+    ignored = subprocess.run(["git", "check-ignore", *files], cwd=ROOT, capture_output=True, text=True)
+    assert len(files) > 8 and ignored.stdout == "", "hatch leaves out of the wheel what git ignores"
+
+
+def start_from(words: list[str]) -> int:
+    """What one does first, with the package in this folder in place of the one that was imported."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "gossamer"]:
+        del sys.modules[name]
+    sys.path.insert(0, words[0])
+    for name in ("gossamer", "gossamer.cli.demo", "gossamer.run.simulated.simulate"):
+        assert str(importlib.import_module(name).__file__).startswith(words[0]), f"{name} is that of the repository"
+    main = importlib.import_module("gossamer.cli").main
+    demo = ["demo", "--quiet", *SETS, "--set", "run.steps=2"]
+    return main(["init"]) or main(["check", "configs/gasloc.toml"]) or main(demo)
+
+
+def test_the_wheel_holds_the_example_files_and_its_verbs_run_without_the_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builders = pytest.importorskip("hatchling.builders.wheel")
+    (wheel,) = builders.WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    sources = importlib.import_module("hatchling.builders.sdist").SdistBuilder(str(ROOT))
+    with tarfile.open(next(sources.build(directory=str(tmp_path), versions=["standard"]))) as archive:
+        kept = sum("/src/gossamer/configs/" in name for name in archive.getnames())
+    assert kept == len([*EXAMPLES.rglob("*.toml")]), "hatch takes each file once, and would take the link to them first"
+    monkeypatch.chdir(tmp_path)
+    code, output = Command(tmp_path / "site", work=start_from).finish()
+    assert code == 0, output
+    assert (tmp_path / "runs" / "demo" / "report.html").exists() and "gasloc: can start" in output
+
+
+def test_init_writes_examples_and_keeps_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "gasloc.toml").write_text("mine")
+    assert main(["init", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert (tmp_path / "gasloc.toml").read_text() == "mine" and "gasloc.toml (exists, and was kept)" in said
+    written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.toml")}
+    examples = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.toml")}
+    assert written == examples
+    assert (tmp_path / "demo.toml").read_bytes() == (EXAMPLES / "demo.toml").read_bytes()
+    assert main(["init", str(tmp_path / "other"), "--list"]) == 0
+    assert not (tmp_path / "other").exists()
+    assert capsys.readouterr().out.count(".toml: ") == len(examples)
+    assert main(["init", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["written"] == []
+
+
+def test_the_demo_leaves_its_models_and_no_checkpoints_and_can_be_asked_for_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["demo", "--out", str(tmp_path / "demo"), *SETS]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert "GASLoC 1-Peer" in out and "DiLoCo" in out and "round 2 of 2" in err
+    runs = [tmp_path / "demo" / name for name in ("gasloc-1-peer", "diloco")]
+    assert all((run / "model" / "model.safetensors").exists() for run in runs)
+    assert not any((run / "checkpoints").exists() for run in runs)
+    assert (
+        sum(path.stat().st_size for path in tmp_path.rglob("*")) < 5e6
+    )  # four models of 0.6 MB; 50 MB with checkpoints
+    assert main([*words, "--resume", "--json", "--quiet"]) == 0
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert [one["method"] for one in told["runs"]] == ["GASLoC 1-Peer", "gossip 1-Peer", "DiLoCo", "local SGD"]
+    assert out.count("\n") == 1 and told.keys() == EXPLAINED["demo"] and not err
+    before = read_metrics(runs[0])
+    assert main(["simulate", "--resume", str(runs[0])]) == 0
+    assert "the run has ended after 2 rounds; gossamer report" in capsys.readouterr().err
+    assert read_metrics(runs[0]) == before
+    assert main(["evaluate", str(runs[0])]) == 2
+    assert "record.keep_checkpoints is false" in capsys.readouterr().err
+
+
+def test_a_run_that_will_keep_no_checkpoints_resumes_until_it_has_ended(tmp_path: Path) -> None:
+    from gossamer.run.config.run_file import parse
+    from gossamer.run.simulated.simulate import simulate
+
+    config = parse(document(record__keep_checkpoints=False, run__steps=8, model__layers=1))
+    simulate(config, tmp_path / "cut", until=2)
+    assert (tmp_path / "cut" / "checkpoints").exists()
+    assert simulate(config, tmp_path / "cut", resume=True).loss == simulate(config, tmp_path / "whole").loss
+    assert not (tmp_path / "cut" / "checkpoints").exists() and not (tmp_path / "whole" / "checkpoints").exists()
+
+
+WITHOUT_JSON = {"completion": "prints a script", "watch": "serves a page"}
+KEYS = {  # the sections of docs/json.md, and the keys that each explains
+    verb: set(re.findall(r"^- (`\w+`(?:, `\w+`)*)", section, re.MULTILINE))
+    for section in (ROOT / "docs" / "json.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    for verb in section.partition("\n")[0].split(", ")
+}
+EXPLAINED = {verb: {key.strip("`") for keys in some for key in keys.split(", ")} for verb, some in KEYS.items()}
+
+
+@pytest.fixture(scope="module")
+def a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run file, a network file, and what the verbs that need a run work on."""
+    import tomli_w
+
+    folder = tmp_path_factory.mktemp("json")
+    experiment = document(run__steps=2, workers=2, run__local_steps=1, model__layers=1)
+    (folder / "run.toml").write_text(tomli_w.dumps(experiment))
+    (folder / "two.toml").write_text(tomli_w.dumps({**experiment, "sweep": {"seed": [0]}}))
+    tune = {"budget_tokens": 192, "lr": [1e-3], "outer": [], "rungs": [1.0]}
+    (folder / "tune.toml").write_text(tomli_w.dumps({**experiment, "tune": tune}))
+    (folder / "network.toml").write_text("uplink_bps = 1e8\ndownlink_bps = 1e8\nstep_s = 0.5\n")
+    for name, hashes in (("run", "false"), ("hashed", "true")):
+        words = [
+            "simulate",
+            str(folder / "run.toml"),
+            "--out",
+            str(folder / name),
+            "--quiet",
+            "--set",
+            f"record.hash={hashes}",
+        ]
+        assert main(words) == 0
+    return folder
+
+
+def words_of(verb: str, folder: Path, out: Path) -> list[object]:
+    """A command that has a result."""
+    file, run, network = folder / "run.toml", folder / "run", folder / "network.toml"
+    return {
+        "simulate": [file, "--out", out],
+        "check": [file],
+        "train": [file, "--local", 2, "--out", out, "--quiet"],
+        "compare": [folder / "two.toml", "--out", out],
+        "tune": [folder / "tune.toml", "--out", out, "--jobs", 1],
+        "status": [run],
+        "evaluate": [run],
+        "audit": [folder / "hashed"],
+        "topology": ["ring"],
+        "probe": ["--local", 2, "--links-only", "--out", out, "--max-bytes", 65536, "--test-s", 0.01],
+        "price": [run, network],
+        "plan": [network, "--workers", 2, "--local-steps", 15, "--method", "diloco"],
+        "utilisation": [],
+        "goodput": ["--set", "interruptions=100"],
+        "report": [run, "--out", out],
+        "list": [],
+        "init": [out],
+    }[verb]
+
+
+def test_a_verb_without_a_result_for_programs_is_explained() -> None:
+    assert VERBS.keys() - EXPLAINED.keys() == WITHOUT_JSON.keys()
+    explained = " and ".join(f"`{verb}`, which {why}" for verb, why in WITHOUT_JSON.items())
+    assert explained.replace(" and ", ", and ") in (ROOT / "docs" / "json.md").read_text()
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in WITHOUT_JSON and verb != "demo"])  # above
+def test_the_result_of_every_verb_is_one_line_of_json_with_the_keys_that_are_explained(
+    verb: str, a_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    capfd.readouterr()
+    assert main([verb, *map(str, words_of(verb, a_run, tmp_path / "out")), "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert out.count("\n") == 1 and out.endswith("\n"), out
+    assert verb != "train" or "round 2 of 2" not in err, "the workers are quiet, too"
+    result = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    only_with_figure = set() if verb == "compare" else {"figure", "numbers"}
+    assert result.keys() == EXPLAINED[verb] - only_with_figure
+
+
+@pytest.mark.parametrize("verb", ["simulate", "compare"])
+def test_a_quiet_verb_prints_its_result_and_no_progress(
+    verb: str, a_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([verb, *map(str, words_of(verb, a_run, tmp_path / "out")), "--quiet"]) == 0
+    out, err = capfd.readouterr()
+    assert re.search("^(report|run): ", out, re.MULTILINE) and "round 2 of" not in out + err, (out, err)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "powershell"])
+def test_a_shell_gets_a_script_that_knows_every_verb(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(verb in script for verb in VERBS) and "local-steps" in script
+    if shell == "bash":
+        assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+DOCS = ROOT / "docs"
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+GENERATED = (
+    "methods/", "reference/", "adr/index.md", "results/index.md", "results/paper/index.md", "topologies.md", "codecs.md",
+    "boundaries.md", "contributing.md", "changelog.md",
+)  # fmt: skip
+"""Pages that only the site has; its strict build finds links to what is not there."""
+
+
+def anchors(page: Path) -> Iterator[str]:
+    """The anchors of the headings of a page, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_link_of_a_page_is_broken(page: Path) -> None:
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?://", target):
+            continue
+        file, _, anchor = target.partition("#")
+        there = (page.parent / file).resolve() if file else page
+        if there.is_relative_to(DOCS) and str(there.relative_to(DOCS)).startswith(GENERATED):
+            continue
+        assert there.exists(), f"{page}: {target}"
+        assert not anchor or anchor in anchors(there), f"{page}: {target} names no heading"

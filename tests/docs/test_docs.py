@@ -1,0 +1,183 @@
+"""The site builds without a warning, loads nothing from other hosts, and what its pages say to type works as written."""
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import generate
+import gossamer
+from generators.methods import python_of
+from gossamer import topologies
+from gossamer.cli import VERBS, main
+from gossamer.run.config.document import load, with_settings
+from gossamer.run.config.recipes import FACTORIES, recipes
+from gossamer.run.config.run_file import parse
+from gossamer.run.config.settle import settle
+from gossamer.run.config.user_parts import named
+from gossamer.settings.schema import parse_toml
+
+ROOT = Path(__file__).parents[2]
+TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("docs")
+    generate.write(folder)
+    return folder
+
+
+def test_the_site_builds_without_a_warning_and_loads_nothing_from_other_hosts(source):
+    mkdocs = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--config-file", source / "mkdocs.yml"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "docs"), "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(mkdocs, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    site = source / "site"
+    for page in site.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        loaded = re.findall(r"<(?:script|img|iframe)[^>]* src=[\"']?([^\"' >]+)", text)
+        loaded += re.findall(r"<link[^>]* rel=[\"']?(?:stylesheet|preconnect|icon)[^>]* href=[\"']?([^\"' >]+)", text)
+        assert not [one for one in loaded if one.startswith(("http", "//"))], page
+    assert {page.stem for page in (site / "methods").glob("*.html")} == {*recipes(), *FACTORIES, "wrappers"}
+    python = (site / "reference" / "python.html").read_text(encoding="utf-8")
+    assert 'id="gossamer.library.outer.Outer.step"' in python
+    commands = (site / "reference" / "command-line.html").read_text(encoding="utf-8")
+    assert all(f'id="{verb}"' in commands for verb in VERBS)
+
+
+def test_the_page_of_run_files_explains_every_key(source):
+    lines = (source / "docs" / "reference" / "run-file.md").read_text(encoding="utf-8").splitlines()
+    keys = [line for line in lines if line.startswith("| `")]
+    assert len(keys) > 80
+    assert not [line for line in keys if line.endswith("|  |")], "write a docstring under that field"
+
+
+def test_the_page_of_commands_explains_every_argument(source):
+    text = (source / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
+    assert "| `--out PATH` | run folder" in text
+    assert not re.findall(r"^\| `.*\|  \|$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_the_command_on_the_page_of_a_method_can_start(name, source):
+    page = (source / "docs" / "methods" / f"{name}.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^gossamer simulate .*$", page, re.MULTILINE)
+    _, _, file, _, setting = shlex.split(command)
+    settle(parse(with_settings(load(ROOT / file), dict([setting.split("=")]))))
+
+
+@pytest.mark.parametrize("name", [name for name in recipes() if python_of(recipes()[name].settings)])
+def test_the_python_on_the_page_of_a_method_makes_it(name):
+    settings = recipes()[name].settings
+    code = python_of(settings)
+    scope: dict[str, Any] = {"model": torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))}
+    if made := re.search(r"topologies\.\w+\(workers, .*?\)", code):  # of more workers than there are here
+        assert eval(made[0], {"topologies": topologies, "workers": 8}).name == settings["topology.name"]
+        code = code.replace(made[0], f'"{settings["topology.name"]}"')
+    exec(code, scope)
+    with scope["outer"] as outer:
+        rule, codec = outer.method.rule, outer.method.codec
+        options = {key.removeprefix("rule."): value for key, value in settings.items() if key.startswith("rule.")}
+        assert rule.name.endswith(options.pop("name"))
+        for key, value in options.items():
+            found = rule.options if isinstance(value, dict) else {key: rule.options[key]}
+            assert found.items() >= (value if isinstance(value, dict) else {key: value}).items() or value == "auto"
+        assert codec.name.startswith(settings.get("codec.name", "exact"))
+        assert (codec.back.name if codec.back else None) == settings.get("codec.back")
+        schedule = {key: value for key, value in settings.items() if key.startswith("schedule.")}
+        assert all(getattr(outer.method.schedule, key.partition(".")[2]) == value for key, value in schedule.items())
+
+
+def python_blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_parts_on_the_page_about_own_parts_train():
+    scope: dict[str, Any] = {"gossamer": gossamer, "workers": 1}
+    outers = []
+    for code in python_blocks("how-to/own-parts.md"):
+        scope["model"] = model = torch.nn.Linear(8, 8)
+        exec(code, scope)
+        if outer := scope.pop("outer", None):
+            before = model.weight.detach().clone()
+            with outer, torch.no_grad():
+                model.weight += 1.0
+                assert [outer.step() for _ in range(30)] == [False] * 29 + [True]
+            assert not torch.equal(model.weight, before)
+            outers.append(outer.method)
+    assert [method.rule.name for method in outers] == ["cautious", "gasloc", "diloco"]
+    assert outers[2].codec.name == "halves"
+    mixings = [scope["pairs"](4).mixing(t) for t in range(2)]
+    assert [[mixing.hears_from(i) for i in range(4)] for mixing in mixings] == [
+        [(1,), (0,), (3,), (2,)],
+        [(), (2,), (1,), ()],
+    ]
+    assert all(mixing.weight(1) == 0.5 for mixing in mixings)
+
+
+def test_the_page_about_simulations_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {}
+    for code in python_blocks("how-to/simulate.md"):
+        exec(code.replace("rounds=10", "rounds=5").replace("until=7", "until=5"), scope)
+    assert scope["run"].over and len(scope["found"].runs) == 8 and scope["price"].total_s > 0
+
+
+def test_the_run_file_on_the_page_about_own_parts_is_one():
+    (text,) = re.findall(
+        r"```toml\n(.*?)```", (ROOT / "docs/how-to/own-parts.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    assert len(named(parse(parse_toml(text, "the page")))) == 7
+
+
+def test_the_methods_on_the_page_about_an_own_loop_can_be_made():
+    choices = python_blocks("how-to/own-loop.md")[1].splitlines()
+    lines = [line for line in choices if line.startswith("outer = ")]
+    assert len(lines) == 4
+    for line in lines:
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        scope: dict[str, Any] = {"model": model}
+        exec(f"{choices[0]}\n{line}", scope)
+        scope["outer"].close()
+
+
+def test_the_tutorial_works_as_written(tmp_path, monkeypatch):
+    """With fewer and shorter steps of a model of one layer; the commands are those of the page, in their order."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in re.findall(r"```toml title=\"(.+?)\"\n(.*?)```", TUTORIAL, re.DOTALL):
+        text = text.replace("steps = 240", "steps = 10").replace("local_steps = 15", "local_steps = 5")
+        text = text.replace("seq_len = 64", "seq_len = 16")
+        text = text.replace('size = "0.2m"', 'size = "0.2m", layers = 1')
+        Path(name).write_text(text, encoding="utf-8")
+    assert all(
+        part in Path("first.toml").read_text(encoding="utf-8")
+        for part in ("\nsteps = 10\n", "\nlocal_steps = 5\n", "seq_len = 16", "layers = 1")
+    )
+    printed: dict[str, str] = {}
+    for command in re.findall(r"^\$ gossamer (.+)$", TUTORIAL, re.MULTILINE):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            assert main(shlex.split(command)) == 0, command
+        printed[command] = out.getvalue()
+    assert {"report.html", "model", "checkpoints", "trace.jsonl", "run.toml"} <= {
+        one.name for one in Path("runs/first").iterdir()
+    }
+
+    def number(pattern: str, command: str) -> float:
+        found = re.search(pattern, printed[command])
+        assert found, printed[command]
+        return float(found[1])
+
+    gasloc, diloco = (number(r"([\d.]+) s for", f"price runs/{run} network.toml") for run in ("first", "diloco"))
+    assert gasloc < diloco
+    real = number(r"mean model ([\d.]+) nats", "evaluate runs/real")
+    assert real == number(r"first +│ +([\d.]+)", "simulate first.toml --set workers=2 --out runs/two")
+    assert Path("plan.toml").is_file()

@@ -1,0 +1,659 @@
+"""The registered experiments: settings that were tuned, what their pages make of outcomes, and the verdicts on claims."""
+
+import itertools
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scipy.stats import t as student
+
+from generators import annealed, claims, experiments, gains, leaderboard, local_steps, sources, verdicts
+from generators.verdicts import Arm
+from gossamer.data.corpus import fingerprint, open_corpus
+from gossamer.errors import DataError
+from gossamer.models.sizes import parameter_count
+from gossamer.report.paired import effect, holm
+from gossamer.report.results import PointResult, read_results
+from gossamer.run.config.document import load
+from gossamer.run.config.experiment_file import Point, points
+from gossamer.run.config.settle import settle
+from gossamer.run.experiments.tune import contenders, searched
+from tiny import document
+
+ROOT = Path(__file__).parents[1].parent
+CONFIGS = ROOT / "experiments" / "evidence"
+FIRST_STAGE = ROOT / "docs" / "results" / "evidence"
+AT_STAGE_1 = ("tuned", "momentum", "rounds", "straggler", "size")
+SEARCHED_AS = {
+    "DiLoCo": "diloco", "local SGD": "local_sgd", "GASLoC 1-Peer": "gasloc", "gossip 1-Peer": "gossip",
+    "GASLoC 2-Peer": "gasloc_2peer", "gossip 2-Peer": "gossip_2peer", "NoLoCo": "noloco",
+}  # fmt: skip
+"""The methods of the second search by their labels in other files."""
+
+
+def arm(*differences: float) -> Arm:
+    return Arm("a", [(difference, 2.0) for difference in differences])
+
+
+LEADS, TRAILS, ALIKE, OPEN = (
+    arm(-0.05, -0.051, -0.052),
+    arm(0.05, 0.051, 0.052),
+    arm(0.001, -0.001, 0.0),
+    arm(-0.1, 0.1),
+)
+
+
+@pytest.mark.parametrize(
+    ("rule", "arms", "verdict"),
+    [
+        (verdicts.leads, [LEADS, LEADS], "holds"),
+        (verdicts.leads, [LEADS, TRAILS], "holds in part"),
+        (verdicts.leads, [LEADS, OPEN], "holds in part"),
+        (verdicts.leads, [TRAILS, ALIKE], "fails"),
+        (verdicts.leads, [ALIKE, OPEN], "open"),
+        (verdicts.leads, [arm(-0.05)], "open"),
+        (verdicts.leads, [arm(-0.05, -0.054, -0.046, -0.058)], "holds"),
+        (verdicts.leads, [arm(-0.05, -0.04, -0.017), *[OPEN] * 9], "open"),
+        (verdicts.equal, [ALIKE, ALIKE], "holds"),
+        (verdicts.equal, [ALIKE, LEADS], "holds in part"),
+        (verdicts.equal, [LEADS], "fails"),
+        (verdicts.equal, [OPEN], "open"),
+        (verdicts.matches, [ALIKE, LEADS], "holds"),
+        (verdicts.matches, [ALIKE, OPEN], "holds in part"),
+        (verdicts.matches, [TRAILS], "fails"),
+        (lambda arms: verdicts.costs_little(arms, 0.2), [ALIKE], "holds"),
+        (lambda arms: verdicts.costs_little(arms, 0.2), [TRAILS], "fails"),
+        (lambda arms: verdicts.costs_little(arms, 0.2), [arm(0.001, 0.006)], "open"),
+    ],
+)
+def test_a_verdict_follows_from_the_differences_by_a_rule_that_was_fixed(
+    rule: Any, arms: Sequence[Arm], verdict: str
+) -> None:
+    found = rule(arms)
+    assert found.verdict == verdict and found.effect
+
+
+def test_a_trend_holds_where_it_is_sure_and_fails_where_its_opposite_is() -> None:
+    up = [[1.0, 1.1, 1.2, 1.3]] * 3
+    down = [[*reversed(row)] for row in up]
+    assert verdicts.rises({"a": up}).verdict == "holds"
+    assert verdicts.rises({"a": up, "b": down}).verdict == "holds in part"
+    assert verdicts.rises({"a": down}).verdict == "fails"
+    assert verdicts.rises({"a": up[:1]}).verdict == "open"
+
+
+def test_growth_is_bounded_only_if_that_is_sure() -> None:
+    assert verdicts.stays({"a": [1.0, 1.01, 0.99]}, 1.5).verdict == "holds"
+    assert verdicts.stays({"a": [1.0, 1.01, 0.99], "b": [4.0, math.inf, 4.0]}, 1.5).verdict == "holds in part"
+    assert verdicts.stays({"a": [4.0, 4.1, 3.9]}, 1.5).verdict == "fails"
+    assert verdicts.stays({"a": [1.0]}, 1.5).verdict == verdicts.stays({"a": [1.0, 2.0]}, 1.5).verdict == "open"
+
+
+def told(
+    number: int, lines: Sequence[tuple[str, Mapping[str, Any], Mapping[str, float | None]]]
+) -> verdicts.Found | None:
+    """What a claim's test says of these variants, places and rows, over three seeds that scatter a little."""
+    stem = claims.CHECKS[number].command.split("/")[2].split(".")[0]
+    runs = points(load(CONFIGS / f"{stem}.toml"), seeds=range(3))
+    ended = [
+        PointResult(
+            name, at, seed, {key: None if value is None else value * (1 + seed / 1e4) for key, value in row.items()}
+        )
+        for name, at, row in lines
+        for seed in range(3)
+    ]
+    return claims.CHECKS[number].found(lambda asked: (runs, ended) if asked == stem else ([], []))
+
+
+@pytest.mark.parametrize(("slope", "verdict"), [(1, "holds"), (-1, "fails")])
+def test_the_best_outer_learning_rate_is_that_of_the_lowest_loss_with_each_number_of_workers(
+    slope: int, verdict: str
+) -> None:
+    rates, numbers = [0.5, 0.7, 1.0, 1.4], [4, 8, 16, 32]
+    best = dict(zip(numbers, rates[::slope], strict=True))
+    lines = [
+        ("DiLoCo", {"workers": n, "rule.lr": rate, "inner.lr": lr}, {"loss": 2.0 + abs(rate - best[n]) + lr})
+        for n in numbers
+        for rate in rates
+        for lr in (2e-3, 4e-3)
+    ]
+    found = told(9, lines)
+    assert found is not None and found.verdict == verdict and f"{best[4]:.2f} with 4" in found.effect
+    assert told(9, lines[:-1]) is None  # the best of some is not the best of all
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "holds"), (3.0, "fails"), (None, "fails")])
+def test_disagreement_is_bounded_where_a_longer_run_ends_with_as_much(factor: float | None, verdict: str) -> None:
+    ends: dict[int, Mapping[str, float | None]] = {1350: {"loss": 2.0, "disagreement": 0.1}}
+    ends[2700] = {"loss": factor and 2.0, "disagreement": 0.1 * (factor or 1.0)}
+    lines = [
+        ("Factored Gossip", {"rule.lr": 0.07, "rule.momentum": 0.95, "run.steps": steps}, row)
+        for steps, row in ends.items()
+    ]
+    found = told(13, lines)
+    assert found is not None and found.verdict == verdict
+
+
+def test_stale_adam_counts_at_the_best_of_its_outer_learning_rates() -> None:
+    losses = {"CGAD": (2.2, 2.0), "Adam-Decay": (2.1, 2.05), "Adam": (2.3, 2.1)}
+    lines = [
+        (name, {"server.lr": rate}, {"loss": loss})
+        for name, some in losses.items()
+        for rate, loss in zip((3e-4, 1e-3), some, strict=True)
+    ]
+    found = told(15, lines)
+    assert found is not None and found.verdict == "holds" and "CGAD above Adam -0.1" in found.effect
+
+
+def test_restarts_are_judged_by_the_share_of_settings_near_the_best_run() -> None:
+    def lines(lost: str) -> list[tuple[str, Mapping[str, Any], Mapping[str, float | None]]]:
+        return [
+            (name, {"rule.lr": k}, {"loss": 2.5 if (name, k) == (lost, 1) else None if name == lost else 2.0})
+            for name in ("restarts every three rounds", "no restarts")
+            for k in range(4)
+        ]
+
+    for lost, verdict in (("no restarts", "holds"), ("restarts every three rounds", "fails")):
+        found = told(17, lines(lost))
+        assert found is not None and found.verdict == verdict
+
+
+def test_rankings_are_alike_only_if_that_is_sure() -> None:
+    some = [*range(20)]
+    assert verdicts.ranked_alike(some, [x**3 for x in some]).verdict == "holds"
+    assert verdicts.ranked_alike(some, [-x for x in some]).verdict == "fails"
+    assert verdicts.ranked_alike(some[:4], some[:4]).verdict == "open"
+    assert verdicts.ranked_alike(some[:6], [1, 0, 2, 4, 3, 5]).verdict == "open"
+
+
+def test_every_registered_claim_has_a_row_and_each_test_belongs_to_a_claim() -> None:
+    rows = claims.claims_page().splitlines()[2:]
+    listed = claims.registered()
+    assert [*listed] == [*range(1, len(listed) + 1)] and len(listed) >= 29 and claims.CHECKS.keys() <= listed.keys()
+    assert [row.split("|")[1].strip() for row in rows] == [str(number) for number in listed]
+    verdicts = {row.split("|")[-3].strip() for row in rows}
+    assert verdicts <= {"holds", "holds in part", "fails", "open", "not testable here", "not run yet"}
+    for check in claims.CHECKS.values():
+        assert check.found(lambda stem: ([], [])) is None or check is claims.CHECKS[5]
+
+
+@pytest.mark.parametrize(
+    ("number", "stem", "praised", "other", "at"),
+    [
+        (4, "workers_tuned-n16", ["Nesterov", "heavy ball"], "SGD", {}),
+        (26, "narrow_muon_tuned-h64", ["ResBM 8"], "uncompressed", {}),
+        (27, "narrow_adamw_tuned", ["subspace 2"], "uncompressed", {}),
+        (28, "tahquant_tuned-h64", ["TAH-Quant 4 bits", "TAH-Quant 3 bits"], "uncompressed", {}),
+        (29, "experts_tuned", ["FoMoE"], "DiLoCo, equal bytes per token", {}),
+    ],
+)
+def test_a_claim_finds_its_pairs_in_the_outcomes_of_its_file(
+    number: int, stem: str, praised: Sequence[str], other: str, at: dict[str, int]
+) -> None:
+    def outcomes(gain: float) -> claims.Outcomes:
+        losses = [*((name, at, 2.0 - gain * (len(praised) - k)) for k, name in enumerate(praised))]
+        losses.append((other, dict.fromkeys(at, 1), 2.0))
+        lines = [
+            PointResult(name, where, seed, {"loss": loss + 0.001 * seed * seed})
+            for name, where, loss in losses
+            for seed in range(3)
+        ]
+        return lambda asked: ([], lines if asked == stem else [])
+
+    for gain, verdict in ((0.05, "holds"), (-0.05, "fails")):
+        found = claims.CHECKS[number].found(outcomes(gain))
+        assert found is not None and found.verdict == verdict, found
+
+
+def test_local_steps_are_compared_over_the_files_of_their_own_settings() -> None:
+    def outcomes(**losses: float) -> claims.Outcomes:
+        def of(stem: str) -> tuple[Sequence[Point], Sequence[PointResult]]:
+            name, _, scale = stem.partition("-")
+            if name != "local_steps_tuned" or (scale or "h30") not in losses:
+                return [], []
+            loss = losses[scale or "h30"]
+            found = [
+                PointResult(m, {}, seed, {"loss": loss + 1e-3 * seed})
+                for m in ("DiLoCo", "GASLoC")
+                for seed in range(5)
+            ]
+            return [], [*found, PointResult("GASLoC", {}, 5, {"loss": None})]
+
+        return of
+
+    rising = outcomes(h1=1.5, h5=1.6, h30=1.7, h120=1.9)
+    assert claims.CHECKS[2].found(rising).verdict == "holds", "a seed that was lost at one of them is left out"
+    assert claims.CHECKS[8].found(rising).verdict == "fails", "one step is not the worst"
+    assert claims.CHECKS[8].found(outcomes(h1=1.7, h5=1.6)).verdict == "holds"
+    assert claims.CHECKS[2].found(outcomes(h30=1.7)) is None, "one number of local steps is no trend"
+
+
+def ended(run: Point, loss: float, **row: Any) -> PointResult:
+    return PointResult(run.method, run.at, run.seed, {"loss": loss, "alignment": None, **row})
+
+
+def runs_of(seeds: Sequence[int] = (0, 1), **given: Any) -> list[Point]:
+    return points(document(**given), seeds=seeds)
+
+
+def test_momentum_is_compared_with_none_in_each_cell_and_its_gain_with_the_alignment_there() -> None:
+    rows = [
+        {"label": "gossip", "rule.name": "gossip"},
+        {"label": "GASLoC", "rule": {"name": "gasloc", "momentum": 0.5}, "inner.lr": 1e-4},
+        {"label": "DiLoCo", "rule.name": "diloco", "topology.name": "complete"},
+    ]
+    sweep = [{"run.local_steps": h, "workers": n} for n in (2, 3) for h in (1, 2, 3)]
+    runs = runs_of(variant=rows, sweep=sweep)
+    gain = {(2, 1): 0.01, (2, 2): 0.02, (2, 3): 0.03, (3, 1): 0.04, (3, 2): 0.05, (3, 3): 0.06}
+
+    def outcome(run: Point) -> PointResult:
+        cell = run.config.workers, run.config.full_steps
+        lower = gain[cell] * (1 + 0.01 * run.seed) if run.method == "GASLoC" else 0.0
+        return ended(run, 2.0 + run.seed - lower, alignment=10 * gain[cell])
+
+    whole = [outcome(run) for run in runs]
+    found = gains.gains(runs, whole)
+    assert [one.where["H"] for one in found] == [1, 2, 3] * 2 and {one.method for one in found} == {"GASLoC"}
+    assert gains.rank_correlation(found) == pytest.approx(1.0)
+    page = gains.gains_page(found)
+    assert "| with momentum | loss above that of | workers | H | rounds | alignment |" in page
+    assert "-0.0100, -0.0101" in page and "over 6 cells: 1.00" in page
+    assert gains.drawn_gains(found).endswith(b"</svg>\n")
+    early = [one for one in whole if one.method == "gossip"] + whole[len(sweep) * 2 : len(sweep) * 2 + 1]
+    (alone,) = gains.gains(runs, early)
+    assert len(alone.pairs) == 1 and gains.rank_correlation([alone]) is None and "gossip" in gains.gains_page([alone])
+    diverged = [one._replace(row={**one.row, "loss": math.nan}) for one in whole if one.method == "GASLoC"]
+    assert gains.gains(runs, [*early, *diverged]) == []
+
+
+def test_averaging_with_an_outer_learning_rate_of_its_own_is_without_momentum_too() -> None:
+    rows = [
+        {"label": "averaging", "rule": {"name": "gasloc", "lr": 1.4, "momentum": 0.0}},
+        {"label": "GASLoC", "rule": {"name": "gasloc", "momentum": 0.5}},
+    ]
+    runs = runs_of(variant=rows)
+    (found,) = gains.gains(runs, [ended(run, 2.0 - 0.1 * (run.method == "GASLoC")) for run in runs])
+    assert (found.method, found.plain) == ("GASLoC", "averaging")
+
+
+def test_annealed_branches_stand_at_their_share_of_the_time_in_which_the_target_ends() -> None:
+    rows = [
+        {"label": "DiLoCo", "rule.name": "diloco", "topology.name": "complete", "sweep": {"run.steps": [8, 12]}},
+        {"label": "pairs", "sweep": {"run.steps": [12, 14, 16]}},
+    ]
+    runs = runs_of(variant=rows, inner__schedule="wsd")
+
+    def outcome(run: Point) -> PointResult:
+        rounds, pairs = run.config.rounds, run.method == "pairs"
+        return ended(
+            run,
+            3.0 - 0.1 * rounds + 0.1 * pairs + 0.05 * pairs * run.seed,
+            wall_s={"straggler": rounds * (5.0 if pairs else 10.0)},
+        )
+
+    found = annealed.branches(runs, [outcome(run) for run in runs], "DiLoCo")
+    assert len(found) == 10 and {one.share for one in found if one.method == "DiLoCo"} == {4 / 6, 1.0}
+    assert annealed.time_shares(found, "pairs", "straggler") == {0: 35 / 60, 1: 40 / 60}
+    page = annealed.annealed_page(found, "DiLoCo")
+    assert "| pairs | 0.583, 0.667 | 0.625 |" in page and "| pairs | 8 | 0.667 | -0.1000, -0.0500 | -0.0750 |" in page
+    assert annealed.drawn_branches(found, "DiLoCo").endswith(b"</svg>\n")
+    assert page.startswith("Beside DiLoCo after 6 rounds")
+    shorter = annealed.branches(runs, [outcome(run) for run in runs if run.config.rounds != 6 or run.seed], "DiLoCo")
+    assert {one.seed for one in shorter} == {1}, "the longest that has ended is that of one seed"
+    never = [one for one in found if one.rounds < 8]
+    assert annealed.time_shares(never, "pairs", "straggler") == {0: 35 / 60, 1: None}
+    assert "1 of 2 seeds" in annealed.annealed_page(never, "DiLoCo")
+    assert annealed.branches(runs, [outcome(run) for run in runs if run.method == "pairs"], "DiLoCo") == []
+    judged = claims._sooner(lambda stem: (runs, [outcome(run) for run in runs]) if "-" not in stem else ([], []))
+    assert judged is not None and judged.verdict == "open" and "pairs at 10 % -0.3750" in judged.effect
+
+
+def test_the_leaderboard_reads_every_method_at_equal_tokens_at_equal_bytes_and_at_the_worst_loss() -> None:
+    def run(method: str, seed: int, losses: Sequence[float], sent: float, seconds: float | None) -> PointResult:
+        curve = [*zip(range(1, len(losses) + 1), losses, strict=True)]
+        row = {
+            "loss": losses[-1], "sent_bytes": sent * len(losses),
+            "loss_at_bytes": [(k * sent, loss) for k, loss in curve],
+            "loss_at_s": {} if seconds is None else {"even": [(k * seconds, loss) for k, loss in curve]},
+        }  # fmt: skip
+        return PointResult(method, {}, seed, row)
+
+    every = [
+        *(run("gasloc", seed, [3.0, 2.5, 2.0 + 0.1 * seed], 1e6, 60.0) for seed in (0, 1)),
+        *(run("diloco", seed, [2.9, 2.3, 1.9], 2e6, 120.0) for seed in (0, 1, 2)),
+        *(run("a2cid2", seed, [2.4], 9e6, None) for seed in (0, 1)),
+    ]
+    best, *_ = found = leaderboard.standings(every)
+    assert [one.method for one in found] == ["diloco", "gasloc", "a2cid2"]
+    assert best.at_bytes == [2.9, 2.9] and best.seconds == {"even": [240.0, 240.0]}
+    table = leaderboard.leaderboard_table(found, ["gasloc", "sgp"])
+    assert "| gasloc | 2.0500 ± 0.0707 | 3.0 | 2.0500 ± 0.0707 | 3.0 |" in table
+    assert "| a2cid2 | 2.4000 ± 0.0000 | 9.0 | – | – |" in table and "| sgp | not run yet | – | – | – |" in table
+    picture = leaderboard.drawn_standings(found).decode()
+    assert all(picture.count(name) >= 1 for name in ("a2cid2", "gasloc", "even", "nats per byte"))
+    assert leaderboard.standings(every[1:3]) == [], "no seed that both have"
+    assert "| gasloc | not run yet |" in leaderboard.leaderboard_table([], ["gasloc"])
+
+
+def test_later_stages_use_the_settings_that_tuning_chose() -> None:
+    """Of contiguous shards as soon as that search has ended for the method."""
+    chosen: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for shards, name in (("iid", "tuning"), ("contiguous", "tuning_contiguous")):
+        outcomes = FIRST_STAGE / f"{name}.jsonl"
+        for one in searched(contenders(load(CONFIGS / f"{name}.toml")), outcomes) if outcomes.exists() else ():
+            if one.found is not None and one.found.best is not None:
+                topology = one.contender.config.topology
+                graph = f"{topology.name}{topology.options.get('peers', '')}"
+                chosen[shards, one.contender.config.rule.name, graph] = one.contender.chosen(one.found.best)
+    assert len(chosen) >= 7
+    for name in AT_STAGE_1:
+        for run in points(load(CONFIGS / f"{name}.toml")):
+            rule, topology = run.config.rule, run.config.topology
+            graph = f"{topology.name}{topology.options.get('peers', '')}"
+            shards = run.config.data.shards
+            wanted = chosen.get((shards, rule.name, graph)) or chosen.get(("iid", rule.name, graph))
+            wanted = wanted or chosen["iid", rule.name, "random2" if topology.name == "ring" else "random1"]
+            assert wanted.items() <= given(run).items(), (name, run.label, wanted)
+
+
+def given(run: Point) -> dict[str, Any]:
+    """What tuning chooses, as a run has it."""
+    return {
+        "inner.lr": run.config.inner.lr,
+        **{f"rule.{key}": value for key, value in run.config.rule.options.items()},
+    }
+
+
+def test_what_runs_again_and_the_demo_use_the_settings_that_whole_runs_chose() -> None:
+    chosen = {
+        one.contender.row.label: one.contender.chosen(one.found.best)
+        for one in searched(contenders(load(CONFIGS / "leaderboard.toml")), FIRST_STAGE / "leaderboard.jsonl")
+        if one.found is not None and one.found.best is not None
+    }
+    for file in (CONFIGS / "tuned_again.toml", CONFIGS / "straggler_again.toml", ROOT / "configs" / "demo.toml"):
+        for run in points(load(file)):
+            wanted = chosen[SEARCHED_AS[run.method]]
+            assert wanted.items() <= given(run).items(), (file.name, run.label, wanted)
+
+
+def losses_of(stem: str, method: str, **at: Any) -> dict[int, float]:
+    """Of each seed, at the points with these swept values; a dot of their keys is an underscore."""
+    return {
+        one.seed: one.row["loss"]
+        for one in read_results(FIRST_STAGE / f"{stem}.jsonl")
+        if one.method == method
+        and at.items() <= {key.replace(".", "_"): value for key, value in one.at.items()}.items()
+    }
+
+
+def difference(ours: Mapping[int, float], theirs: Mapping[int, float], *, spread: bool = True, digits: int = 3) -> str:
+    """As the page writes it: without its sign, over the seeds of both."""
+    found = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs)]
+    text = f"{abs(statistics.fmean(found)):.{digits}f}"
+    return f"{text} ± {statistics.stdev(found):.{digits}f}" if spread else text
+
+
+def page_of_evidence() -> str:
+    """Without its line ends."""
+    return " ".join((ROOT / "docs" / "evidence.md").read_text(encoding="utf-8").split())
+
+
+def test_bf16_moves_the_gain_of_momentum_by_less_than_a_tenth_of_it() -> None:
+    """The numbers that docs/evidence.md says of it: the largest difference of a run, and that of the gains."""
+    of = {
+        name: {
+            (one.method, one.seed): one.row["loss"]
+            for one in read_results(FIRST_STAGE / f"{name}.jsonl")
+            if one.at["workers"] == 8 and one.at["run.local_steps"] == 40
+        }
+        for name in ("momentum", "momentum_fp32")
+    }
+    ours, exact = of["momentum"], of["momentum_fp32"]
+    assert ours.keys() == exact.keys() and len(ours) == 60
+    furthest = max(abs(ours[run] - exact[run]) for run in ours)
+    plain = {"GASLoC": "gossip", "DiLoCo": "local SGD"}
+    moved = [
+        ours[method, seed] - ours[other, seed] - exact[method, seed] + exact[other, seed]
+        for method, seed in ours
+        for name, without in plain.items()
+        if method.startswith(name) and (other := method.replace(name, without))
+    ]
+    said = f"{statistics.fmean(moved):.4f} ± {statistics.stdev(moved):.4f}<!-- tests/docs/test_evidence.py -->"
+    text = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    assert len(moved) == 30 and said in text and f"{furthest:.4f}<!-- tests/docs/test_evidence.py -->" in text
+
+
+def test_what_the_page_says_beyond_one_file_follows_from_the_outcomes() -> None:
+    page = page_of_evidence()
+    slower = losses_of("noise", "DiLoCo")
+    spread = statistics.stdev(losses_of("noise", "GASLoC 1-Peer")[seed] - slower[seed] for seed in slower)
+    assert 0.006 < spread < 0.017, "what stage 0 expected"
+    shown = float(student.ppf(0.975, 2)) * spread / math.sqrt(3)
+    assert f"only where the mean difference exceeds about {shown:.2f}<!-- tests/docs/test_evidence.py -->" in page
+    gated = losses_of("attempts", "the same, with the step to 1"), losses_of("attempts", "GASLoC 1-Peer")
+    assert f"{difference(*gated, digits=4)}<!-- tests/docs/test_evidence.py --> |" in page
+    one, everyone = (
+        {stem: losses_of(stem, method) for stem in ("size", "size-440k", "size-870k")}
+        for method in ("GASLoC 1-Peer", "DiLoCo")
+    )
+    for seed in range(3):
+        gaps = [one[stem][seed] - everyone[stem][seed] for stem in one]
+        assert gaps == sorted(gaps, reverse=True), "the gap falls from size to size in each seed"
+    constant = losses_of("disagreement", "GASLoC 1-Peer", run_steps=1350, rule_momentum=0.5)
+    cosine = losses_of("rounds", "GASLoC 1-Peer", run_steps=1350)
+    assert f"{difference(constant, cosine, spread=False)}<!-- tests/docs/test_evidence.py --> and in each seed" in page
+    assert all(constant[seed] < cosine[seed] for seed in constant)
+    faster, full = losses_of("tuned", "DiLoCo"), losses_of("tuned_again", "DiLoCo")
+    assert (
+        f"it ends {difference(faster, full, spread=False)}<!-- tests/docs/test_evidence.py --> lower at (1, 0.5)"
+        in page
+    )
+    cells = gains.gains(*claims.committed("momentum"))
+    pairs = [difference for cell in cells for difference, _ in cell.pairs]
+    assert f"momentum ends lower in {sum(one < 0 for one in pairs)} of ninety pairs" in page and len(pairs) == 90
+    rho = re.search(r"over (\d+) cells: (-?[\d.]+)", experiments.page(FIRST_STAGE / "momentum.jsonl"))
+    assert rho is not None and f"Over the {rho[1]} cells ρ is {rho[2].rstrip('.')}" in page
+
+
+def test_the_decision_on_the_default_of_gasloc_has_what_it_costs_in_the_mean() -> None:
+    text = (ROOT / "docs" / "adr" / "0031-gasloc-has-a-momentum-of-one-half.md").read_text(encoding="utf-8")
+    for peers, words in ((2, "above the first"), (1, "above the second")):
+        default, chosen = (losses_of(stem, f"GASLoC {peers}-Peer") for stem in ("tuned", "tuned_again"))
+        assert (
+            f"{difference(default, chosen, spread=False)}<!-- tests/docs/test_evidence.py -->" in text and words in text
+        )
+
+
+def test_momentum_leads_averaging_with_its_own_rate_with_32_workers_and_is_open_in_the_four_cells_of_8() -> None:
+    page = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    table = page.split("<!-- all of cells -->\n\n")[1].split("\n\n")[0].splitlines()[2:]
+    verdicts = [line.split(" | ")[-1].removesuffix(" |") for line in table]
+    assert verdicts == ["open"] * 4 + ["lower"] * 2 and all(" 32 |" in line for line in table[4:])
+    for method, plain in (("DiLoCo", "averaging, everyone"), ("GASLoC 2-Peer", "averaging, two peers")):
+        ours, theirs = (losses_of("cells_tuned-h120", one) for one in (method, plain))
+        assert all(ours[seed] < theirs[seed] for seed in range(5)), "lower in each pair of runs at H = 120"
+
+
+def test_narrow_arms_stand_in_the_order_that_the_page_says() -> None:
+    widths, lower = (32, 16, 8, 4, 2), {}
+    for stem in ("narrow_adamw_tuned-h64", "narrow_muon_tuned-h64"):
+        losses = {(kind, w): losses_of(stem, f"{kind} {w}") for kind in ("ResBM", "subspace") for w in widths}
+        for kind, seed in itertools.product(("ResBM", "subspace"), range(3)):
+            rising = [losses[kind, w][seed] for w in widths]
+            assert rising == sorted(rising)
+        lower[stem] = [sum(losses["ResBM", w][s] < losses["subspace", w][s] for s in range(3)) for w in widths]
+    assert lower == {"narrow_adamw_tuned-h64": [2, 3, 3, 0, 0], "narrow_muon_tuned-h64": [3] * 5}
+    plain, wide, narrow, subspace = (
+        losses_of("narrow_adamw_tuned", arm) for arm in ("uncompressed", "ResBM 32", "ResBM 2", "subspace 2")
+    )
+    assert all(plain[s] < wide[s] < subspace[s] < narrow[s] for s in range(3)), "at hidden 128 as at 64"
+
+
+def test_our_form_of_gasloc_ends_lower_than_the_published_one_with_two_peers_by_what_the_pages_say() -> None:
+    theirs, ours = (losses_of("published_tuned", method) for method in ("published, two peers", "GASLoC 2-Peer"))
+    assert all(ours[seed] < theirs[seed] for seed in range(5))
+    decision = (ROOT / "docs" / "adr" / "0009-gasloc-mixes-before-its-momentum.md").read_text(encoding="utf-8")
+    assert f"{difference(theirs, ours, spread=False)}<!-- tests/docs/test_evidence.py --> nats lower" in decision
+    share, page = 1 - statistics.fmean(ours.values()) / statistics.fmean(theirs.values()), page_of_evidence()
+    assert f"{100 * share:.1f}<!-- tests/docs/test_evidence.py --> % of the loss" in page
+    pairs = losses_of("published_tuned", "published, one peer")
+    words = []
+    for stem, methods in (
+        ("tuned_again", ("gossip 2-Peer", "gossip 1-Peer")),
+        ("averaging_tuned", ("averaging, two peers", "averaging, one peer")),
+    ):
+        plain = [losses_of(stem, method) for method in methods]
+        arms = [
+            [(form[seed] - other[seed], other[seed]) for seed in range(5)]
+            for form, other in zip((theirs, pairs), plain, strict=True)
+        ]
+        assert all((effect(arm).apart or 0) > 0.05 for arm in arms), "open, each on its own"
+        words += [
+            f"{abs(statistics.fmean(above for above, _ in arm)):.3f}<!-- tests/docs/test_evidence.py -->"
+            for arm in arms
+        ]
+    gossip_two, gossip_one, averaging_two, averaging_one = words
+    assert f"the published form ends {gossip_two} lower with two peers and {gossip_one} higher with one" in page
+    assert f"it ends {averaging_two} and {averaging_one} higher" in page
+
+
+@pytest.mark.parametrize("stem", ["straggler_steps", "straggler_steps-uplink_20"])
+def test_diloco_without_the_slow_worker_is_first_and_then_two_peers_in_each_seed_between_lengths_too(stem: str) -> None:
+    file, scale = sources.config_of(FIRST_STAGE / f"{stem}.jsonl")
+    runs, ended = points(load(file), seeds=(0, 1, 2), scale=scale), read_results(FIRST_STAGE / f"{stem}.jsonl")
+    found = annealed.branches(runs, ended, "DiLoCo, H = 30")
+
+    def between(method: str, seed: int) -> float:
+        """The share of the target's time at which the losses of a method, joined by straight lines, come to the target's."""
+        own = sorted((one.share, one.above) for one in found if (one.method, one.seed) == (method, seed))
+        return next(x + (y - x) * a / (a - b) for (x, a), (y, b) in itertools.pairwise(own) if a > 0 >= b)
+
+    without, peers = "DiLoCo without the slow worker, H = 30", "GASLoC 2-Peer, H = 30"
+    for sooner, other in ((without, peers), (peers, "DiLoCo, H = 60"), (peers, "DiLoCo, H = 120")):
+        first, theirs = (annealed.time_shares(found, method, "straggler") for method in (sooner, other))
+        for seed in range(3):
+            reached, later = first[seed], theirs[seed]
+            assert reached is not None and later is not None and reached < later
+            assert between(sooner, seed) < between(other, seed)
+
+
+def test_at_equal_bytes_diloco_ends_lower_in_each_seed_where_the_page_says_so() -> None:
+    found = local_steps.lengths()
+    for method, fewest in (("GASLoC 2-Peer", 5), ("GASLoC 1-Peer", 10)):
+        for steps in (steps for steps in local_steps.LENGTHS if steps >= fewest):
+            other = found[method].get(steps)
+            if other is not None and (method, steps) != ("GASLoC 1-Peer", 120):  # nothing of DiLoCo's is as small
+                ours = next(one for one in found["DiLoCo"].values() if one.sent_bytes <= other.sent_bytes)
+                assert all(ours.losses[seed] < other.losses[seed] for seed in range(5)), (method, steps)
+    page = local_steps.equal_bytes_table(found)
+    assert page.count("lower |") == 8 and page.count("open |") == 3
+
+
+def test_what_the_page_says_of_the_outer_learning_rate_follows_from_the_outcomes() -> None:
+    etas = (0.5, 0.7, 1.0, 1.4)
+    losses = {
+        (workers, eta, lr): losses_of("outer_lr", "DiLoCo", workers=workers, rule_lr=eta, inner_lr=lr)
+        for workers in (4, 8, 16, 32)
+        for eta in etas
+        for lr in (2e-3, 4e-3)
+    }
+    lower = 0
+    for workers in (4, 8, 16, 32):
+        for seed in range(3):
+            best = {eta: min(losses[workers, eta, lr][seed] for lr in (2e-3, 4e-3)) for eta in etas}
+            assert best[1.0] < min(best[0.5], best[1.4])
+            lower += best[1.0] < best[0.7]
+    assert lower == 11
+    plain = losses_of("rounds", "local SGD", run_steps=1350)
+    full, usual = losses[8, 1.0, 2e-3], losses[8, 0.7, 2e-3]
+    pair, two = (
+        [losses_of("full_step", f"GASLoC {peers}-Peer", rule_lr=eta) for eta in (1.0, 0.7)] for peers in (1, 2)
+    )
+    page = page_of_evidence()
+    for above, below, words in (
+        (usual, full, "lower at η = 1 than at 0.7"),
+        (plain, full, "below local SGD, twice"),
+        (*pair, "higher with one peer"),
+        (two[1], two[0], "lower with two"),
+    ):
+        assert len(above.keys() & below) == 3 and statistics.fmean(above.values()) > statistics.fmean(below.values())
+        assert f"{difference(above, below)}<!-- tests/docs/test_evidence.py --> {words}" in page
+
+
+def test_what_the_page_says_of_momentum_at_one_learning_rate_follows_from_the_outcomes() -> None:
+    pairs = (("DiLoCo", "local SGD"), ("GASLoC 2-Peer", "gossip 2-Peer"), ("GASLoC 1-Peer", "gossip 1-Peer"))
+    runs = [("noise", "DiLoCo", "tuned", "local SGD")]
+    runs += [("tuned", ours, "tuned", theirs) for ours, theirs in pairs[1:]]
+    runs += [("second", ours, "second", theirs) for ours, theirs in pairs]
+    arms = list[list[tuple[float, float]]]()
+    for here, ours, there, theirs in runs:
+        mine, others = losses_of(here, ours), losses_of(there, theirs)
+        arms.append([(mine[seed] - others[seed], others[seed]) for seed in sorted(mine.keys() & others)])
+    assert all(above < 0 for arm in arms for above, _ in arm), "lower in each seed"
+    apart = [p is not None and p < 0.05 for p in holm([effect(arm).apart for arm in arms])]
+    assert (apart, [len(arm) for arm in arms]) == ([True, True, False, True, True, True], [5] * 6)
+
+
+def test_what_the_page_says_of_restarts_follows_from_the_outcomes() -> None:
+    losses: dict[str, dict[str, dict[int, float]]] = {}
+    for one in read_results(FIRST_STAGE / "restarts.jsonl"):
+        at = losses.setdefault(f"{one.at['run.local_steps']}, {one.at['rule.momentum']}, {one.at['rule.lr']}", {})
+        at.setdefault(one.method, {})[one.seed] = one.row["loss"]
+    gains = {
+        at: statistics.fmean(own["no restarts"][seed] - own["restarts every three rounds"][seed] for seed in range(3))
+        for at, own in losses.items()
+    }
+    assert {at: round(gain, 2) for at, gain in gains.items() if gain > 0} == {
+        "90, 0.9, 0.9": 0.02,
+        "90, 0.9, 1.3": 0.06,
+    }
+    assert len(gains) == 12
+    for seed in range(3):
+        best = min(loss[seed] for own in losses.values() for loss in own.values())
+        near, far = (
+            sum(own[name][seed] < best + 0.1 for own in losses.values())
+            for name in ("restarts every three rounds", "no restarts")
+        )
+        assert near < far
+
+
+def test_what_was_predicted_of_the_held_out_size_is_compared_with_what_came() -> None:
+    losses: dict[str, dict[int, float]] = {}
+    for one in read_results(FIRST_STAGE / "size-870k.jsonl"):
+        losses.setdefault(one.method, {})[one.seed] = one.row["loss"]
+    registered = (ROOT / "docs" / "results" / "registered.md").read_text(encoding="utf-8")
+    page = re.sub("<!--.*?-->", "", (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8"))
+    rows = re.findall(r"^\| (.+?) \| -?[\d.]+ \| (-?[\d.]+) to (-?[\d.]+) \|$", registered, re.MULTILINE)
+    assert len(rows) == 4
+    for what, low, high in rows:
+        ours, _, theirs = what.removeprefix("loss of ").partition(" minus ")
+        seeds = losses[ours].keys() & losses[theirs].keys() if theirs else losses[ours].keys()
+        mean = statistics.fmean(losses[ours][seed] - (losses[theirs][seed] if theirs else 0.0) for seed in seeds)
+        word = "held" if float(low) <= mean <= float(high) else "failed"
+        assert re.search(rf"^\| {what} \|.*\| {low} to {high} \| {word} \|$", page, re.MULTILINE), (what, mean)
+
+
+def test_the_registered_sizes_have_the_parameters_that_their_names_say() -> None:
+    size = load(CONFIGS / "size.toml")
+    counts = [parameter_count(points(size, scale=scale)[0].config.model, 256) for scale in ("", "440k", "870k")]
+    assert counts == [139_584, 436_896, 869_504]
+    for scale in ("", "440k", "870k"):
+        for run in points(size, scale=scale):
+            settle(run.config)
+
+
+def test_the_second_corpus_is_a_choice_of_the_user_and_its_absence_is_told(tmp_path: Path) -> None:
+    for name in ("tuning", "momentum", "rounds"):
+        file = load(CONFIGS / f"{name}.toml", {"tune": {}, "scale.prose.data.source": str(tmp_path / "*.txt")})
+        file.pop("tune")
+        prose = points(file, scale="prose")[0].config.data
+        assert prose.sources == (str(tmp_path / "*.txt"),)
+        with pytest.raises(DataError, match=r"names no readable file .* a folder or a glob"):
+            open_corpus(prose, 8, 0)
+    for place in range(40):
+        (tmp_path / f"{place}.txt").write_text(f"A page of a manual, number {place}.\n" * 30, encoding="utf-8")
+    assert len(fingerprint(open_corpus(prose, 8, 0))) == 32

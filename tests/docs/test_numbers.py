@@ -1,0 +1,165 @@
+"""Numbers of pages that name their source: what stands there is what the source says, and a key without a number is told."""
+
+from pathlib import Path
+
+import pytest
+
+from generators import bound, sources
+from generators.bound import filled, unbound
+from gossamer.rounds.stability import stability_of
+from gossamer.run.config.document import load
+from gossamer.run.config.experiment_file import points
+from gossamer.run.config.settle import InRounds, settle
+
+SOURCES = """<!-- sources
+h = paper/h_sweep.jsonl
+s10 = paper/straggler_10.jsonl
+grid = paper/outer_grid.jsonl
+iid = rivals/equal_iid.jsonl
+demo = demo.jsonl
+slow = slow_links.md
+fast = evidence/momentum.jsonl
+-->
+"""
+
+
+def said(text: str) -> str:
+    """What stands in place of a text with sources, without its comments."""
+    return filled(f"{SOURCES}{text}", "page.md").removeprefix(SOURCES).partition("<!--")[0]
+
+
+@pytest.mark.parametrize("page", bound.with_sources())
+def test_the_numbers_of_a_page_are_those_of_their_sources(page: str) -> None:
+    text = (sources.ROOT / page).read_text(encoding="utf-8")
+    assert filled(text, page) == text, "run make results"
+
+
+@pytest.mark.parametrize("page", bound.pages())
+def test_a_page_has_no_measured_number_without_a_source(page: str) -> None:
+    assert unbound((sources.ROOT / page).read_text(encoding="utf-8")) == []
+
+
+def test_pages_that_programs_write_and_records_of_their_runs_are_not_asked_for_sources() -> None:
+    asked = bound.pages()
+    assert {
+        "README.md",
+        "docs/evidence.md",
+        "docs/tutorial.md",
+        "docs/how-to/experts.md",
+        "docs/results/rivals.md",
+    } <= {*asked}
+    written = (
+        "methods",
+        "results/demo",
+        "results/methods",
+        "results/goodput",
+        "results/chaos",
+        "results/overlap",
+        "results/clock",
+    )
+    assert not {f"docs/{name}.md" for name in written} & {*asked}
+
+
+def test_the_predicted_variances_of_the_rivals_are_those_of_the_code() -> None:
+    page = sources.source(sources.RESULTS / "rivals.md")
+    ours = "GASLoC, post"
+    predicted = {}
+    for run in points(load(sources.ROOT / "experiments" / "rivals" / "equal.toml")):
+        settled = settle(run.config)
+        assert isinstance(settled, InRounds)
+        found = stability_of(settled.method.rule, settled.method.topology, settled.method.schedule.merge)
+        predicted[run.method] = 0.0 if found is None else found.variance
+    for method, variance in predicted.items():
+        read = [page.read(method, {}, heading) for heading in ("predicted variance", "over that of post")]
+        assert [one.value for (one,) in read] == pytest.approx([variance, variance / predicted[ours]], abs=0.0051)
+
+
+@pytest.mark.parametrize(
+    ("stands", "key", "becomes"),
+    [
+        ("at 9.9", "h: DiLoCo; local_steps=30", "at 2.4"),
+        ("at **9.999 ±\n9.99", "h: DiLoCo; local_steps=30", "at **2.402 ± 0.02"),
+        ("in 3, 1.0000", "h: DiLoCo; local_steps=1; seed=0", "in 3, 2.5970"),
+        ("9.000, 1.0", "h: DiLoCo; local_steps=1; each", "2.597, 2.531, 2.570"),
+        ("+0.0", "h: GASLoC 1-Peer above DiLoCo; highest mean", "+0.1"),
+        ("−0.00", "h: DiLoCo above GASLoC 1-Peer; local_steps=1", "−0.04"),
+        ("-0.00", "h: DiLoCo above GASLoC 1-Peer; local_steps=1", "-0.04"),
+        ("0", "h: DiLoCo; count", "18"),
+        ("0.0 MB", "h: DiLoCo; local_steps=5; sent MB", ""),
+        ("0.00 ± 0.00", "s10: GASLoC 1-Peer, H_i = 15; time to DiLoCo", "0.70 ± 0.02"),
+        ("0", "s10: GASLoC 1-Peer, H_i = 15; time to DiLoCo; less in %; max", "30"),
+        ("1, 1", "s10: GASLoC 1-Peer, H_i = 15; rounds to DiLoCo; each", "26, 26, 27"),
+        ("+0.0000", "iid: GASLoC, drift; behind DiLoCo by rounds", "+0.0061"),
+        ("0.000", "grid: GASLoC 2-Peer with GASLoC complete", "0.993"),
+        ("0", "demo: GASLoC 1-Peer over DiLoCo; seconds on straggler; less in %", "22"),
+        ("0.00", "iid: Factored Gossip, pairs over GASLoC, post; disagreement; seed=0; squared", "4.27"),
+        ("0", "fast: DiLoCo, contiguous; local_steps=40; training seconds; min", "24"),
+        ("0.0", "slow: 10% u…; seed=1; method=DiLoCo; measured", "88.0"),
+    ],
+)
+def test_a_number_keeps_its_form_and_gets_the_value_of_its_key(stands: str, key: str, becomes: str) -> None:
+    if not becomes:  # a unit stands between the number and the comment
+        with pytest.raises(ValueError, match="no number stands before"):
+            said(f"{stands}<!-- {key} -->")
+    else:
+        assert said(f"{stands}<!-- {key} -->") == becomes
+
+
+def test_cells_have_the_key_of_their_row_and_column_and_others_stay() -> None:
+    cells = "rows: 10% u…; seed=0; method=DiLoCo | -\ncolumns: measured | text priced | - | seed\n-->\n\n"
+    table = "| a | b | c | d | e |\n|---|---:|---:|---:|---:|\n"
+    row = "| DiLoCo | **1.0** s | x | 7 | 1<!-- slow: 10% u…; seed=1; method=DiLoCo; seed --> |\n"
+    after = filled(f"{SOURCES}<!-- cells of slow\n{cells}{table}{row}| us | 5 | x | 7 | 1 |\n", "page.md").splitlines()
+    assert after[-2].startswith("| DiLoCo | **89.9** s | 94.7 s | 7 | 1<!--")
+    assert after[-1] == "| us | 5 | x | 7 | 1 |"
+    with pytest.raises(ValueError, match="2 rows are named for a table of 1"):
+        filled(f"{SOURCES}<!-- cells of slow\n{cells}{table}{row}", "page.md")
+
+
+def test_a_whole_table_is_that_of_the_experiment() -> None:
+    page = f"{SOURCES}<!-- table 1 of h by paper/h_sweep.toml -->\n\n| old |\n|---|\n\nafter\n"
+    made = Path(sources.ROOT / "docs" / "results" / "paper" / "h_sweep.md").read_text(encoding="utf-8")
+    (table,) = [part for part in made.split("\n\n") if part.startswith("|")]
+    assert filled(page, "page.md").endswith(f"-->\n\n{table}\n\nafter\n")
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        ("x: DiLoCo", "page.md names the source 'x' and lists h, s10"),
+        ("h: DiLoC", "page.md: h: DiLoC: 'DiLoC' is none of DiLoCo"),
+        ("h: DiLoCo; local_steps=31", "there is no such number"),
+        ("h: DiLoCo; los", "outcomes have no 'los'"),
+        ("slow: 10% u…; measurd", "there is no such number"),
+    ],
+)
+def test_a_key_without_a_number_is_told_with_its_page(key: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        said(f"1.0<!-- {key} -->")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "η is 0.7 or 0.5, arXiv 2606.11081, `0.1234`, 139,584, 2.30.1, Python 3.11, torch 2.13",
+        "**1.234**<!-- h: DiLoCo --> or 1.23, 1.24<!-- h: DiLoCo; each -->",
+        "0.745<!-- tests/rounds/test_stability.py -->, 0.81<!-- benchmarks/slow_links.py -->, 1.42<!-- arXiv 2606.19025 -->",
+        "expected were 0.04 to 0.08<!-- registered -->, γ = 0.95, within ±0.01, ± 0.01 nats, 0.14M, 0.87 million parameters",
+        "a 95 % interval, 10 % bandwidth, 50 to 99 %, −7<!-- slow: *; measured --> %",
+        "text\n\n    ends at 2.345, +3.1 %\n\ntext",
+        "```\n2.345\n```",
+    ],
+)
+def test_settings_margins_sizes_code_and_numbers_that_name_where_they_are_from_are_not_measured_ones(text: str) -> None:
+    assert unbound(text) == []
+
+
+def test_losses_and_per_cents_without_a_source_are_found() -> None:
+    assert unbound("at 2.34, 2.3456 and **0.05**, by 2.1 % or -6 %: +0.5 %") == [
+        "2.34",
+        "2.3456",
+        "0.05",
+        "2.1 %",
+        "-6 %",
+        "+0.5 %",
+    ]

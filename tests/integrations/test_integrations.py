@@ -1,0 +1,475 @@
+"""Gossamer in the trainers of others: the scripts of the how-to page in two processes, against plain loops on their batches.
+
+The example of a loop of one's own is here too, as it needs `transformers`, which takes seconds to import.
+"""
+
+import ast
+import contextlib
+import copy
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import runpy
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed import TCPStore
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import gossamer
+from commands import Command, in_forks
+from gossamer.errors import CheckpointError, ConfigError, MissingPackageError
+from gossamer.integrations import Place, as_worker
+from gossamer.integrations.begin import OuterOptions, must_resume_alike
+from gossamer.transport.processes.local import loopback
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "trainers.md"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
+SCRIPTS = dict(re.findall(r'```python title="(\w+)"\n(.*?)```', PAGE.read_text(encoding="utf-8"), re.DOTALL))
+SMALL = {"3000": "12", "=500": "=4", "% 500": "% 4", "=30": "=3", "=100": "=1"}  # the page's steps, in a size for tests
+BATCHES = 2  # of a step
+PLAIN, LATE = None, gossamer.Schedule(overlap_steps=2)
+STOPS = {
+    PLAIN: (8, 10),
+    LATE: (4, 6),
+}  # last checkpoint, within a round and for LATE with exchanges in flight; step that fails
+
+MISSING = [name for name in SCRIPTS if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"needs the extra 'integrations', without which {MISSING} are not installed"
+    ),
+]
+
+
+class Crash(Exception):
+    """What stops a script."""
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+
+
+class Recorder:
+    """The arguments of a model's calls, with its parameters before each; it raises Crash in the first call of a step."""
+
+    def __init__(self, model, crash=None):
+        self.model, self.calls, self.trace, self.crash = model, [], [], crash
+        model.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __call__(self, module, args, kwargs):
+        if len(self.calls) == (self.crash or -1) * BATCHES:
+            raise Crash
+        self.calls.append(copy.deepcopy((args, kwargs)))
+        self.trace.append(flat(self.model))
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def llama(seed=0):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=16, tie_word_embeddings=True, use_cache=False, **sizes))
+
+
+def loss_of(model, batch):
+    (x,) = batch
+    return (model(x) - x.sum(1, keepdim=True)).square().mean()
+
+
+def numbers():
+    return TensorDataset(torch.randn(64, 3, generator=torch.Generator().manual_seed(1)))
+
+
+def texts():
+    words = torch.randint(16, (64, 5), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": one, "labels": one} for one in words]
+
+
+def adam(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def script(name, schedule):
+    """A script of the page, with fewer steps."""
+    code = SCRIPTS[name]
+    for long, short in SMALL.items():
+        code = code.replace(long, short)
+    if schedule:
+        code = code.replace("local_steps=3", "local_steps=3, schedule=LATE").replace("out/", "late/")
+    return compile(code, f"{PAGE} ({name})", "exec")
+
+
+def plain(model, calls, loss, optimizer, schedule, before=lambda: None, after=lambda: None):
+    """The parameters before each batch, and at the end, of a plain loop."""
+    trace = []
+    with gossamer.Outer(model, "diloco", local_steps=3, schedule=schedule) as outer:
+        for i, (args, kwargs) in enumerate(calls, 1):
+            trace.append(flat(model))
+            loss(model, args, kwargs).backward()
+            if i % BATCHES == 0:
+                before()
+                optimizer.step()
+                after()
+                optimizer.zero_grad()
+                outer.step()
+        outer.finish()
+    return [*trace, flat(model)]
+
+
+def run(name, schedule, given, model, close):
+    """Runs a script until it crashes, and then again with another model: the calls and the parameters of both, and its names."""
+    saved, crash = STOPS[schedule]
+    first = Recorder(model(0), crash)
+    names = {**given(first.model), "LATE": LATE}
+    with pytest.raises(Crash):
+        exec(script(name, schedule), names)
+    close(names)
+    second = Recorder(model(1))
+    names = {**given(second.model), "LATE": LATE}
+    exec(script(name, schedule), names)
+    kept = saved * BATCHES
+    calls = first.calls[:kept] + second.calls
+    return calls, [*first.trace[:kept], *second.trace, flat(second.model)], names
+
+
+def with_transformers(schedule):
+    """What the Trainer's model was before each batch, and what that of a plain loop was."""
+    import transformers
+
+    def close(names):  # the Trainer tells its callbacks of no exception
+        for callback in names["trainer"].callback_handler.callbacks:
+            if hasattr(callback, "outer"):
+                callback.outer.close()
+
+    calls, trace, names = run(
+        "transformers", schedule, lambda model: {"model": model, "dataset": texts()}, llama, close
+    )
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, weight_decay=0.0, fused=True)
+    slower = transformers.get_linear_schedule_with_warmup(optimizer, 0, 12)
+
+    def clip():
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    model.train()
+    log = names["trainer"].state.log_history
+    return {
+        "trace": trace,
+        "plain": plain(
+            model, calls, lambda m, args, kwargs: m(**kwargs).loss, optimizer, schedule, before=clip, after=slower.step
+        ),
+        "rounds": [entry["outer/rounds"] for entry in log],
+        "batches": [kwargs["input_ids"] for _, kwargs in calls],
+    }
+
+
+def refused_by_the_trainer():
+    """What the Trainer's callback says of a batch size that may change, and of a checkpoint without an outer state."""
+    from transformers import Trainer, TrainingArguments
+
+    from gossamer.integrations.transformers import TransformersCallback
+
+    said, folder = [], f"out/worker-{as_worker().worker}"
+    shutil.rmtree(f"{folder}/checkpoint-8/outer")
+    for options, resume in (({"auto_find_batch_size": True}, None), ({}, f"{folder}/checkpoint-8")):
+        args = TrainingArguments(folder, max_steps=12, report_to="none", **options)
+        trainer = Trainer(llama(), args, train_dataset=texts(), callbacks=[TransformersCallback("diloco")])
+        with pytest.raises((ConfigError, CheckpointError)) as refused:
+            trainer.train(resume_from_checkpoint=resume)
+        said.append(str(refused.value))
+    return said
+
+
+def half_loss(model, args, kwargs):
+    return loss_of(model, args) / BATCHES
+
+
+def with_accelerate(schedule):
+    """As `with_transformers`."""
+    calls, trace, names = run(
+        "accelerate",
+        schedule,
+        lambda model: {"model": model, "optimizer": adam(model), "dataset": numbers(), "loss_of": loss_of},
+        net,
+        lambda names: names["outer"].close(),
+    )
+    names["accelerator"].save_model(names["model"], "exported")
+    model = net()
+    return {
+        "trace": trace,
+        "plain": plain(model, calls, half_loss, adam(model), schedule),
+        "batches": [args[0] for args, _ in calls],
+        "exported": load_file("exported/model.safetensors"),
+    }
+
+
+def lightning_module(net):
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def training_step(self, batch):
+            return loss_of(self.net, batch)
+
+        def configure_optimizers(self):
+            return adam(self)
+
+    return Module(net)
+
+
+def with_lightning(schedule):
+    """As `with_transformers`."""
+    calls, trace, names = run(
+        "lightning",
+        schedule,
+        lambda model: {"module": lightning_module(model), "dataset": numbers()},
+        net,
+        lambda names: None,
+    )
+    rounds = [names["trainer"].logged_metrics["outer/rounds"].item()]
+    names["trainer"].fit_loop.epoch_loop.max_steps = 15
+    names["trainer"].fit(names["module"], names["loader"])
+    model = net()
+    return {
+        "trace": trace,
+        "plain": plain(model, calls, half_loss, adam(model), schedule),
+        "rounds": [*rounds, names["trainer"].logged_metrics["outer/rounds"].item()],
+        "batches": [args[0] for args, _ in calls],
+    }
+
+
+def refusals():
+    """What is said when the frameworks count two processes."""
+    import lightning
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from transformers import Trainer, TrainingArguments
+
+    from gossamer.integrations import lightning as for_lightning
+    from gossamer.integrations import transformers as for_transformers
+    from gossamer.integrations.accelerate import prepare_outer
+    from gossamer.integrations.lightning import LightningCallback
+    from gossamer.integrations.transformers import TransformersCallback
+
+    assert for_lightning.__all__ == ["LightningCallback"] and for_transformers.__all__ == ["TransformersCallback"]
+    said, launcher = {}, dict(os.environ)
+    with pytest.raises(ConfigError) as refused:
+        prepare_outer(Accelerator(cpu=True), net(), "diloco")
+    said["accelerate"] = str(refused.value)
+    args = TrainingArguments("out/refused", use_cpu=True, max_steps=1, report_to="none")
+    trainer = Trainer(llama(), args, train_dataset=texts(), callbacks=[TransformersCallback("diloco")])
+    with pytest.raises(ConfigError) as refused:
+        trainer.train()
+    said["transformers"] = str(refused.value)
+    trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", callbacks=[LightningCallback("diloco")])
+    with pytest.raises(ConfigError) as refused:
+        trainer.fit(lightning_module(net()), DataLoader(numbers()))
+    said["lightning"] = str(refused.value)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    dist.destroy_process_group()
+    os.environ.update(launcher)  # Lightning has removed some
+    return said
+
+
+def work(rank, port):
+    """What one of the two processes does for all tests here."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    torch.use_deterministic_algorithms(True)
+    found = {"refusals": refusals()}
+    place = as_worker()
+    assert as_worker() == place and "WORLD_SIZE" not in os.environ
+    with pytest.raises(CheckpointError) as refused:
+        must_resume_alike(4 * place.worker, net(), None)
+    found["steps"] = str(refused.value)
+    for name, train in (
+        ("transformers", with_transformers),
+        ("accelerate", with_accelerate),
+        ("lightning", with_lightning),
+    ):
+        Path(name).mkdir(exist_ok=True)
+        with contextlib.chdir(name):
+            found[name], found[name, "late"] = train(PLAIN), train(LATE)
+            if name == "transformers":
+                found["refused"] = refused_by_the_trainer()
+    torch.save(found, f"found-{place.worker}.pt")
+
+
+def train_the_example(rank, port):
+    """The script of the example: in two processes that find what torchrun sets, and as the third alone."""
+    sys.argv[1:] = ["--steps", "20"]
+    if rank < 2:
+        os.environ |= {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": str(rank),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }  # fmt: skip
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+
+
+def work_in_two(argv):
+    """`work` in two forks of a process that has imported what both need, without Lightning, which looks for its rank then.
+
+    Then the example in three.
+    """
+    sys.modules["datasets"] = None  # type: ignore[assignment]  # the Trainer imports it, and pandas, where it is there
+    from transformers import LlamaForCausalLM, Trainer  # noqa: F401
+
+    for name in ("accelerate", "torchmetrics"):
+        importlib.import_module(name)
+    return in_forks(2, lambda rank: work(rank, argv[0])) or in_forks(3, lambda rank: train_the_example(rank, argv[1]))
+
+
+@pytest.fixture(scope="module")
+def worked(tmp_path_factory):
+    """The folder of the two workers, and all that was said."""
+    folder = tmp_path_factory.mktemp("integrations")
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+    with contextlib.chdir(folder):
+        ports = [store.port for store in stores]
+        code, output = Command(*ports, work=work_in_two, GLOO_SOCKET_IFNAME=loopback()).finish(290.0)
+    assert code == 0, output
+    return folder, output
+
+
+@pytest.fixture(scope="module")
+def found(worked):
+    """What the two workers found."""
+    return [torch.load(worked[0] / f"found-{worker}.pt") for worker in range(2)]
+
+
+def test_the_example_trains_alone_and_under_torchrun(worked):
+    """Under what torchrun sets in the environment: `test_resume` has its agent."""
+    for worker in ("0 of 1", "0 of 2", "1 of 2"):
+        assert f"worker {worker}, step 20: loss" in worked[1], worked[1]
+    assert len(EXAMPLE.read_text().splitlines()) < 60
+
+
+FRAMEWORKS = list(SCRIPTS)
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_workers_are_apart_within_a_round_and_alike_after_it(found, name):
+    one, two = (each[name]["trace"] for each in found)
+    alike = [torch.equal(a, b) for a, b in zip(one[::BATCHES], two[::BATCHES], strict=True)]
+    assert alike == [step % 3 == 0 for step in range(13)]
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_stopped_within_a_round_and_started_again_it_trains_to_the_bits_of_a_plain_loop(found, name):
+    for each in found:
+        trace, plain = each[name]["trace"], each[name]["plain"]
+        assert len(trace) == 12 * BATCHES + 1
+        assert [torch.equal(a, b) for a, b in zip(trace, plain, strict=True)] == [True] * len(trace)
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_stopped_with_exchanges_in_flight_it_trains_to_the_bits_of_a_plain_loop_too(found, name):
+    for each in found:
+        trace, plain = each[name, "late"]["trace"], each[name, "late"]["plain"]
+        assert len(trace) == 12 * BATCHES + 1
+        assert [torch.equal(a, b) for a, b in zip(trace, plain, strict=True)] == [True] * len(trace)
+        assert not torch.equal(trace[-1], each[name]["trace"][-1])
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_workers_see_other_samples(found, name):
+    one, two = ({tuple(row.tolist()) for batch in each[name]["batches"] for row in batch} for each in found)
+    assert len(one) == len(two) == 32 and not one & two
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_framework_that_counts_two_processes_is_refused_in_a_sentence(found, name):
+    for each in found:
+        assert "counts 2 processes" in each["refusals"][name] and "as_worker() before" in each["refusals"][name]
+
+
+def test_accelerate_exports_all_parameters_though_they_share_one_buffer(found):
+    for each in found:
+        exported = torch.cat([t.flatten() for t in each["accelerate"]["exported"].values()])
+        assert torch.equal(exported.sort().values, each["accelerate"]["trace"][-1].sort().values)
+
+
+def test_the_trainer_is_refused_a_changing_batch_size_and_a_checkpoint_without_an_outer_state(found):
+    for worker, each in enumerate(found):
+        changing, without = each["refused"]
+        assert "auto_find_batch_size" in changing and "set it to False" in changing
+        assert f"checkpoint-8/outer' has no outer state of worker {worker} of 2" in without
+
+
+def test_the_log_of_a_framework_has_the_rounds(found):
+    assert found[0]["transformers"]["rounds"] == [*(step // 3 for step in range(1, 13)), 4]
+    assert found[0]["lightning"]["rounds"] == [4.0, 5.0]  # a second `fit` continues
+
+
+def test_workers_that_resume_from_different_steps_are_told_so(found):
+    assert {each["steps"] for each in found} == {
+        "workers resume from different steps: worker 0 from step 0, worker 1 from step 4; name a checkpoint that all of them "
+        "have, or start all anew"
+    }
+
+
+def ours(code):
+    """The calls of Gossamer in a piece of code."""
+    names = {"as_worker", "shard", "TransformersCallback", "prepare_outer", "LightningCallback"}
+    calls = [node for node in ast.walk(ast.parse(textwrap.dedent(code))) if isinstance(node, ast.Call)]
+    return {ast.unparse(call) for call in calls if ast.unparse(call.func).split(".")[-1] in names}
+
+
+def test_the_recipe_of_a_module_is_what_the_page_runs():
+    assert FRAMEWORKS == ["transformers", "accelerate", "lightning"]
+    for name, code in SCRIPTS.items():
+        source = (Path(gossamer.__file__).parent / "integrations" / f"{name}.py").read_text(encoding="utf-8")
+        recipe = source.split("\n\n")[1]
+        assert len(ours(recipe)) == 3 and ours(recipe) == ours(code), name
+
+
+def test_options_are_the_arguments_of_outer():
+    arguments = set(inspect.signature(gossamer.Outer.__init__).parameters) - {"self", "model", "rule"}
+    assert set(OuterOptions.__annotations__) == arguments
+
+
+class Stream(IterableDataset):
+    """Samples without a length."""
+
+    def __iter__(self):
+        return iter(range(3))
+
+
+def test_shards_are_disjoint_equally_long_and_of_the_same_kind():
+    datasets = pytest.importorskip("datasets")
+    shards = [Place(worker, 3).shard(range(11)) for worker in range(3)]
+    assert [list(shard) for shard in shards] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+    table = datasets.Dataset.from_dict({"x": list(range(11))})
+    assert Place(1, 3).shard(table)["x"][:] == [1, 4, 7]
+    with pytest.raises(ConfigError, match=r"a Stream, which has no length; .*split_dataset_by_node\(dataset, 1, 3\)"):
+        Place(1, 3).shard(Stream())
+    with pytest.raises(ConfigError, match="2 samples for 3 workers"):
+        Place(1, 3).shard(range(2))
+
+
+@pytest.mark.parametrize(("name", "package"), [("transformers", "transformers"), ("lightning", "lightning.pytorch")])
+def test_without_its_framework_a_module_says_what_to_install(monkeypatch, name, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"gossamer.integrations.{name}", raising=False)
+    with pytest.raises(MissingPackageError, match=r"needs the extra 'integrations' .* pip install 'gossamer\[integ"):
+        importlib.import_module(f"gossamer.integrations.{name}")

@@ -1,0 +1,633 @@
+"""Gossamer in someone else's loop: any model, any optimizer, alone or under torchrun."""
+
+import copy
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gossamer
+from drifted_rounds import layout, serially
+from gossamer import rng
+from gossamer.codecs import CODECS, bf16, both_ways, topk
+from gossamer.errors import CheckpointError, ConfigError, PairingError, PeerError
+from gossamer.library.metrics import Meter
+from gossamer.library.peers import common_of, must_agree
+from gossamer.optimizers.inner import build_optimizer
+from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility.combine import FITTING, Method
+from gossamer.rounds.compatibility.incompatibilities import faults
+from gossamer.rounds.exchange import finish_all
+from gossamer.rounds.kernel import PLAIN
+from gossamer.rounds.loop import OuterLoop
+from gossamer.rounds.mean_model import mean_of, mean_over_workers
+from gossamer.rules import RULES
+from gossamer.run.config.recipes import missing, recipes
+from gossamer.topologies import make_topology
+from gossamer.transport.memory import MemoryNetwork, MemoryTransport
+from gossamer.transport.processes.local import run_local
+
+
+def train(model, outer, steps, seed=0):
+    """A plain loop on random regression data."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    draw = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        x = torch.randn(8, 3, generator=draw)
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if outer is not None:
+            outer.step()
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_alone_gossip_changes_nothing_and_gasloc_is_an_outer_momentum():
+    plain, gossiped, outer = net(), net(), net()
+    train(plain, None, 6)
+    with gossamer.Outer(gossiped, gossamer.gossip(), local_steps=2) as loop:
+        train(gossiped, loop, 6)
+        assert loop.rounds == 3
+    assert torch.equal(flat(plain), flat(gossiped))
+    with gossamer.Outer(outer, gossamer.gasloc(), local_steps=2) as loop:
+        train(outer, loop, 6)
+    assert not torch.equal(flat(plain), flat(outer))
+
+
+SCHEDULES = {
+    "plain": gossamer.Schedule(),
+    "fragments": gossamer.Schedule(fragments=2),
+    "overlap": gossamer.Schedule(overlap_steps=2),
+    "streaming": gossamer.Schedule(fragments=2, overlap_steps=3),
+}
+
+
+RESUMED = {
+    **{name: (gossamer.gasloc, schedule) for name, schedule in SCHEDULES.items()},
+    "late": (gossamer.rules.eager, None),
+    "ahead": (lambda: gossamer.rules.fgd(mix_updates="ring"), gossamer.Schedule(fragments=2)),
+}
+
+
+@pytest.mark.parametrize(("rule", "schedule"), RESUMED.values(), ids=RESUMED.keys())
+@pytest.mark.parametrize("steps", range(6, 12))
+def test_saved_and_loaded_after_any_step_it_continues_to_the_same_bits(rule, schedule, steps):
+    def start():
+        model = net()
+        return model, gossamer.Outer(model, rule(), local_steps=6, schedule=schedule)
+
+    (whole, loop), (again, second) = start(), start()
+    train(whole, loop, steps)
+    saved = copy.deepcopy({"model": whole.state_dict(), "outer": loop.state_dict()})
+    train(whole, loop, 15, seed=1)
+
+    again.load_state_dict(saved["model"])
+    second.load_state_dict(saved["outer"])
+    train(again, second, 15, seed=1)
+    assert (second.rounds, second.steps) == (loop.rounds, loop.steps) == divmod(steps + 15, 6)
+    assert torch.equal(flat(whole), flat(again))
+
+
+def test_a_state_goes_into_a_loop_that_has_ended_a_round_and_into_none_that_is_within_one():
+    model = net()
+    loop = gossamer.Outer(model, gossamer.gasloc(), local_steps=3)
+    train(model, loop, 3)
+    saved = loop.state_dict()
+    train(model, loop, 3)
+    loop.load_state_dict(saved)
+    assert loop.rounds == 1
+    train(model, loop, 2)
+    with pytest.raises(
+        CheckpointError, match="2 steps of round 1, with 1 exchanges in flight; load it into a new Outer"
+    ):
+        loop.load_state_dict(saved)
+    train(model, loop, 1)
+    assert loop.rounds == 2
+
+
+def test_a_state_that_does_not_fit_is_refused_in_a_sentence_whatever_is_wrong_with_it():
+    def start(rule=gossamer.gasloc, **options):
+        model = net()
+        return model, gossamer.Outer(model, rule(), **{"local_steps": 6, **options})
+
+    model, loop = start(schedule=SCHEDULES["streaming"])
+    train(model, loop, 10)
+    good = loop.state_dict()
+    start(schedule=SCHEDULES["streaming"])[1].load_state_dict(good)
+    one = good["under_way"][0]
+    wrong = [
+        {},
+        [],
+        None,
+        *({key: value for key, value in good.items() if key != left} for left in good),
+        *({**good, "steps": steps} for steps in (6, 7, -1, 1.5, "x", True, None)),
+        *({**good, "rounds": rounds} for rounds in (-1, 2.5, "x", None, 1 << 40)),
+        *({**good, "outer": outer} for outer in (3, None, [3], [], [t.double() for t in good["outer"]])),
+        *(
+            {**good, "under_way": under_way}
+            for under_way in (3, [3], [{"round": 0}], [one, one], [{**one, "sent": [3]}])
+        ),
+        *(
+            {**good, "under_way": [{**one, key: value}]}
+            for key in ("round", "fragment")
+            for value in (99, -1, "x", [1])
+        ),
+        {**good, "under_way": [{**one, "local_steps": 99}]},
+    ]
+    for state in wrong:
+        model, fresh = start(schedule=SCHEDULES["streaming"])
+        with pytest.raises(CheckpointError, match="load it with the rule"):
+            fresh.load_state_dict(state)
+    for options in (
+        {"rule": gossamer.gossip},
+        {"schedule": None},
+        {"schedule": SCHEDULES["overlap"]},
+        {"local_steps": 3},
+    ):
+        with pytest.raises(CheckpointError, match="load it with the rule"):
+            start(**options)[1].load_state_dict(good)
+
+
+def test_a_schedule_divides_the_round_and_what_is_left_at_the_end_is_heard():
+    model, schedule = net(), gossamer.Schedule(fragments=2, overlap_steps=1)
+    with gossamer.Outer(model, gossamer.diloco(0.5, 0.0), local_steps=2, schedule=schedule) as loop:
+        before = flat(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 1.0
+        assert not loop.step()  # the first fragment is sent, and heard after the next step
+        assert torch.equal(flat(model), before + 1.0)
+        assert loop.step()
+        assert (flat(model) != before + 1.0).any()  # half of what it had moved when it was sent is taken back
+        loop.finish()
+    torch.testing.assert_close(flat(model), before + 0.5)
+
+
+@pytest.mark.parametrize(
+    ("rule", "schedule"),
+    [*(("gasloc", name) for name in SCHEDULES), ("eager", "plain"), ("eager", "fragments"), ("fgd", "fragments")],
+)
+@pytest.mark.parametrize("steps", [7, 9, 11])
+def test_training_that_ends_within_a_round_can_be_finished_and_goes_on(rule, schedule, steps):
+    model = net()
+    with gossamer.Outer(model, rule, local_steps=6, schedule=SCHEDULES[schedule]) as loop:
+        train(model, loop, steps)
+        loop.finish()
+        loop.finish()
+        train(model, loop, 12)
+        assert (loop.rounds, loop.steps) == divmod(steps + 12, 6)
+
+
+def test_what_cannot_work_is_refused_in_a_sentence():
+    with pytest.raises(ConfigError, match="DistributedDataParallel"):
+        gossamer.Outer(net(), gossamer.rules.data_parallel())
+    with pytest.raises(ConfigError, match="local_steps = 0; allowed are whole numbers of at least 1"):
+        gossamer.Outer(net(), gossamer.gasloc(), local_steps=0)
+    with pytest.raises(ConfigError, match="for 4 workers"):
+        gossamer.Outer(net(), gossamer.gasloc(), topology=gossamer.topologies.make_topology("ring", 4))
+    with pytest.raises(ConfigError, match="0 trainable"):
+        gossamer.Outer(nn.ReLU(), gossamer.gasloc())
+    assert issubclass(PairingError, ConfigError)
+    with pytest.raises(PairingError, match="reduction is 'all_reduce', and rule 'gasloc'"):
+        gossamer.Outer(net(), "gasloc", reduction="all_reduce")
+    with pytest.raises(PairingError, match="reduction = 'all_reduce' blocks"):
+        gossamer.Outer(net(), "diloco", reduction="all_reduce", schedule=SCHEDULES["overlap"])
+    with pytest.raises(ConfigError, match="reduction = 'mean'; allowed are ordered, all_reduce"):
+        gossamer.Outer(net(), "diloco", reduction="mean")
+
+
+def begin_of_two(rule, **options):
+    """The rank of this process of two, and a model with its `Outer`."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    model = net()
+    return dist.get_rank(), model, gossamer.Outer(model, rule, local_steps=6, timeout_s=20, **options)
+
+
+def stop_within_a_round(argv):
+    rank, whole, loop = begin_of_two("gasloc", schedule=SCHEDULES["streaming"])
+    train(whole, loop, 10, seed=rank)
+    saved = copy.deepcopy({"model": whole.state_dict(), "outer": loop.state_dict()})
+    train(whole, loop, 14, seed=rank + 2)
+    loop.finish()
+    loop.close()
+    dist.barrier()
+    rank, again, loop = begin_of_two("gasloc", schedule=SCHEDULES["streaming"])
+    again.load_state_dict(saved["model"])
+    loop.load_state_dict(saved["outer"])
+    train(again, loop, 14, seed=rank + 2)
+    loop.finish()
+    loop.close()
+    return 0 if torch.equal(flat(whole), flat(again)) else 1
+
+
+def test_two_workers_stopped_within_a_round_continue_to_the_same_bits(forks):
+    assert run_local(2, stop_within_a_round, []) == 0
+
+
+# --- methods by name -------------------------------------------------------------------------------------------------
+
+NOT_HERE = {
+    "asynchronously": {
+        "a2cid2", "ad_psgd", "cgad", "decoupled_diloco", "delayed_nesterov", "gasloc_without_waiting", "halos", "heloco", "mla",
+        "pa_cgad",
+    },
+    "acts on gradients": {"data_parallel", "gpa_data_parallel", "schedule_free"},
+    "inner.averaging": {"gpa", "gpa_gossip"},
+    "moments": {"des_loc", "local_adam"},
+    "run.adapt": {"gasloc_adaptive"},
+    "adapt_every = 5": {"dilocox_adaptive"},
+    "peers = 2; allowed are whole numbers from 1 to 1": {"gasloc_2peer"},
+}  # fmt: skip
+
+
+def test_every_method_runs_two_rounds_of_one_worker_or_is_refused_in_a_sentence():
+    refused = {}
+    for name in recipes():
+        model = nn.Sequential(*net(), nn.Linear(1, 1))  # of three layers, for three fragments
+        try:
+            found = gossamer.method(name)
+            with gossamer.Outer(model, found, local_steps=None if found.local_steps else 6) as loop:
+                train(model, loop, 2 * loop.local_steps)
+                loop.finish()
+            assert loop.rounds == 2 and flat(model).isfinite().all(), name
+            assert loop.local_steps == recipes()[name].settings.get("run.local_steps", 6), name
+        except ConfigError as error:
+            refused[name] = str(error)
+    assert refused.keys() == set().union(*NOT_HERE.values())
+    for reason, names in NOT_HERE.items():
+        for name in names:
+            assert reason in refused[name] and "\n" not in refused[name]
+
+
+def test_a_method_is_its_parts_and_what_is_said_beside_it_goes_first():
+    model, found = net(), gossamer.method("streaming_diloco", rule={"momentum": 0.5}, schedule={"fragments": 2})
+    assert (found.rule.options["lr"], found.rule.options["momentum"]) == (0.4, 0.5)
+    ends = []
+    for rule, options in (
+        (found, {}),
+        (found.rule, {"codec": found.codec, "schedule": found.schedule, "topology": "complete", "local_steps": 30}),
+    ):
+        model = net()
+        with gossamer.Outer(model, rule, **options) as loop:
+            train(model, loop, 40)
+        ends.append(flat(model))
+    assert torch.equal(*ends)
+    with gossamer.Outer(
+        net(), found, local_steps=5, codec="exact", schedule=gossamer.Schedule(), topology="ring"
+    ) as loop:
+        assert (loop.local_steps, loop.method.codec.name, loop.method.schedule) == (5, "exact", gossamer.Schedule())
+        assert loop.method.topology.name == "ring" != FITTING[loop.method.rule.needs]
+
+
+def test_what_is_said_of_a_method_and_cannot_be_is_refused():
+    for wrong, sentence in (
+        (lambda: gossamer.method("muloko"), "did you mean 'muloco'"),
+        (lambda: gossamer.method("diloco", rule={"speed": 1}), "unknown option 'speed'"),
+        (lambda: gossamer.method("diloco", schedule={"overlap": 1}), "did you mean 'overlap_steps'"),
+        (lambda: gossamer.method("diloco", codec="int9"), "did you mean 'int8'"),
+        (lambda: gossamer.Outer(net(), "streaming_diloco"), r"or give gossamer.method\(...\)"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            wrong()
+
+
+def test_who_takes_a_method_with_an_inner_optimizer_is_told_of_it_and_can_build_it(caplog):
+    found = gossamer.method("muloco")
+    assert "spectral_muon" in caplog.text and "lr = 0.02" in caplog.text
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = build_optimizer(found.inner, model)
+    with gossamer.Outer(model, found, local_steps=1) as loop:
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        assert loop.step()
+    caplog.clear()
+    assert gossamer.method("diloco").inner is None and not caplog.text
+
+
+# --- what is said of the loop, and what random numbers it draws ------------------------------------------------------
+
+
+def test_a_loop_that_trains_nothing_before_the_first_exchange_is_warned_once(caplog):
+    model = net()
+    with gossamer.Outer(model, "gasloc", local_steps=3) as loop:
+        for _ in range(3):  # as with gradient accumulation over more micro-batches than local steps
+            loop.step()
+        assert "worker 0 did not change in the 3 inner steps before its first exchange" in caplog.text
+        assert "after optimizer.step() and not after each micro-batch" in caplog.text
+        caplog.clear()
+        for _ in range(3):
+            loop.step()
+    for trained in (1, 2):
+        model = net()
+        with gossamer.Outer(model, "gasloc", local_steps=3) as loop:
+            train(model, None, trained)
+            for _ in range(6):
+                loop.step()
+    assert not caplog.text
+
+
+def test_random_numbers_of_a_step_are_those_that_a_replica_draws_whatever_was_drawn_before():
+    model = net()
+    with gossamer.Outer(model, "gossip", local_steps=2, seed=7) as loop:
+        for step in range(5):
+            assert loop.steps_taken == step
+            with rng.drawing(torch.device("cpu"), 7, 0, step, "model"):  # as in gossamer.run.worker.replica
+                expected = torch.rand(4)
+            torch.rand(step)
+            before = torch.get_rng_state()
+            with loop.drawing():
+                assert torch.equal(torch.rand(4), expected)
+            assert torch.equal(torch.get_rng_state(), before)
+            train(model, loop, 1)
+        with loop.drawing(3):
+            first = torch.rand(4)
+            with rng.drawing(torch.device("cpu"), 7, 0, 3, "model"):  # one inside another does not wait for it
+                assert torch.equal(torch.rand(4), first)
+
+
+# --- metrics of one process ------------------------------------------------------------------------------------------
+
+
+def compared():
+    """Every rule on parameters, by name, with its topology for four workers and each codec that goes with both."""
+    for name, make in RULES.items():
+        if missing(make) or make().site != "parameters":
+            continue
+        topology = make_topology(FITTING[make().needs], 4)
+        for codec in ("exact", "int8"):
+            if not faults(Facts(rule=make(), topology=topology, codec=CODECS[codec]())):
+                yield pytest.param(make(), topology, CODECS[codec](), id=f"{name}-{codec}")
+
+
+@pytest.mark.parametrize(("rule", "topology", "codec"), [*compared()])
+def test_messages_of_every_rule_are_compared_and_no_bit_changes(rule, topology, codec):
+    ends = []
+    for asks in (True, False):
+        meters, network, xs = [Meter() for _ in range(4)], MemoryNetwork(4), [torch.ones(64) for _ in range(4)]
+        m = Method(rule, topology, codec, gossamer.Schedule(), PLAIN)
+        loops = [
+            OuterLoop(m, network.transport(i), [(x, layout(64))], local_steps=1, full_steps=1, seed=0)
+            for i, x in enumerate(xs)
+        ]
+        for round in range(3):
+            for place, stop in enumerate(loops[0].stops(round)):
+                for i, loop in enumerate(loops):
+                    loop.compare = meters[i].compare if asks else None
+                    loop.announce(round, stop)
+                    xs[i] += 0.0 if place else 0.1 * i
+                    meters[i].count(loop.post(round, stop))
+                for due in zip(*(loop.pop_due(round, stop) for loop in loops), strict=True):
+                    finish_all(due, serially)
+        ends.append(torch.stack(xs))
+        read = [meter.read() for meter in meters]
+        assert all(one.bytes_sent > 0 and (one.disagreement is not None) == asks for one in read)
+        assert not asks or 0.0 < max(one.disagreement for one in read) < 10.0
+        assert meters[0].read() == (0, 0, 0, 0, 0.0, 0.0, None)
+    assert torch.equal(*ends)
+
+
+# --- the mean model --------------------------------------------------------------------------------------------------
+
+
+def normed():
+    """A model with statistics of its own in floating point, and a count of batches."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def whole(model):
+    """All numbers of a model, copied."""
+    return {name: t.detach().clone() for name, t in model.state_dict().items()}
+
+
+def test_after_the_mean_model_everything_is_as_it_was_whatever_happened_inside():
+    model = normed()
+    with gossamer.Outer(model, "gasloc", local_steps=4) as loop:
+        train(model, loop, 6)
+        before, statistics = whole(model), model[1].running_mean
+
+        def unchanged():
+            return all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+        def fails(mean):
+            mean(torch.randn(8, 3))  # which moves the statistics
+            raise KeyError("inside")
+
+        def assigns(mean):
+            mean.load_state_dict({name: t + 1 for name, t in before.items()}, assign=True)
+
+        def refused(mean):
+            for call in (loop.step, loop.finish, loop.state_dict, lambda: loop.load_state_dict({})):
+                with pytest.raises(ConfigError, match=r"was called inside mean_model\(\)"):
+                    call()
+            with pytest.raises(ConfigError, match=r"mean_model\(\) was called inside"), loop.mean_model():
+                pass
+
+        for act in (assigns, refused, fails):
+            try:
+                with loop.mean_model() as mean:
+                    assert mean is model
+                    assert unchanged()  # one worker is its own mean
+                    act(mean)
+            except KeyError:
+                assert act is fails
+            assert unchanged() and torch.equal(flat(model), loop.x)
+            assert model[1].running_mean is statistics
+        train(model, loop, 2)
+        assert loop.rounds == 2
+    with pytest.raises(ConfigError, match="closed after round 2"), loop.mean_model():
+        pass
+
+
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_the_mean_over_workers_is_that_of_a_simulation_to_the_last_bit(n, alike):
+    draw = torch.Generator().manual_seed(n)
+    of = {
+        "a": [torch.randn(101, generator=draw) for _ in range(n)],
+        "b": [torch.randn((), generator=draw) for _ in range(n)],
+    }
+    of["c"] = [torch.randn(2, 3, generator=draw).to(torch.bfloat16) for _ in range(n)]
+    of["a"] = [torch.cat([of["a"][0][:60], x[60:]]) for x in of["a"]]  # equal in most chunks, and not in all
+    if alike:
+        of = {name: [vectors[0].clone() for _ in vectors] for name, vectors in of.items()}
+    network, found = MemoryNetwork(n), {}
+    with ThreadPoolExecutor(n) as pool:
+
+        def work(i):
+            transport = Patient(network, i)
+            return mean_over_workers([vectors[i] for vectors in of.values()], transport, n, round=3, fragment=1)
+
+        found = list(pool.map(work, range(n)))
+    for means in found:
+        for mean, vectors in zip(means, of.values(), strict=True):
+            expected = mean_of(vectors)
+            assert mean.dtype == expected.dtype and torch.equal(mean, expected.reshape(-1))
+
+
+class Patient(MemoryTransport):
+    """Waits for the other threads of the test."""
+
+    def wait(self, ticket):
+        deadline = time.monotonic() + 20
+        while not self.ready(ticket) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        super().wait(ticket)
+
+
+# --- what workers must have in common --------------------------------------------------------------------------------
+
+
+def test_workers_that_differ_are_told_in_what_and_what_each_has():
+    with gossamer.Outer(net(), "gasloc") as loop:
+        mine = common_of(
+            loop.method, loop.layout, loop.x.dtype, reduction="ordered", rest="compare", local_steps=30, seed=0
+        )
+    must_agree([[*mine], [*mine]], mine)
+    for key in mine._fields:
+        theirs = mine._replace(**{key: "something else"})
+        with pytest.raises(
+            PeerError, match=f"workers 1 differ from worker 0 in {key.replace('_', ' ')}: .*something else"
+        ):
+            must_agree([[*mine], [*theirs], [*mine]], mine)
+    for wrong in (None, [], [*mine][:3], {"model": 1}, [["x" * 10_000]]):
+        with pytest.raises(PeerError, match="workers 1 differ"):
+            must_agree([[*mine], wrong], mine)
+    with pytest.raises(PeerError, match="worker 1 compares other things than the 9 of this worker"):
+        must_agree([[*mine], [*mine, "more"]], mine)
+
+
+# --- three processes, one after the other through all of this --------------------------------------------------------
+
+CODECS_OF_EACH = {
+    "there": (topk(k=64), topk(k=32), topk(k=64)),
+    "back": (both_ways(bf16(), topk(k=64)), both_ways(bf16(), topk(k=32)), both_ways(bf16(), topk(k=64))),
+}
+
+
+def gathered(t):
+    """A tensor of each worker."""
+    ends = [torch.empty_like(t) for _ in range(dist.get_world_size())]
+    dist.all_gather(ends, t.contiguous())
+    return ends
+
+
+def other_codecs():
+    for name, codecs in CODECS_OF_EACH.items():
+        with pytest.raises(
+            PeerError, match=r"workers 1 differ from worker 0 in codec: .*k = 32.* and worker 0 .*k = 64"
+        ):
+            gossamer.Outer(net(), "diloco", codec=codecs[dist.get_rank()], timeout_s=20)
+        dist.barrier()
+        assert name
+
+
+def one_method_for_one_worker():
+    with pytest.raises(ConfigError, match="method 'snoo' is for 1 worker and there are 3"):
+        gossamer.Outer(net(), gossamer.method("snoo"))
+
+
+def reductions():
+    """The backend's all-reduce gives what the ordered mean gives, but for rounding, and workers that agree."""
+    ends = {}
+    for reduction in ("ordered", "all_reduce"):
+        model = net()
+        with gossamer.Outer(model, "diloco", local_steps=2, reduction=reduction, timeout_s=20) as loop:
+            loop.metrics()
+            train(model, loop, 6, seed=dist.get_rank())
+            found = loop.metrics()
+            ends[reduction] = flat(model), found
+        assert found.rounds == 3 and found.exchange_s >= found.waiting_s > 0.0
+        first, *others = gathered(flat(model))
+        assert all(torch.equal(first, other) for other in others)
+    (one, told), (other, heard) = ends.values()
+    torch.testing.assert_close(one, other)
+    assert (told.bytes_sent, told.bytes_received, told.messages) == (
+        heard.bytes_sent,
+        heard.bytes_received,
+        heard.messages,
+    )
+    torch.testing.assert_close(told.disagreement, heard.disagreement)
+
+
+def metrics():
+    """Bytes and disagreement are what one computes by hand."""
+    rank, numel = dist.get_rank(), flat(net()).numel()
+    by_hand = {  # the workers are at x, x + 1 and x + 2: from a ring of three come both others, from a mean the mean
+        "gossip": ("ring", 2 * 4 * numel, 2, [2.5**0.5, 1.0, 2.5**0.5][rank]),
+        "local_sgd": ("complete", None, 4, [1.0, 0.0, 1.0][rank]),
+    }
+    for rule, (topology, sent, messages, apart) in by_hand.items():
+        model = net()
+        with gossamer.Outer(model, rule, topology=topology, local_steps=1, timeout_s=20) as loop:
+            assert loop.metrics() == (0, 0, 0, 0, 0.0, 0.0, None)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p += rank
+            loop.step()
+            found = loop.metrics()
+            assert (found.rounds, found.messages) == (1, messages)
+            assert sent is None or found.bytes_sent == found.bytes_received == sent
+            total = torch.tensor([found.bytes_sent, found.bytes_received])
+            dist.all_reduce(total)
+            assert total[0] == total[1] > 0
+            assert abs(found.disagreement - apart) < 1e-5, (rule, found)
+
+
+def mean_models():
+    """The same bits as the mean of a simulation, within a round and with exchanges in flight; who stays away is named."""
+    rank, ends = dist.get_rank(), []
+    for asks in (True, False):
+        model = normed()
+        with gossamer.Outer(model, "gasloc", local_steps=6, schedule=SCHEDULES["streaming"], timeout_s=20) as loop:
+            train(model, loop, 6, seed=rank)  # one fragment is in flight
+            for seed in (3, 6):
+                if asks:
+                    loop.metrics()
+                    compare_mean_model(model, loop)
+                train(model, loop, 4, seed=seed + rank)
+            loop.finish()
+        ends.append(flat(model))
+    assert torch.equal(*ends)  # neither the mean model nor the metrics changed a bit
+    with gossamer.Outer(net(), "gasloc", timeout_s=1) as loop:
+        if rank != 1:
+            said = r"not all workers entered mean_model\(\): worker 1 did not answer for 1 s"
+            with pytest.raises(PeerError, match=said), loop.mean_model():
+                raise AssertionError("it was made without worker 1")
+        dist.barrier()
+
+
+def compare_mean_model(model, loop):
+    before = whole(model)
+    expected = {name: mean_of(gathered(t)) if t.is_floating_point() else t for name, t in before.items()}
+    assert not torch.equal(expected["0.weight"], before["0.weight"])
+    with loop.mean_model() as mean:
+        for name, t in mean.state_dict().items():
+            assert torch.equal(t, expected[name]) and all(torch.equal(t, other) for other in gathered(t))
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
+def go_through_all(argv):
+    dist.init_process_group("gloo")
+    for act in (other_codecs, one_method_for_one_worker, reductions, metrics, mean_models):
+        act()
+        dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def test_three_workers_agree_reduce_count_and_lend_the_mean_model(forks):
+    assert run_local(3, go_through_all, []) == 0

@@ -1,0 +1,184 @@
+"""How runs go, in a terminal and without one."""
+
+import logging
+import os
+import pty
+import re
+import sys
+import threading
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import tomli_w
+from rich.console import Console
+from test_follow import RUN_TOML, write_round
+
+from gossamer.cli import main
+from gossamer.record.folder import RunFolder
+from gossamer.record.logs.seconds import RoundSeconds
+from gossamer.record.progress import quieted, say
+from gossamer.report.terminal import Terminal
+from tiny import document
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def plain(out: StringIO, clock: Clock) -> Terminal:
+    return Terminal(Console(file=out, force_terminal=False, width=40), now_s=clock, looks=False)
+
+
+def test_without_a_terminal_each_evaluation_has_a_line_and_silence_lasts_30_s_at_most(tmp_path: Path) -> None:
+    out, clock = StringIO(), Clock()
+    with RunFolder(tmp_path / "a", RUN_TOML) as run, plain(out, clock) as terminal:
+        terminal.follow("a [bold]", tmp_path / "a")
+        for at, told in ((1, 0), (29, 0), (30, 1), (59, 1), (60, 2)):
+            clock.now_s = at
+            terminal.look()
+            assert len(out.getvalue().splitlines()) == told, at
+        write_round(run, 0)
+        terminal.look()
+        run.log("train", round=1, worker=0, step=18, loss=1.0, lr=1e-3, tokens=64)
+        terminal.look()
+    first, *_, last, end = out.getvalue().splitlines()
+    assert first.startswith("a [bold]: round 0 of ")
+    assert re.match(r"a \[bold\]: round 1 of 4  loss 3.5  val 2.5  disagreement 0.1  sent ", last), last
+    assert end.startswith("a [bold]: round 2 of "), "the end has a line"
+
+
+def test_runs_that_train_side_by_side_are_told_of_until_each_has_ended(tmp_path: Path) -> None:
+    out, clock = StringIO(), Clock()
+    with (
+        RunFolder(tmp_path / "a", RUN_TOML) as a,
+        RunFolder(tmp_path / "b", RUN_TOML) as b,
+        plain(out, clock) as terminal,
+    ):
+        for name in ("a", "b"):
+            terminal.follow(name, tmp_path / name)
+        for r, run in ((0, a), (0, b), (1, a)):
+            write_round(run, r)
+            terminal.look()
+        terminal.ended("a")
+        write_round(a, 2)
+        write_round(b, 1)
+        terminal.look()
+    assert [line[:10] for line in out.getvalue().splitlines()] == [
+        "a: round 1",
+        "b: round 1",
+        "a: round 2",
+        "b: round 2",
+    ]
+
+
+def test_a_run_that_goes_on_says_what_is_new_only_and_one_that_goes_back_says_it_again(tmp_path: Path) -> None:
+    out, clock = StringIO(), Clock()
+    with RunFolder(tmp_path, RUN_TOML) as run:
+        for r in range(4):
+            write_round(run, r)
+    with plain(out, clock) as terminal:
+        terminal.follow("a", tmp_path)
+        terminal.look()
+        assert not out.getvalue()
+        with RunFolder(tmp_path, RUN_TOML, resume_round=2) as run:
+            terminal.look()
+            for r in range(2, 5):
+                write_round(run, r)
+    assert [line.split()[2] for line in out.getvalue().splitlines()] == ["3", "4", "5"]
+
+
+def test_the_validations_of_real_workers_are_one_line_when_all_have_theirs(tmp_path: Path) -> None:
+    out, clock = StringIO(), Clock()
+    with (
+        RunFolder(tmp_path, RUN_TOML, worker=0) as zero, RunFolder(tmp_path, RUN_TOML, worker=1) as one,
+        plain(out, clock) as terminal,
+    ):  # fmt: skip
+        terminal.follow("a", tmp_path)
+        for i, run in enumerate((zero, one)):
+            run.log("validation", round=-1, worker=i, step=0, tokens=0, loss=5.0 + i)
+            terminal.look()
+        assert out.getvalue() == "a: round 0 of 4  val 5.5\n"
+        for i, run in enumerate((zero, one)):
+            run.log("train", round=0, worker=i, step=2, loss=3.0, lr=1e-3, tokens=64)
+            run.log("validation", round=0, worker=i, step=2, tokens=64, loss=2.0 + i)
+            run.log_seconds(RoundSeconds(0, i, None, 1.0, 0.25, {1 - i: 0.5}, 0.0, 1.75))
+            terminal.look()
+            assert out.getvalue().count("\n") == 1 + i
+    assert "val 2.5" in out.getvalue() and "in exchange 0.75 s" in out.getvalue() and "workers 2/2" in out.getvalue()
+
+
+def test_nothing_is_shown_where_it_is_quiet(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with quieted(), Terminal() as terminal:
+        terminal.follow("a", tmp_path)
+        terminal.look()
+    assert capfd.readouterr() == ("", "")
+
+
+def on_a_terminal(words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a command prints on a pseudo-terminal."""
+    controller, terminal = pty.openpty()
+    found: list[bytes] = []
+
+    def read() -> None:
+        try:
+            while chunk := os.read(controller, 4096):
+                found.append(chunk)
+        except OSError:  # the other end was closed
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for key, value in {"TERM": "xterm", "COLUMNS": "130", "LINES": "30"}.items():
+        monkeypatch.setenv(key, value)
+    with os.fdopen(terminal, "w") as opened, monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", opened)
+        code = main(words)
+    reader.join()
+    os.close(controller)
+    assert code == 0, b"".join(found).decode()
+    return b"".join(found).decode()
+
+
+def test_on_a_terminal_there_is_one_table_that_stays_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variants = [{"label": name, "rule": {"name": name}} for name in ("gossip", "gasloc")]
+    file = tmp_path / "two.toml"
+    file.write_text(tomli_w.dumps({**document(run__steps=4, run__eval_every=1), "variant": variants}))
+    words = ["compare", str(file), "--out", str(tmp_path / "runs")]
+    shown = on_a_terminal(words, monkeypatch)
+    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.rpartition("\x1b[1A")[2])
+    heads, *rows = [line.split() for line in last.splitlines() if line.strip()]
+    assert heads[:5] == ["run", "round", "loss", "val", "disagreement"] and "sent" in heads and "workers" in heads
+    assert [row[0] for row in rows] == ["gossip", "gasloc"] and all(row[1] == "2/2" for row in rows), last
+    assert "\x1b[1A\x1b[2K" in shown, "the table is drawn over itself"
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "report: " in out, "what is piped is the result alone"
+
+
+@pytest.mark.parametrize("option", ["--quiet", "--json"])
+def test_a_quiet_command_leaves_a_terminal_alone(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text(tomli_w.dumps(document()))
+    assert on_a_terminal(["simulate", str(file), "--out", str(tmp_path / "a"), option], monkeypatch) == ""
+
+
+def test_sentences_and_warnings_go_above_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = StringIO()
+    monkeypatch.setattr(sys, "stderr", out)
+    handler = logging.StreamHandler(out)
+    logging.getLogger().addHandler(handler)
+    try:
+        with Terminal(Console(file=out, force_terminal=True, width=80), looks=False) as terminal:
+            terminal.follow("a", tmp_path)
+            say("a sentence")
+            logging.getLogger("gossamer").warning("a warning")
+            terminal.look()
+    finally:
+        logging.getLogger().removeHandler(handler)
+    told = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).strip() for line in out.getvalue().splitlines()]
+    assert "a sentence" in told and "a warning" in told and handler.stream is out

@@ -1,0 +1,250 @@
+"""Run files: what is written comes back, and an experiment file means the runs it looks like."""
+
+import dataclasses
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gossamer.asynchronous import PAIRS, SERVERS
+from gossamer.clock import Away
+from gossamer.codecs import CODECS, make_codec
+from gossamer.errors import ConfigError
+from gossamer.network.links import Change, Network, Route, Site
+from gossamer.optimizers.inner import InnerConfig
+from gossamer.rules import RULES
+from gossamer.run.config.choice import Choice
+from gossamer.run.config.document import load, with_settings
+from gossamer.run.config.document import settings as overrides
+from gossamer.run.config.experiment_file import points
+from gossamer.run.config.json_schema import json_schema
+from gossamer.run.config.run_file import RunConfig, digest, dump, faults, parse
+from gossamer.settings.options import options_of
+from gossamer.topologies import TOPOLOGIES
+from tiny import document, tiny
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {
+            "seed": st.integers(0, 2**31),
+            "workers": st.integers(1, 64),
+            "rule": st.sampled_from(sorted(RULES)).map(lambda name: {"name": name}),
+            "topology": st.sampled_from(sorted(TOPOLOGIES)).map(lambda name: {"name": name}),
+            "inner": st.fixed_dictionaries(
+                {"lr": st.floats(1e-6, 1.0), "optimizer": st.sampled_from(["adamw", "muon", "sgd"])}
+            ),
+            "run": st.fixed_dictionaries({"steps": st.integers(1, 50).map(lambda k: 3 * k), "local_steps": st.just(3)}),
+        }
+    )
+)
+def test_a_resolved_run_written_as_toml_is_read_back_as_the_same_run(document):
+    config = parse(document)
+    assert parse(tomllib.loads(dump(config))) == config
+    assert digest(parse(tomllib.loads(dump(config)))) == digest(config)
+
+
+def test_the_digest_covers_what_decides_the_numbers_and_nothing_else():
+    base = digest(tiny())
+    for key, value in {
+        "seed": 1,
+        "rule__momentum": 0.5,
+        "inner__lr": 0.1,
+        "data__seq_len": 17,
+        "run__steps": 14,
+        "topology__peers": 2,
+    }.items():
+        assert digest(tiny(**{key: value})) != base, key
+    for key, value in {
+        "name": "other",
+        "run__timeout_s": 3.0,
+        "run__threads": 2,
+        "record__tensorboard": True,
+        "data__cache": "/x",
+    }.items():
+        assert digest(tiny(**{key: value})) == base, key
+
+
+def test_the_network_and_the_events_count_in_the_digest_only_where_their_seconds_decide_the_numbers():
+    def with_links(bps, name="wan", **options):
+        return tiny(**{f"network__{name}": {"uplink_bps": bps, "downlink_bps": 1e9, "step_s": 1.0}}, **options)
+
+    assert digest(with_links(1e9)) == digest(with_links(1e8)) == digest(tiny())
+    assert digest(tiny(events__dylu=True)) == digest(tiny())
+    for clocked in ({"run__adapt": True}, {"server__name": "cgad"}, {"run__wait": False}):
+        assert digest(with_links(1e9, **clocked)) != digest(with_links(1e8, **clocked)), clocked
+    served = with_links(1e9, server__name="cgad")
+    assert digest(dataclasses.replace(served, name="other")) == digest(served)
+    named = {"server__name": "cgad", "events__network": "wan"}
+    other = {"network__lan": {"uplink_bps": 1e6, "downlink_bps": 1e6}}
+    assert digest(with_links(1e9, **other, **named)) == digest(with_links(1e9, **named))
+    assert digest(with_links(1e9, events__dylu=True, **named)) != digest(with_links(1e9, **named))
+
+
+def test_all_faults_of_a_run_file_are_found_at_once_and_parse_raises_the_first():
+    wrong = {
+        "workers": 0,
+        "rule": {"name": "gasloc", "momentun": 0.5, "alhpa": 1.0},
+        "codec": {"name": "int8", "back": "fp17"},
+        "run": {"steps": 1.5, "local_steps": [3, 0], "stesp": 3},
+        "inner": 3,
+        "network": {"wan": {"uplink_bps": True, "changes": [{"at_s": 1, "factor": 0.5}]}},
+        "modle": {},
+    }
+    expected = [
+        "workers is 0 but must be a whole number of at least 1",
+        "rule 'gasloc' got an unknown option 'momentun'; did you mean 'momentum'?",
+        "rule 'gasloc' got an unknown option 'alhpa'; did you mean 'alpha'?",
+        "unknown codec 'fp17'; did you mean 'fp16'?",
+        "inner is 3 but must be a table",
+        "run.steps is 1.5 but must be a whole number of at least 1",
+        "run.local_steps is 0 but must be a whole number of at least 1, or a list of them",
+        "unknown key in [run] 'stesp'; did you mean 'steps'?",
+        "network.wan.uplink_bps is True but must be a number of bits per second from 1 to 1e18, or inf",
+        "network.wan has the keys ['changes', 'uplink_bps'] and 'downlink_bps' is needed too; add it: a number of bits",
+        "network.wan.changes[0]: a change names worker None and site None but must name one of the two",
+        "unknown key 'modle'; did you mean 'model'?",
+    ]
+    found = faults(wrong)
+    assert len(found) == len(expected), found
+    assert all(one.startswith(start) for one, start in zip(found, expected, strict=True)), found
+    with pytest.raises(ConfigError) as caught:
+        parse(wrong)
+    assert str(caught.value) == found[0]
+    assert faults(document()) == []
+
+
+@pytest.mark.parametrize(
+    ("document", "sentence"),
+    [
+        ({"method": "no such"}, "no such"),
+        ({"variant": []}, "use gossamer compare"),
+        ({"uplink_bps": 1e9}, "it is a network file"),
+        ({"server": "cgad", "pair": "ad_psgd"}, "a server method has no pair"),
+    ],
+)
+def test_what_is_no_run_at_all_is_a_fault_too(document, sentence):
+    (found,) = faults(document)
+    assert sentence in found
+    with pytest.raises(ConfigError) as caught:
+        parse(document)
+    assert str(caught.value) == found
+
+
+def settings_below(kind):
+    """A class of settings and all those that its fields hold."""
+    yield kind
+    for field in dataclasses.fields(kind):
+        if hasattr(field.default, "__table__"):
+            yield from settings_below(type(field.default))
+
+
+def test_the_json_schema_names_and_explains_every_key_of_a_run_file():
+    schema = json_schema()
+    json.dumps(schema, allow_nan=False)
+    tables = {"RunConfig": schema, **schema["$defs"]}
+    kinds = [*settings_below(RunConfig), Network, Site, Route, Change, Away]
+    assert len(kinds) == 14
+    for kind in kinds:
+        properties = tables[kind.__name__]["properties"]
+        assert {f.name for f in dataclasses.fields(kind)} <= properties.keys()
+        assert tables[kind.__name__]["additionalProperties"] is False
+    assert tables["LoopSettings"]["properties"]["steps"] == {
+        "default": 300,
+        "description": "Inner steps of a worker that takes the full number per round.",
+        "minimum": 1,
+        "title": "Steps",
+        "type": "integer",
+    }
+    assert {"method", "variant", "sweep", "scale", "figure"} <= schema["properties"].keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "table"),
+    {"rule": RULES, "topology": TOPOLOGIES, "codec": CODECS, "server": SERVERS, "pair": PAIRS}.items(),
+    ids=lambda part: part if isinstance(part, str) else "",
+)
+def test_the_json_schema_names_every_method_with_its_options(kind, table):
+    choices = json_schema()["properties"][kind]["anyOf"]
+    names, *rows, code, own = [choice for choice in choices if choice != {"type": "null"}]
+    assert names["enum"] == sorted(table)
+    assert code["pattern"] == own["properties"]["name"]["pattern"]
+    assert [row["properties"]["name"]["const"] for row in rows] == sorted(table)
+    for row in rows:
+        for option in options_of(table[row["properties"]["name"]["const"]]):
+            assert row["properties"][option.name]["description"] == option.doc
+
+
+def test_naming_another_rule_drops_the_options_of_the_old_one():
+    changed = with_settings({"rule": {"name": "gasloc", "form": "published"}}, {"rule.name": "diloco", "rule.lr": 0.5})
+    assert changed["rule"] == {"name": "diloco", "lr": 0.5}
+
+
+def test_a_codec_without_a_way_back_is_said_with_none():
+    one_way = parse(with_settings({"method": "opendiloco"}, {"codec.back": "none"}))
+    assert one_way.codec == Choice("fp16") and make_codec("fp16", back="none").back is None
+    assert parse(with_settings({}, {"method": "opendiloco"})).codec == Choice("fp16", {"back": "fp16"})
+
+
+def test_an_experiment_is_its_variants_times_its_grid():
+    experiment = document()
+    experiment["variant"] = [{"label": "a"}, {"label": "b", "rule": {"name": "gossip"}}]
+    experiment["sweep"] = {"seed": [0, 1], "inner.lr": [0.1]}
+    runs = {run.label: run.config for run in points(experiment)}
+    assert list(runs) == ["a seed=0 lr=0.1", "a seed=1 lr=0.1", "b seed=0 lr=0.1", "b seed=1 lr=0.1"]
+    assert runs["b seed=1 lr=0.1"].rule.name == "gossip" and runs["b seed=1 lr=0.1"].seed == 1
+    with pytest.raises(ConfigError, match="needs its own"):
+        points({**document(), "variant": [{"label": "a"}, {"label": "a"}]})
+
+
+def test_a_variant_may_sweep_keys_of_its_own():
+    experiment = {**document(), "sweep": {"inner.lr": [0.1, 0.2]}}
+    experiment["variant"] = [{"label": "a"}, {"label": "b", "sweep": {"run.local_steps": [1, 3]}}]
+    found = points(experiment, seeds=[4, 5])
+    assert [dict(p.at) for p in found[::2]] == [
+        {"inner.lr": 0.1},
+        {"inner.lr": 0.2},
+        *({"run.local_steps": h} for h in (1, 3)),
+    ]
+    assert [p.seed for p in found] == [4, 5] * 4 and all(p.config.seed == p.seed for p in found)
+    assert found[-1].label == "b local_steps=3 seed=5" and found[-1].config.inner.lr == InnerConfig().lr
+    with pytest.raises(ConfigError, match="lists of values"):
+        points({**document(), "variant": [{"label": "a", "sweep": {"inner.lr": 0.1}}]})
+
+
+def test_settings_that_change_together_are_swept_as_one_table():
+    experiment = {**document(), "sweep": {"rule": [{"lr": 1.0, "momentum": 0.0}, {"lr": 0.7, "momentum": 0.5}]}}
+    experiment["variant"] = [{"label": "a", "rule": {"name": "gasloc", "form": "drift"}}]
+    found = points(experiment)
+    assert [p.label for p in found] == ["a rule=lr=1.0,momentum=0.0", "a rule=lr=0.7,momentum=0.5"]
+    assert [p.config.rule.options for p in found] == [{"form": "drift", **p.at["rule"]} for p in found]
+
+
+def test_a_scale_changes_the_base_and_a_variants_own_scale_what_it_says():
+    experiment = {**document(run__steps=12), "scale": {"large": {"run.steps": 24, "model": {"layers": 1}}}}
+    experiment["variant"] = [
+        {"label": "a"},
+        {"label": "b", "run": {"steps": 6}},
+        {"label": "c", "run": {"steps": 6}, "scale": {"large": {"run": {"steps": 48}}}},
+    ]
+    assert [p.config.run.steps for p in points(experiment)] == [12, 6, 6]
+    large = points(experiment, scale="large")
+    assert [p.config.run.steps for p in large] == [24, 6, 48] and all(p.config.model.layers == 1 for p in large)
+    with pytest.raises(ConfigError, match="did you mean 'large'"):
+        points(experiment, scale="larg")
+
+
+def test_dotted_settings_are_toml_or_text():
+    assert overrides(["a.b=1", "c=true", "d=text", "e=[1,2]"]) == {"a.b": 1, "c": True, "d": "text", "e": [1, 2]}
+
+
+def test_every_committed_config_is_a_run_that_starts():
+    root = Path(__file__).parents[3]
+    files = [*(root / "src" / "gossamer" / "configs").glob("*.toml"), *(root / "experiments").rglob("*.toml")]
+    assert files
+    for path in files:
+        assert all(isinstance(run.config, RunConfig) for run in points(load(path)))

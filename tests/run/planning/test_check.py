@@ -1,0 +1,195 @@
+"""`gossamer check`: what it says of a run is what the run then does, and what is wrong with a file is said all at once."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import tomli_w
+import torch
+from test_virtual import timed
+
+from commands import Command
+from gossamer.cli import main
+from gossamer.cli.check import lines
+from gossamer.layout import layout_of
+from gossamer.models.llama import build_model
+from gossamer.models.sizes import ModelConfig, parameter_count
+from gossamer.network.links import Network, from_options
+from gossamer.run.config.document import EXPERIMENT, flat, load
+from gossamer.run.config.experiment_file import drafts
+from gossamer.run.config.layouts import layout_for
+from gossamer.run.config.run_file import faults as faults_of_keys
+from gossamer.run.config.run_file import parse
+from gossamer.run.config.settle import faults
+from gossamer.run.planning.check import checked, examine, inner_copies
+from gossamer.run.simulated.simulate import simulate
+from gossamer.run.worker.replica import Replica
+from gossamer.run.worker.task import task_of
+from gossamer.settings.user_code import is_code
+from tiny import PARAMETERS, document, single, tiny
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = [
+    *sorted((ROOT / "src" / "gossamer" / "configs").glob("*.toml")),
+    *sorted((ROOT / "experiments").rglob("*.toml")),
+]
+NETWORK = {"uplink_bps": [1e6, 1e6, 1e5, 1e6], "downlink_bps": 1e6, "latency_s": 0.01, "step_s": 0.1}
+
+
+def written(tmp_path, **overrides):
+    path = tmp_path / "run.toml"
+    path.write_text(tomli_w.dumps(document(**overrides)))
+    return path
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=[str(path.relative_to(ROOT)) for path in CONFIGS])
+def test_every_file_that_comes_with_gossamer_can_start(path, capsys):
+    """Of the runs of an experiment none has a fault; the table is made of the first."""
+    file = load(path)
+    if any(key in file for key in EXPERIMENT):
+        first, *others = [draft.document for draft in drafts(file)]
+        # Code that a file names is not imported by a check; tests/docs/test_experiments.py runs it.
+        others = [one for one in others if not any(isinstance(own, str) and is_code(own) for own in flat(one).values())]
+        found, wrong = checked(first)
+        assert not wrong and all("per worker" in "\n".join(lines(one)) for one in found)
+        assert not [sentence for one in others for sentence in faults_of_keys(one) or faults(parse(one))]
+        return
+    assert main(["check", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert "can start" in out and "per worker" in out and not err
+
+
+def test_a_run_without_rounds_sends_what_was_said_and_takes_about_as_long(tmp_path):
+    run = timed(server__name="heloco", run__steps=32)
+    said = examine(run)
+    outcome = simulate(run, tmp_path)
+    pushed = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert {line["bytes"] for line in pushed if line["event"] == "push"} == {said.sent_bytes}
+    assert said.tokens == outcome.tokens
+    assert said.networks[0].round_s == pytest.approx(outcome.time_s["clock"] / run.rounds, rel=0.1)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "accum_adamw", "sgd", "muon", "spectral_muon"])
+@pytest.mark.parametrize("averaging", [None, "gpa", "schedule_free"])
+def test_an_inner_optimizer_keeps_as_many_copies_as_were_said(optimizer, averaging):
+    averages = {"inner__averaging": averaging} if averaging else {}
+    run = single(inner__optimizer=optimizer, **averages)
+    replica = Replica(0, run, task_of(run), torch.device("cpu"))
+    replica.local_phase(0)
+    kept: dict[int, int] = {}
+
+    def count(value):
+        if isinstance(value, torch.Tensor) and value.numel() > 1:
+            kept[value.data_ptr()] = value.numel()
+        for inside in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+            count(inside)
+
+    count(replica.optimizer.state_dict())
+    assert inner_copies(run.inner, replica.layout) == pytest.approx(sum(kept.values()) / replica.x.numel(), rel=1e-6)
+
+
+@pytest.mark.parametrize("config", [ModelConfig(), ModelConfig(size="1b", layers=2), ModelConfig(tie_embeddings=True)])
+def test_the_layout_of_a_model_that_is_not_built_is_that_of_the_built_one(config):
+    with torch.device("meta"):
+        built = layout_of(build_model(config, 300, 16, 0))
+    assert layout_for(config, 300) == built
+    assert parameter_count(config, 300) == built.numel
+
+
+def test_a_file_with_five_faults_prints_five_sentences(tmp_path, capsys):
+    path = written(
+        tmp_path, rule__name="diloco", topology__name="ring", codec__name="int8", schedule__fragments=3,
+        schedule__inner_every=[1, 1], inner__optimizer="sgd", run__adapt="slow", run__reduction="all_reduce",
+    )  # fmt: skip
+    assert main(["check", str(path)]) == 2
+    out, err = capsys.readouterr()
+    words = [
+        "schedule.fragments is 3",
+        "inner.optimizer = 'sgd'",
+        "run.adapt is 'slow'",
+        "topology 'ring'",
+        "'all_reduce'",
+    ]
+    assert not out and len(err.splitlines()) == 5
+    assert all(any(word in line for line in err.splitlines()) for word in words)
+
+
+def test_an_experiment_has_a_block_for_each_variant_and_faults_with_their_labels(tmp_path, capsys):
+    path = tmp_path / "experiment.toml"
+    good, bad = {"label": "good", "rule": {"name": "gossip"}}, {"label": "bad", "rule": {"name": "diloco"}}
+    path.write_text(tomli_w.dumps({**document(), "variant": [good, {**good, "label": "better"}]}))
+    assert main(["check", str(path)]) == 0
+    blocks = capsys.readouterr().out.split("\n\n")
+    assert [block.splitlines()[0] for block in blocks] == ["good: can start", "better: can start"]
+    path.write_text(tomli_w.dumps({**document(), "variant": [good, bad]}))
+    assert main(["check", str(path)]) == 2
+    assert capsys.readouterr().err.startswith("gossamer: bad: rule 'diloco' on topology 'random'")
+
+
+def test_the_table_as_an_object(tmp_path, capsys):
+    path = written(tmp_path, network__even__uplink_bps=1e6, network__even__downlink_bps=1e6)
+    assert main(["check", str(path), "--json", "--set", "run.steps=24"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["parameters"] == PARAMETERS and said["rounds"] == 12 and said["kept"][0]["what"] == "weights"
+    assert said["networks"] == [
+        {
+            "name": "even", "round_s": None, "utilisation": None, "between_stages": None,
+            "note": "unknown: network.even has no step_s",
+        }
+    ]  # fmt: skip
+
+
+def test_what_a_tokenizer_on_the_hub_would_tell_is_said_to_be_unknown(tmp_path, capsys):
+    assert main(["check", str(written(tmp_path, data__tokenizer="some/tokenizer"))]) == 0
+    out = capsys.readouterr().out
+    assert out.count("unknown without the tokenizer") >= 3 and "MB" not in out
+
+
+def test_a_tokenizer_file_that_is_missing_is_a_fault(tmp_path, capsys):
+    assert main(["check", str(written(tmp_path, data__tokenizer=str(tmp_path / "none.json")))]) == 2
+    assert "data.tokenizer" in capsys.readouterr().err
+
+
+def check_and_read(words):
+    """Checks a run file, and reads the text of files; in a process that has imported neither before."""
+    heavy = {"transformers", "datasets", "tokenizers", "pyarrow"}
+    assert not heavy & {*sys.modules}
+    code = main(["check", *words])
+    from gossamer.data.corpus import DataConfig, open_corpus
+
+    open_corpus(DataConfig(max_bytes=100_000), workers=1, seed=0)
+    print(sorted(heavy & {*sys.modules}))
+    return code
+
+
+def test_to_check_opens_no_text_and_neither_it_nor_reading_files_imports_a_heavy_package(tmp_path):
+    path = written(tmp_path, data__source=str(tmp_path / "nothing.txt"))
+    code, output = Command(path, work=check_and_read).finish()
+    assert code == 0 and output.splitlines()[-1] == "[]", output
+
+
+def test_a_codec_on_whole_parameters_is_warned_of_with_a_number_before_and_in_the_run(tmp_path, caplog):
+    run = tiny(codec__name="int8", run__steps=2, data__max_bytes=200_000)
+    (sentence,) = examine(run).warnings
+    assert "'gasloc' sends whole parameters" in sentence and "% of their norm" in sentence
+    simulate(run, tmp_path)
+    assert sentence in caplog.text
+
+
+def test_text_that_is_not_on_this_machine_is_warned_of():
+    (sentence,) = examine(tiny(data__source="/nowhere/*.txt")).warnings
+    assert sentence.startswith("on this machine data.source '/nowhere/*.txt' names no readable file")
+
+
+def test_a_network_with_a_shared_site_prices_a_round():
+    shared = {
+        **NETWORK,
+        "uplink_bps": 1e6,
+        "sites": {"a": {"workers": [0, 1], "uplink_bps": 1e5}, "b": {"workers": [2]}},
+    }
+    base = document(rule__name="local_sgd", topology__name="complete") | {"network": {"shared": shared}}
+    (found,), wrong = checked(base)
+    assert not wrong and isinstance(from_options(shared, "shared"), Network)
+    alone = examine(parse(base | {"network": {"alone": {**NETWORK, "uplink_bps": 1e6}}}))
+    assert found.networks[0].round_s > alone.networks[0].round_s > 0  # type: ignore[operator]

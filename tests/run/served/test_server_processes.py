@@ -1,0 +1,623 @@
+"""A server and its workers over real sockets, and as real processes: as a user starts them, with deaths and forged frames."""
+
+import json
+import logging
+import os
+import shlex
+import signal
+import socket
+import threading
+import time
+from contextlib import closing, contextmanager, suppress
+
+import numpy as np
+import pytest
+import torch
+from test_transport import eventually
+from test_virtual import EVEN, evals, timed
+
+from commands import Command, run
+from gossamer.cli import main
+from gossamer.clock import SERVER
+from gossamer.errors import ConfigError, PeerError, TransportError
+from gossamer.record import checkpoint
+from gossamer.record.folder import read_metrics
+from gossamer.record.logs.arrivals import read_arrivals
+from gossamer.record.logs.events import read_events
+from gossamer.record.logs.seconds import read_seconds
+from gossamer.run.bookkeeping.evaluate import Probe, evaluate
+from gossamer.run.config.run_file import digest, dump
+from gossamer.run.config.user_parts import OURS
+from gossamer.run.replay.served import replay_server
+from gossamer.run.served.protocol import Terms, run_key, settled_server, terms_of
+from gossamer.run.served.server import serve
+from gossamer.run.served.session import open_session
+from gossamer.run.served.worker import work
+from gossamer.run.simulated.simulate import simulate
+from gossamer.run.worker.task import task_of
+from gossamer.transport import wire
+from gossamer.transport.contract import Turn
+from gossamer.transport.processes.local import LISTENER
+from gossamer.transport.secret import SECRET
+from gossamer.transport.sockets.handshake import prove_to_worker
+from gossamer.transport.sockets.hub import listener_at
+from gossamer.transport.sockets.stream import HELLO, PUSH, START, Stream, connect
+from tiny import OF_ONE_LAYER as PARAMETERS
+
+
+def served(network=EVEN, **overrides):
+    """A tiny run with a server that both drivers can take."""
+    return timed(network, **{"run__timeout_s": 30.0, "run__threads": 1, **overrides})
+
+
+def model(folder, config, round=None):
+    return checkpoint.load(folder / "checkpoints", round or config.rounds, config.workers, digest(config))["x"]
+
+
+def common(config):
+    """What both ends of a connection must name."""
+    return run_key(config, task_of(config), OURS)
+
+
+KNOWN = "the secret of these runs, which all sides of them know"
+
+
+@pytest.fixture(autouse=True)
+def a_secret(monkeypatch):
+    monkeypatch.setenv(SECRET, KNOWN)
+
+
+def joined(port, run, me=0, server=1):
+    """A connection to a server whose both ends have proved that they know the secret."""
+    return connect("127.0.0.1", port, secret=KNOWN.encode(), run=run, me=me, server=server, timeout_s=20)
+
+
+def events(folder, who=None):
+    name = "events.jsonl" if who is None else f"events-{who:03}.jsonl"
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+class Process(threading.Thread):
+    """Runs one side in a thread, and keeps what it raised."""
+
+    def __init__(self, fn, *args, **options):
+        super().__init__(daemon=True)
+        self._call, self.error = (fn, args, options), None
+        self.start()
+
+    def run(self):
+        fn, args, options = self._call
+        try:
+            fn(*args, **options)
+        except Exception as error:
+            self.error = error
+
+
+@contextmanager
+def a_server(config, folder, monkeypatch, **options):
+    """A server on a free port: its thread, and the port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        monkeypatch.setenv(LISTENER, str(os.dup(listener.fileno())))
+        server = Process(serve, config, folder, "127.0.0.1", port, **options)
+        while server.is_alive() and not (folder / f"events-{config.workers:03}.jsonl").exists():
+            time.sleep(0.01)  # models draw from the one generator of this process: one after the other
+        yield server, port
+        server.join(60)
+        assert not server.is_alive()
+
+
+def together(config, folder, monkeypatch, workers=None):
+    """A whole run with all sides in this process; raises what any of them raised."""
+    with a_server(config, folder, monkeypatch) as (server, port):
+        sides = [Process(work, config, folder, "127.0.0.1", port, i) for i in workers or range(config.workers)]
+        for side in sides:
+            side.join(60)
+    for side in [server, *sides]:
+        if side.error is not None:
+            raise side.error
+
+
+ALONE = {
+    "heloco": {"server": {"name": "heloco"}, "model__layers": 1},
+    "cgad in fragments, int8": {"server": {"name": "cgad"}, "events": {"fragments": 3}, "codec": {"name": "int8"}},
+    "delayed nesterov": {"server": {"name": "delayed_nesterov", "delay": 2}, "model__layers": 1},
+    "a window": {"server": {"name": "decoupled_diloco"}, "codec": {"name": "randomk"}, "model__layers": 1},
+    "fragments in tiles": {"server": {"name": "heloco"}, "events": {"fragments": 3}, "codec": {"name": "topk2bit"}},
+}
+
+
+@pytest.mark.parametrize("method", ALONE.values(), ids=ALONE.keys())
+def test_one_worker_over_a_socket_computes_the_bits_of_virtual_time(method, tmp_path, monkeypatch):
+    config = served(workers=1, inner__warmup_steps=2, **method)
+    together(config, tmp_path / "real", monkeypatch)
+    simulate(config, tmp_path / "virtual")
+    assert torch.equal(model(tmp_path / "real", config), model(tmp_path / "virtual", config))
+    figures = ("kind", "round", "step", "loss", "tokens")
+    for kind in ("eval", "train"):
+        ours, theirs = (
+            [[line.get(f) for f in figures] for line in read_metrics(tmp_path / where) if line["kind"] == kind]
+            for where in ("real", "virtual")
+        )
+        assert ours == theirs
+    assert read_events(tmp_path / "real").ages == read_events(tmp_path / "virtual").ages
+    sizes = [
+        [e["bytes"] for e in log if e["event"] == "push"]
+        for log in (events(tmp_path / "real", 1), events(tmp_path / "virtual"))
+    ]
+    assert sizes[0] == sizes[1]
+    measured, known = (read_seconds(tmp_path / where) for where in ("real", "virtual"))
+    assert [(one.round, one.worker) for one in measured] == [(one.round, one.worker) for one in known]
+    assert all(one.compute_s > 0 and set(one.waiting_for) == {SERVER} for one in measured)
+    assert np.cumsum([one.total_s for one in measured]) == pytest.approx([one.end_s for one in measured])
+
+
+def test_a_server_takes_the_socket_of_its_launcher_once(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        monkeypatch.setenv(LISTENER, str(os.dup(made.fileno())))
+        with listener_at("127.0.0.1", 1) as mine, listener_at("127.0.0.1", 0) as another:
+            assert mine.getsockname() == made.getsockname() != another.getsockname()
+
+
+def test_a_run_that_has_ended_is_not_served_again(tmp_path, monkeypatch, capsys):
+    config = served(workers=1, server__name="heloco")
+    together(config, tmp_path / "real", monkeypatch)
+    before = {path: path.read_bytes() for path in (tmp_path / "real").glob("*.jsonl")}
+    told = f"the run has ended after {config.rounds} rounds; gossamer evaluate {tmp_path / 'real'} scores it\n"
+    for words in (["--local", "1"], ["--server", "127.0.0.1:1"]):
+        capsys.readouterr()
+        assert main(["train", "--resume", str(tmp_path / "real"), *words]) == 0
+        assert capsys.readouterr().err == told
+    assert {path: path.read_bytes() for path in (tmp_path / "real").glob("*.jsonl")} == before
+    (tmp_path / "real" / "run.toml").write_text(dump(served(workers=1, server__name="heloco", seed=5)))
+    assert main(["train", "--resume", str(tmp_path / "real"), "--server", "127.0.0.1:1"]) == 2
+    assert "run.toml has changed" in capsys.readouterr().err
+
+
+def consistent(folder, config):
+    """Asserts that each age is the number of updates since the last starting point its worker was sent."""
+    updates, greeted = 0, dict.fromkeys(range(config.workers), 0)
+    for event in events(folder, config.workers):
+        if event["event"] == "return":
+            greeted[event["worker"]] = updates
+        if event["event"] == "update":
+            for worker, age in zip(event["workers"], event["ages"], strict=True):
+                assert age <= updates - greeted[worker]
+            updates += 1
+            greeted |= dict.fromkeys(event["workers"], updates)
+    return updates
+
+
+@pytest.mark.parametrize("name", ["heloco", "cgad", "decoupled_diloco"])
+def test_several_workers_take_all_steps_and_every_push_counts_with_its_age(name, tmp_path, monkeypatch):
+    options = {"quorum": 2, "grace_s": 0.01} if name == "decoupled_diloco" else {}
+    config = served(workers=3, server={"name": name, **options}, run__steps=16, model__layers=1)
+    together(config, tmp_path, monkeypatch)
+    log = read_events(tmp_path)
+    phases = [e for i in range(3) for e in events(tmp_path, i) if e["event"] == "phase"]
+    assert sum(e["tokens"] for e in phases) == 3 * 16 * config.step_tokens
+    assert log.absorbed.tolist() == [sum(e["worker"] == i for e in phases) for i in range(3)]
+    assert len(log.ages) == 24
+    assert name == "decoupled_diloco" or max(log.ages) > 0  # its grace may take all of them in together
+    updates = consistent(tmp_path, config)
+    assert updates == 24 if name != "decoupled_diloco" else 8 <= updates < 24
+    scored = evals(tmp_path)
+    assert scored[-1]["tokens"] == 3 * 16 * config.step_tokens and scored[-1]["loss"] < 5.6
+    assert evaluate(tmp_path)[1].loss == scored[-1]["loss"]
+
+
+def test_a_worker_that_comes_back_is_greeted_and_goes_on_where_it_was(tmp_path, monkeypatch, caplog):
+    config = served(workers=2, server__name="heloco", run__steps=12, run__checkpoint_every=2)
+    key = common(config)
+    with a_server(config, tmp_path, monkeypatch) as (server, port):
+        # A worker of which only the socket is real: it is greeted, and dies without a word.
+        mute = joined(port, key, me=1, server=2)
+        mute.send(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
+        P = torch.empty(PARAMETERS, device="meta")
+        news, _ = mute.receive(Turn(0, 0, START), [torch.empty(len(Terms._fields), dtype=torch.int64), P])
+        assert Terms(*news.tolist()).go == 1
+        mute.close()
+        sides = [Process(work, config, tmp_path, "127.0.0.1", port, i) for i in range(2)]
+        for side in sides:
+            side.join(60)
+    assert [side.error for side in [server, *sides]] == [None] * 3
+    assert "worker 1 is gone" in caplog.text
+    kinds = [e["event"] for e in events(tmp_path, 2) if e["event"] in ("leave", "return")]
+    assert kinds == ["leave", "return"]
+    consistent(tmp_path, config)
+    assert read_events(tmp_path).absorbed.sum() == 12  # the steps that were lost have been taken by somebody
+
+
+FORGED = {
+    "another protocol": (
+        b"GET / HTTP/1.1\r\nHost: here\r\nAccept: everything, and more than a header holds\r\n\r\n",
+        "GET",
+    ),
+    "itself": (lambda run: hello(run, sender=1), "worker 1"),
+    "another run after all": (lambda run: hello(run + 1), "configuration"),
+    "a push before it was greeted": (lambda run: header(run, leg=PUSH), "kind=2"),
+    "a huge first word": (lambda run: header(run, size=1 << 40), str(1 << 40)),
+    "a later version": (lambda run: b"GOSS\x09\x00" + header(run)[6:], "version 9"),
+    "half a header": (lambda run: header(run)[:20], "closed the connection after 20"),
+    "a push of another size": (lambda run: (hello(run), header(run, leg=PUSH, size=1 << 50)), str(1 << 50)),
+    "a push of another phase": (
+        lambda run: (hello(run), header(run, leg=PUSH, size=4 * PARAMETERS, round=5)),
+        "phase=5",
+    ),
+    "a push that is cut": (lambda run: (hello(run), header(run, leg=PUSH, size=4 * PARAMETERS) + b"x"), "closed"),
+    "a push with another checksum": (
+        lambda run: (hello(run), header(run, leg=PUSH, size=4 * PARAMETERS) + bytes(4 * PARAMETERS)),
+        "checksum",
+    ),
+    "a push of numbers that are none": (
+        lambda run: (hello(run), header(run, PUSH, 4 * PARAMETERS, crc=wire.checksum(NAN)) + NAN.numpy().tobytes()),
+        "not all finite",
+    ),
+}
+"""What a worker that knows the secret sends, and a part of the server's sentence."""
+NO_CHECKPOINTS = torch.zeros(2, dtype=torch.int64)
+NAN = torch.full((PARAMETERS,), float("nan")).view(torch.uint8)
+
+
+def header(run, leg=HELLO, size=0, *, sender=0, round=0, crc=0):
+    return wire.encode_header(wire.Header(run, Turn(round, 0, leg), sender, size, crc))
+
+
+def hello(run, sender=0):
+    """The first word of a worker without checkpoints."""
+    payload = wire.pack_frames([NO_CHECKPOINTS])
+    return header(run, size=payload.numel(), sender=sender, crc=wire.checksum(payload)) + payload.numpy().tobytes()
+
+
+def test_forged_frames_are_refused_with_a_sentence_each_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
+    config = served(workers=1, server__name="cgad", run__steps=4)
+    run = common(config)
+    greeting_bytes = wire.HEADER_BYTES + 64 + 4 * PARAMETERS
+    with a_server(config, tmp_path, monkeypatch) as (server, port), caplog.at_level(logging.WARNING, "gossamer"):
+        for name, (made, part) in FORGED.items():
+            frames = made if isinstance(made, bytes) else made(run)
+            caplog.clear()
+            stream = joined(port, run)
+            with stream._sock as attacker:
+                first, *later = (frames,) if isinstance(frames, bytes) else frames
+                attacker.sendall(first)
+                for frame in later:
+                    got = 0
+                    while got < greeting_bytes:
+                        got += len(attacker.recv(1 << 20))
+                    attacker.sendall(frame)
+                with suppress(OSError):  # it may have hung up already
+                    attacker.shutdown(socket.SHUT_WR)
+                    while attacker.recv(1 << 20):
+                        pass
+            deadline = time.monotonic() + 10
+            while part not in caplog.text and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert part in caplog.text, (name, caplog.text)
+            assert all("\n" not in record.getMessage() for record in caplog.records)
+        assert server.is_alive()
+        worker = Process(work, config, tmp_path, "127.0.0.1", port, 0)
+        worker.join(60)
+    assert worker.error is None and server.error is None
+    simulate(config, tmp_path / "virtual")
+    assert torch.equal(model(tmp_path, config), model(tmp_path / "virtual", config))
+
+
+def test_a_worker_is_told_why_it_is_refused_and_believes_no_server_that_lies(tmp_path, monkeypatch):
+    config = served(workers=1, server__name="cgad", run__steps=2)
+    with a_server(config, tmp_path / "a", monkeypatch) as (_, port):
+        with pytest.raises(
+            PeerError,
+            match=r"refused this process: worker 0 runs another .*: worker 0 has run.steps = 4 and the server has 2; start",
+        ):
+            work(served(workers=1, server__name="cgad", run__steps=4), tmp_path / "b", "127.0.0.1", port, 0)
+        work(config, tmp_path / "a", "127.0.0.1", port, 0)
+    with pytest.raises(ConfigError, match="--worker got 3 but the run file has workers = 1"):
+        work(config, tmp_path / "b", "127.0.0.1", port, 3)
+
+    said = torch.tensor(Terms(0, -5, 1, 0, 0, 0, 0, 0))
+
+    def lie(listener):
+        sock, _ = listener.accept()
+        assert prove_to_worker(sock, KNOWN.encode(), run=common(config)) == (0, True)
+        liar = Stream(sock, run=common(config), me=1, peer=0, name="worker 0", timeout_s=10)
+        liar.receive(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
+        liar.send(Turn(0, 0, START), [said, torch.zeros(PARAMETERS)])
+        liar.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        lying = Process(lie, listener)
+        with pytest.raises(TransportError, match="round=-5"):
+            work(config, tmp_path / "b", "127.0.0.1", listener.getsockname()[1], 0)
+        lying.join(10)
+
+
+ASKED = {
+    "nothing": b"",
+    "HTTP": b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
+    "a header": wire.encode_header(wire.Header(0, Turn(0, 0, HELLO), 0, 16, 0)) + bytes(16),
+    "zeros": bytes(4096),
+    "noise": bytes(range(256)) * 3,
+}
+
+
+def heard(port, said=b""):
+    """What a stranger receives that sends this and waits for the end, but for the random bytes, of which only the number."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+        # It listens first: a server that hangs up on what is too much resets the connection, and what it had sent may be lost.
+        got = sock.recv(32, socket.MSG_WAITALL)
+        with suppress(OSError):
+            sock.sendall(said)
+            sock.shutdown(socket.SHUT_WR)
+            while part := sock.recv(1 << 16):
+                got += part
+    return len(got[:32]), got[32:]
+
+
+def test_a_stranger_learns_nothing_takes_no_seat_and_keeps_no_worker_out(tmp_path, monkeypatch, caplog):
+    config = served(workers=2, server__name="heloco", run__steps=6)
+    with a_server(config, tmp_path, monkeypatch) as (server, port):
+        assert {what: heard(port, said) for what, said in ASKED.items()} == dict.fromkeys(ASKED, (32, b""))
+        for wrong in ("a secret that is another one, though as long", KNOWN + "!"):
+            with pytest.raises(PeerError, match=r"turned away by the server.*give both the same secret"):
+                connect("127.0.0.1", port, secret=wrong.encode(), run=common(config), me=0, server=2, timeout_s=20)
+        with (
+            pytest.raises(
+                PeerError, match=r"server refused this process: worker 7 is none of the workers .* which are 0, 1;"
+            ),
+            closing(joined(port, common(config), me=7, server=2)) as nobody,
+        ):
+            nobody.receive(Turn(0, 0, START), [])
+        seats = {e["worker"] for e in events(tmp_path, 2) if "worker" in e}
+        assert not seats and "does not know the secret of this run" in caplog.text
+        mute = joined(port, common(config), me=1, server=2)  # a worker that dies, and has to return
+        mute.send(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
+        mute.receive(Turn(0, 0, START), [torch.empty(len(Terms._fields), dtype=torch.int64), torch.empty(PARAMETERS)])
+        mute.close()
+        slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+        for one in slow:
+            one.send(b"x")
+        sides = [Process(work, config, tmp_path, "127.0.0.1", port, i) for i in range(2)]
+        for side in sides:
+            side.join(60)
+        for one in slow:
+            one.close()
+    assert [side.error for side in [server, *sides]] == [None] * 3
+
+
+def test_a_worker_believes_no_server_that_does_not_know_the_secret(tmp_path):
+    def pretend(listener):
+        for _ in range(5):  # as often as a worker tries
+            sock, _ = listener.accept()
+            with sock:
+                sock.sendall(bytes(32))
+                sock.recv(1 << 10)
+                sock.sendall(bytes(32))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        pretending = Process(pretend, listener)
+        with pytest.raises(PeerError, match="it answered worker 0 and does not know the secret of this run"):
+            joined(port, run=1)
+        pretending.join(10)
+    assert pretending.error is None
+
+
+def test_a_worker_with_other_text_than_the_server_is_refused(tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("a line of text\n" * 1000)
+    config = served(workers=1, server__name="cgad", run__steps=2, data__source=str(text))
+    with a_server(config, tmp_path / "a", monkeypatch) as (server, port):
+        text.write_text("a line of next\n" * 1000)
+        with pytest.raises(PeerError, match=r"worker 0 has the text of data.source = .* and the server has .*; start"):
+            work(config, tmp_path / "b", "127.0.0.1", port, 0)
+        text.write_text("a line of text\n" * 1000)
+        work(config, tmp_path / "a", "127.0.0.1", port, 0)
+    assert server.error is None
+
+
+def test_waits_are_bounded(tmp_path, monkeypatch):
+    config = served(workers=2, server__name="cgad", run__timeout_s=1.0)
+    with a_server(config, tmp_path, monkeypatch) as (server, _):
+        pass
+    assert isinstance(server.error, PeerError) and "no worker has been here for 1 s" in str(server.error)
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        port = nobody.getsockname()[1]
+    with pytest.raises(PeerError, match=f"could not reach the server at 127.0.0.1:{port} within 1 s"):
+        work(config, tmp_path, "127.0.0.1", port, 0)
+
+
+def test_a_silent_worker_is_left_behind(tmp_path, monkeypatch, caplog):
+    config = served(workers=2, server__name="cgad", run__steps=6, run__timeout_s=1.5)
+    with a_server(config, tmp_path, monkeypatch) as (server, port):
+        mute = joined(port, common(config), me=1, server=2)
+        mute.send(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
+        worker = Process(work, config, tmp_path, "127.0.0.1", port, 0)
+        worker.join(60)
+    mute.close()
+    assert worker.error is None and server.error is None
+    assert "worker 1 is gone (worker 1 did nothing for 1.5 s" in caplog.text
+
+
+def test_a_worker_that_comes_as_the_run_ends_hears_that_nothing_is_left(tmp_path, monkeypatch):
+    config = served(workers=2, server__name="cgad", run__steps=4)
+    P = torch.empty(PARAMETERS)
+    with a_server(config, tmp_path, monkeypatch) as (server, port):
+        late = joined(port, common(config), me=1, server=2)  # which proves who it is, and then takes its time
+        work(config, tmp_path, "127.0.0.1", port, 0)
+        late.send(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
+        numbers, _ = late.receive(Turn(0, 0, START), [torch.empty(len(Terms._fields), dtype=torch.int64), P])
+        assert not terms_of(numbers).go
+        late.close()
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.1", port))
+    assert server.error is None
+    replay_server(config, tmp_path / "replay", tmp_path)
+    assert torch.equal(model(tmp_path, config), model(tmp_path / "replay", config))
+
+
+def start(config, folder):
+    """`gossamer train --local N` in the background."""
+    (folder.parent / "run.toml").write_text(dump(config))
+    return Command("train", folder.parent / "run.toml", "--out", folder, "--local", config.workers)
+
+
+def in_place_of_a_killed_worker(launcher, folder, killed, *others):
+    """A process that takes the place of the worker that was killed, started as the launcher told when that one ended.
+
+    The `others` stand still until it has joined, so that it has something to do however long it takes to start.
+    """
+    deadline = time.monotonic() + 100
+    with stopped(*others):
+        told = next(line for line in launcher.lines() if "start it again with" in line)
+        spare = Command(*shlex.split(told[told.index("gossamer train") :])[1:])
+        while joined_in(folder).count(killed) < 2:
+            assert time.monotonic() < deadline, spare.finish(0)
+            time.sleep(0.02)
+    return spare
+
+
+def joined_in(folder):
+    """The workers that the record of a run has joining, as they came."""
+    lines = (folder / "arrivals.jsonl").read_text().split("\n")[:-1]
+    return [one["worker"] for one in map(json.loads, lines) if one["event"] == "join"]
+
+
+@contextmanager
+def stopped(*pids):
+    """These processes stand still, so that a run waits for a process that is to join it, however slow the machine is."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    yield
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.timeout(240)
+def test_a_run_that_was_killed_goes_on_from_the_server_s_snapshot_to_the_same_bits(tmp_path, capsys):
+    config = served(
+        workers=1, server__name="cgad", run__steps=24, run__checkpoint_every=8, run__eval_every=12, run__pace_s=0.1,
+        model__layers=1,
+    )  # fmt: skip
+    launcher = start(config, tmp_path / "real")
+    pids = launcher.processes(2)
+    store, deadline = tmp_path / "real" / "checkpoints", time.monotonic() + 120
+    # The worker's snapshot comes just after the server's, and the next ones in 0.8 s: cut between, both are of one round.
+    while not checkpoint.rounds(store, 0) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in (launcher.pid, *pids.values()):
+        os.kill(pid, signal.SIGKILL)
+    launcher.finish()
+    assert checkpoint.rounds(store, 0) == checkpoint.rounds(store, 1) != []
+    code, output = run("train", "--resume", tmp_path / "real", "--local", 1)
+    assert code == 0, output
+    simulate(config, tmp_path / "virtual")
+    assert torch.equal(model(tmp_path / "real", config), model(tmp_path / "virtual", config))
+    ours, theirs = ([(e["round"], e["loss"]) for e in evals(tmp_path / where)] for where in ("real", "virtual"))
+    assert ours == theirs
+    replay_server(config, tmp_path / "replay", tmp_path / "real")
+    assert torch.equal(model(tmp_path / "replay", config), model(tmp_path / "real", config))
+
+
+@pytest.mark.timeout(240)
+def test_the_workers_of_a_killed_server_join_the_resumed_one_and_both_its_lives_replay_to_the_same_bits(tmp_path):
+    config = served(
+        workers=2, server__name="heloco", run__steps=40, run__checkpoint_every=4, run__eval_every=20, run__pace_s=0.1,
+        model__layers=1,
+    )  # fmt: skip
+    real = tmp_path / "real"
+    launcher = start(config, real)
+    pids, deadline = launcher.processes(3), time.monotonic() + 120
+    while not all(checkpoint.rounds(real / "checkpoints", i) for i in range(3)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(pids["serve"], signal.SIGKILL)  # the system cuts its name
+    told = next(line for line in launcher.lines() if "resume it with" in line)
+    server = Command(*shlex.split(told[told.index("gossamer train") :])[1:])
+    code, output = launcher.finish()
+    assert code == 0, output + server.finish(0)[1]
+    assert "Traceback" not in output and output.count("trains this phase again") >= 2
+    code, said = server.finish()
+    assert code == 0, said
+    inputs = read_arrivals(real)
+    (again,) = (k for k, item in enumerate(inputs) if k and item.event == "serve")
+    assert inputs[again].round > 0
+    assert {item.worker for item in inputs[again:] if item.event == "join"} == {0, 1}
+    for i in range(2):  # no phase counts twice: what was under way has been trained again
+        assert [e["number"] for e in events(real, i) if e["event"] == "phase"] == [
+            *range(read_events(real).absorbed[i])
+        ]
+    assert read_events(real).absorbed.sum() == 2 * 20
+    consistent(real, config)
+    replay_server(config, tmp_path / "replay", real)
+    assert torch.equal(model(tmp_path / "replay", config), model(real, config))
+    ours, theirs = ([(e["round"], e["loss"]) for e in evals(where)] for where in (real, tmp_path / "replay"))
+    assert ours == theirs
+
+
+class _Slow(Probe):
+    """Validates once it may."""
+
+    may = threading.Event()
+
+    def loss(self, x, buffers=()):
+        assert self.may.wait(60)
+        return super().loss(x, buffers)
+
+
+def test_a_server_answers_before_it_has_validated_and_saved_and_records_the_same(tmp_path):
+    config = served(workers=2, server__name="heloco", run__eval_every=2, run__checkpoint_every=1)
+    pushes = torch.randn(2 * config.rounds, PARAMETERS, generator=torch.Generator().manual_seed(1)) / 100
+    said = {}
+    for where, replays in (("replay", True), ("real", False)):
+        task = task_of(config)
+        probe = _Slow(config, task, torch.device("cpu"))
+        probe.may = threading.Event()
+        probe.may.set()
+        with open_session(config, settled_server(config), tmp_path / where, probe, None, replays=replays) as session:
+            assert eventually(lambda: evals(tmp_path / where)), "the initial values are validated first"  # noqa: B023
+            if not replays:
+                probe.may.clear()
+            greeted = [reply for i in range(2) for reply in session.join(i, [], 0.0)]
+            assert len(greeted) == 2
+            for k, push in enumerate(pushes):
+                (reply,) = session.push(k % 2, 0, push, 0, k + 1.0, k + 1.0)
+                assert reply.terms.round == (k + 1) // 2
+                if k == 1:  # a round has ended and its worker has its answer
+                    store = tmp_path / where / "checkpoints"
+                    done = [len(evals(tmp_path / where)), len(checkpoint.rounds(store, 2))]
+                    assert done == ([2, 1] if replays else [1, 0])
+                    probe.may.set()
+            assert session.core.over
+            session.close(100.0)
+        said[where] = evals(tmp_path / where), model(tmp_path / where, config)
+    assert said["real"][0] == said["replay"][0] and len(said["real"][0]) == 1 + config.rounds
+    assert torch.equal(said["real"][1], said["replay"][1])
+
+
+def test_a_worker_that_has_come_again_from_elsewhere_is_refused_where_it_was(tmp_path, monkeypatch):
+    config = served(workers=1, server__name="cgad", run__steps=2)
+    P = torch.empty(PARAMETERS)
+    with a_server(config, tmp_path, monkeypatch) as (server, port):
+        first = joined(port, common(config))
+        first.send(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
+        first.receive(Turn(0, 0, START), [torch.empty(len(Terms._fields), dtype=torch.int64), P])
+        work(config, tmp_path, "127.0.0.1", port, 0)
+        with pytest.raises(PeerError, match="refused this process: worker 0 has come again from elsewhere"):
+            first.receive(Turn(0, 0, START), [P])
+        first.close()
+    assert server.error is None
+
+
+def test_what_train_cannot_do_is_said_in_one_sentence(tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    for overrides, words, part in [
+        ({"server__name": "cgad"}, ["--local", "2"], "workers = 3"),
+        ({"server__name": "cgad"}, [], "--server HOST:PORT"),
+        ({"server__name": "cgad"}, ["--server", "here"], "'here'"),
+        ({"server__name": "cgad", "events": {"fragments": 2, "overlap": True}}, ["--server", "127.0.0.1:1"], "overlap"),
+        ({}, ["--server", "127.0.0.1:1"], "has no [server]"),
+    ]:
+        path.write_text(dump(timed(**overrides)))
+        assert main(["train", str(path), "--out", str(tmp_path / "run"), *words]) == 2
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1 and part in told, told

@@ -1,0 +1,347 @@
+"""The door for research: `gossamer.simulate` and `gossamer.sweep` with models, data, losses and optimizers of the user's."""
+
+import gc
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import gossamer
+from gossamer.errors import ConfigError, MissingPackageError, TrainingError, UserCodeError
+from gossamer.network.links import Network
+from gossamer.run.bookkeeping.evaluate import UNUSED, evaluate
+from gossamer.run.config.document import load_run
+from gossamer.run.config.user_parts import own_parts
+from gossamer.topologies import graph, ring
+from gossamer.transport.processes.local import run_local
+
+N, H, ROUNDS, SEED = 3, 3, 4, 5
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 1))
+
+
+def batch(worker: int, step: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1000 * worker + step))
+    return x, x.sum(1, keepdim=True)
+
+
+def loss(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
+    return (model(given[0]) - given[1]).square().mean()
+
+
+def optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+TASK: Any = {"model": net, "data": batch, "loss": loss, "optimizer": optimizer}
+RULES: Any = {
+    "gasloc": {"rule": gossamer.gasloc(), "topology": "ring"},
+    "slowmo": {"rule": "slowmo", "codec": gossamer.codecs.int8()},
+    "streaming": {"rule": gossamer.diloco(), "schedule": gossamer.Schedule(fragments=2, overlap_steps=1)},
+}
+
+
+def simulated(**given: Any) -> gossamer.Simulation:
+    return gossamer.simulate(**{**TASK, "workers": N, "local_steps": H, "rounds": ROUNDS, "seed": SEED, **given})
+
+
+def train_in_own_loops(argv: list[str]) -> int:
+    """The loop of a user, as one of several processes; leaves its numbers in a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    worker, numbers = dist.get_rank(), {}
+    for name, given in RULES.items():
+        torch.manual_seed(SEED)
+        model = net()
+        losses, steps = [], optimizer(model.parameters())
+        with gossamer.Outer(model, local_steps=H, seed=SEED, **given) as outer:
+            for step in range(H * ROUNDS):
+                steps.zero_grad()
+                with outer.drawing():
+                    value = loss(model, batch(worker, step))
+                value.backward()
+                steps.step()
+                outer.step()
+                losses.append(value.item())
+            outer.finish()
+        numbers[name] = {
+            "losses": [math.fsum(losses[k : k + H]) / H for k in range(0, len(losses), H)],
+            "x": flat(model).tolist(), "running": model[1].running_var.tolist(),
+        }  # fmt: skip
+    Path(argv[0], f"{worker}.json").write_text(json.dumps(numbers))
+    dist.destroy_process_group()
+    return 0
+
+
+@pytest.mark.usefixtures("forks")
+def test_losses_and_parameters_are_bitwise_those_of_processes_with_outer(tmp_path: Path):
+    assert run_local(N, train_in_own_loops, [str(tmp_path)]) == 0
+    real = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(N)]
+    for name, given in RULES.items():
+        run = simulated(**given)
+        for i in range(N):
+            ours = [value for value, w in zip(run.training["loss"], run.training["worker"], strict=True) if w == i]
+            assert ours == real[i][name]["losses"], name
+            model = run.model(i)
+            assert isinstance(model, nn.Sequential) and isinstance(model[1], nn.BatchNorm1d)
+            assert flat(model).tolist() == real[i][name]["x"], name
+            assert model[1].running_var.tolist() == real[i][name]["running"], name
+
+
+def test_a_simulation_stops_to_be_looked_at_and_goes_on_to_the_same_end(tmp_path: Path):
+    whole, run = simulated(), simulated(until=1, out=tmp_path / "run")
+    assert (run.rounds, run.over, len(run.validation["loss"])) == (1, False, 2)
+    early = flat(run.mean_model())
+    assert "round 1 of 4" in repr(run) and run.go_on(until=3).rounds == 3 and run.go_on().over
+    assert torch.equal(flat(run.model(2)), flat(whole.model(2))) and not torch.equal(flat(run.mean_model()), early)
+    assert dict(run.validation) == dict(whole.validation) and dict(run.training) == dict(whole.training)
+    assert run.go_on().loss == whole.loss
+
+
+def test_an_asynchronous_simulation_stops_and_goes_on_too():
+    network = Network(step_s=1.0, uplink_bps=1e4, downlink_bps=1e4)
+    for rule in ("delayed_nesterov", "ad_psgd", "gasloc"):
+        given = {"rule": rule, "network": network, "settings": {"run.wait": False} if rule == "gasloc" else {}}
+        whole, run = simulated(**given), simulated(until=2, **given)
+        assert run.rounds == 2 and not run.over
+        assert run.go_on().loss == whole.loss and dict(run.validation) == dict(whole.validation), rule
+        assert run.time_s == whole.time_s and torch.equal(flat(run.mean_model()), flat(whole.mean_model()))
+        with pytest.raises(ConfigError, match="asynchronous"):
+            _ = run.trace
+
+
+def test_a_resumed_simulation_has_the_bits_and_the_buffers_of_the_whole_one(tmp_path: Path):
+    whole, given = simulated(), {"out": tmp_path / "run", "settings": {"run.checkpoint_every": H}}
+    simulated(until=2, **given)
+    again = simulated(resume=True, **given)
+    assert again.loss == whole.loss
+    for one, other in zip(again.model(0).state_dict().values(), whole.model(0).state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_mean_model_has_the_mean_of_parameters_and_buffers_and_is_what_was_validated():
+    run = simulated(validation=lambda k: batch(99, k))
+    model = run.mean_model()
+    assert isinstance(model, nn.Sequential) and isinstance(model[1], nn.BatchNorm1d)
+    for name, value in model.state_dict().items():
+        if value.is_floating_point():
+            torch.testing.assert_close(value, sum(run.model(i).state_dict()[name] for i in range(N)) / N)
+    with torch.no_grad():
+        losses = [loss(model, batch(99, k)).item() for k in range(run.config.run.eval_batches)]
+    assert run.loss == math.fsum(losses) / len(losses)
+
+
+def test_histories_are_columns_and_the_trace_has_a_price(tmp_path: Path):
+    import pandas
+
+    run = simulated(rule="diloco", network=Network(step_s=0.1, uplink_bps=1e6, downlink_bps=1e6))
+    assert isinstance(run.training.to_pandas(), pandas.DataFrame)
+    assert [*run.validation.to_pandas().columns] == ["round", "step", "tokens", "loss", "worker_losses", "disagreement"]
+    assert run.tokens == N * H * ROUNDS * 6 and run.tokens_per_s > 0
+    assert gossamer.price(run.trace, run.config.network["network"]).total_s == pytest.approx(run.time_s["network"])
+    page = run.report(tmp_path / "page.html")
+    assert "diloco" in page.read_text()
+
+
+def test_a_temporary_record_goes_with_its_simulation():
+    run = simulated(rounds=1)
+    folder = run.folder
+    assert (folder / "metrics.jsonl").exists()
+    del run
+    gc.collect()
+    assert not folder.exists()
+
+
+def test_everything_has_a_default():
+    run = gossamer.simulate(
+        workers=2, local_steps=1, rounds=1, settings={"model.size": "0.2m", "data.seq_len": 8, "data.max_bytes": 10**5}
+    )
+    assert run.config.rule.name == "gasloc" and run.loss > 0
+
+
+def test_a_run_file_a_dictionary_and_keywords_describe_one_run(tmp_path: Path):
+    small = {"model": {"size": "0.2m"}, "data": {"seq_len": 8, "batch_size": 2, "max_bytes": 10**5}}
+    settings = {**small, "workers": 2, "run": {"steps": 2, "local_steps": 1}, "rule": "diloco", "topology": "complete"}
+    file = tmp_path / "run.toml"
+    first = gossamer.simulate(settings, tmp_path / "first")
+    file.write_text((tmp_path / "first" / "run.toml").read_text())
+    losses = {first.loss, gossamer.simulate(file).loss, gossamer.simulate(file, rule=gossamer.diloco()).loss}
+    assert len(losses) == 1
+    assert gossamer.simulate(file, seed=1).loss not in losses
+
+
+def test_a_folder_of_transformers_is_a_model(tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=256, **shape)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "small")
+    text = {"data.seq_len": 8, "data.batch_size": 2, "data.max_bytes": 10**5}
+    run = gossamer.simulate(
+        None, tmp_path / "run", model=tmp_path / "small", workers=2, local_steps=1, rounds=2,
+        settings={**text, "record.export": True},
+    )  # fmt: skip
+    assert type(run.mean_model()).__name__ == "LlamaForCausalLM"
+    opened = transformers.AutoModelForCausalLM.from_pretrained(run.folder / "model")
+    assert torch.equal(flat(opened), flat(run.mean_model()))
+    with pytest.raises(ConfigError, match="save_pretrained"):
+        gossamer.simulate(model=tmp_path, workers=2, local_steps=1, rounds=1)
+
+
+def test_a_graph_is_a_topology():
+    import networkx
+
+    edges = [(0, 1), (1, 2), (2, 3), (3, 0)]
+    of_edges, of_graph = (simulated(topology=one, workers=4) for one in (edges, networkx.cycle_graph(4)))
+    assert of_edges.config.workers == 4
+    assert of_edges.loss == of_graph.loss == simulated(topology=ring(4), workers=4).loss
+    weighted = networkx.Graph([("a", "b", {"weight": 0.5}), ("b", "c", {"weight": 0.25})])
+    assert simulated(topology=weighted).config.topology.options["edges"] == [[0, 1, 0.5], [1, 2, 0.25]]
+    assert graph(3, edges=[(0, 1, 0.5), (1, 2, 0.25)]).mixing(0).rows[1] == ((0, 0.5), (1, 0.25), (2, 0.25))
+    alive = graph(4, edges=edges).mixing(0, frozenset({0, 1, 3}))
+    assert [alive.hears_from(i) for i in range(4)] == [(1, 3), (0,), (), (0,)]
+
+
+@pytest.mark.parametrize(
+    ("edges", "match"),
+    [
+        ([(0, 1)], "do not connect worker 2"),
+        ([(0, 1), (1, 3)], "from 0 to 2"),
+        ([(0, 0), (0, 1), (1, 2)], "two different workers"),
+        ([(0, 1, 0.7), (1, 2, 0.7)], "worker 1 sum to 1.4"),
+        ([(0, 1, 0.5), (1, 2)], "1 of 2 edges without a weight"),
+        ([(0, 1, -0.5), (1, 2, 0.5)], "above 0"),
+    ],
+)
+def test_an_impossible_graph_is_refused(edges: Any, match: str):
+    with pytest.raises(ConfigError, match=match):
+        graph(3, edges=edges)
+
+
+CALLS = iter(range(10**6))
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "impure data": ({"data": lambda i, t: (torch.rand(6, 4), torch.ones(6, 1))}, ConfigError, "different batches for worker 0"),
+    "a model with other numbers": ({"model": lambda: filled(next(CALLS))}, ConfigError, "other parameters when called again"),
+    "no model": ({"model": lambda: "a model"}, ConfigError, "returned a str where a Module is needed"),
+    "a module": ({"model": nn.Linear(4, 1)}, ConfigError, "each worker needs its own"),
+    "no scalar": ({"loss": lambda model, given: model(given[0])}, ConfigError, r"shape \(6, 1\); return a scalar"),
+    "no tensor": ({"loss": lambda model, given: 1.0}, ConfigError, "returned a float"),
+    "no optimizer": ({"optimizer": lambda parameters: list(parameters)}, ConfigError, "returned a list"),
+    "an argument too few": ({"data": lambda worker: worker}, UserCodeError, "data.source"),
+    "an exception": ({"loss": lambda model, given: model(given[2])}, UserCodeError, "IndexError"),
+    "a rule not called": ({"rule": gossamer.gasloc}, ConfigError, "'gasloc', which was not called"),
+    "an unknown keyword": ({"worker": 3}, ConfigError, "did you mean 'workers'"),
+    "an unknown key": ({"settings": {"inner.lrr": 1.0}}, ConfigError, "did you mean 'lr'"),
+    "a wrong type": ({"workers": "3"}, ConfigError, "workers is a str"),
+    "no graph": ({"topology": 5}, ConfigError, "which is no graph"),
+    "a loss that is not finite": ({"loss": lambda model, given: model(given[0]).sum() * math.nan}, TrainingError, "nan"),
+}  # fmt: skip
+
+
+def filled(value: float) -> nn.Module:
+    model = nn.Linear(4, 1)
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_work_is_refused_in_a_sentence(name: str):
+    given, kind, match = WRONG[name]
+    with pytest.raises(kind, match=match) as caught:
+        simulated(**given)
+    if kind is UserCodeError:
+        assert caught.value.__cause__ is not None
+
+
+def test_a_directed_graph_is_refused_in_a_sentence():
+    import networkx
+
+    with pytest.raises(ConfigError, match="undirected"):
+        simulated(topology=networkx.DiGraph([(0, 1)]))
+
+
+def test_a_sweep_has_all_combinations_and_seeds_in_one_table(tmp_path: Path):
+    grid = {"rule": [gossamer.gasloc(), gossamer.diloco()], "inner.lr": [1e-3, 1e-2]}
+    given: Any = {key: value for key, value in TASK.items() if key != "optimizer"}
+    found = gossamer.sweep(grid, seeds=[0, 1], workers=2, local_steps=2, rounds=2, **given)
+    assert len(found.runs) == 8 and found.table["seed"] == [0, 1] * 4
+    assert {name.partition("(")[0] for name in found.table["rule"]} == {"gasloc", "diloco"}
+    alone = gossamer.simulate(
+        workers=2, local_steps=2, rounds=2, rule=gossamer.diloco(), settings={"inner.lr": 1e-2}, **given
+    )
+    assert found.table["loss"][6] == alone.loss
+    assert found.best().at["inner.lr"] in (1e-3, 1e-2)
+    assert "diloco" in found.report(tmp_path / "page.html").read_text()
+    with pytest.raises(ConfigError, match="lists of values"):
+        gossamer.sweep({"seed": 3}, **given)  # type: ignore[dict-item]
+
+
+def test_a_run_of_a_sweep_that_diverges_is_a_result():
+    def exploding(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
+        return model(given[0]).exp().square().mean()
+
+    task = {**TASK, "model": lambda: nn.Linear(4, 1), "loss": exploding}
+    del task["optimizer"]
+    grid = {"inner.lr": [1e-4, 1e3]}
+    found = gossamer.sweep(grid, workers=2, local_steps=4, rounds=3, settings={"inner.warmup_steps": 0}, **task)
+    assert [math.isfinite(one.loss) for one in found.runs] == [True, False] and found.runs[1].error
+    assert found.best().at == {"inner.lr": 1e-4}
+
+
+def test_what_was_given_as_objects_is_named_in_the_record_and_the_folder_is_not_run_without_them(tmp_path: Path):
+    simulated(out=tmp_path / "run", rule=gossamer.gasloc(lr=0.5))
+    there = load_run(tmp_path / "run")
+    assert there["model"]["size"] == f"{__name__}:net" and there["rule"]["name"] == "python:gasloc"
+    with pytest.raises(ConfigError, match="run that program again"):
+        gossamer.simulate(tmp_path / "run", tmp_path / "again")
+
+
+def own_rate(parameters: Any, lr: float = 0.01) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr)
+
+
+def test_an_optimizer_of_the_users_keeps_its_own_learning_rate():
+    assert simulated(optimizer=own_rate).loss == simulated().loss
+
+
+def test_a_folder_whose_model_and_data_are_in_a_module_is_evaluated_by_its_name_alone(tmp_path: Path):
+    run = simulated(out=tmp_path, rule=gossamer.gasloc(lr=0.5))
+    finished, found, _ = evaluate(tmp_path, parts=own_parts(run.config, UNUSED))
+    assert (finished, found.loss, found.disagreement) == (ROUNDS, run.loss, run.validation["disagreement"][-1])
+    with pytest.raises(ConfigError, match="neither may be a function"):
+        evaluate(tmp_path, parts=own_parts(run.config, UNUSED), source="stdlib")
+
+
+def test_keywords_fit_into_settings_that_lack_their_table():
+    small = {"model": {"size": "0.2m"}, "data": {"seq_len": 8, "batch_size": 2, "source": str(Path(__file__))}}
+    run = gossamer.simulate({**small, "workers": 2, "run": {"local_steps": 2}}, rounds=1, rule="diloco")
+    assert (run.config.run.steps, run.config.topology.name) == (2, "complete")
+
+
+def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    notebook = json.loads((Path(__file__).parents[3] / "examples" / "simulate.ipynb").read_text(encoding="utf-8"))
+    code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert len(code) >= 5 and not any(cell.get("outputs") for cell in notebook["cells"])
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    for source in code:
+        exec(compile(source, "simulate.ipynb", "exec"), scope)
+
+
+def test_pandas_is_asked_for_only_where_it_is_used(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+    run = simulated(rounds=1)
+    with pytest.raises(MissingPackageError, match="pip install pandas"):
+        run.training.to_pandas()
+    assert os.path.isdir(run.folder)

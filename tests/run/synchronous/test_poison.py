@@ -1,0 +1,153 @@
+"""Nothing poisonous leaves, enters or is saved: a NaN or an infinity ends a run with the name of the worker it began with."""
+
+import contextlib
+import io
+from pathlib import Path
+
+import pytest
+import torch
+
+from drifted_rounds import context, drive, serially
+from gossamer.asynchronous import cgad
+from gossamer.clock.phases import LoopOptions
+from gossamer.clock.server_core import ServerCore
+from gossamer.codecs import Codec, exact, fp16, int8
+from gossamer.errors import TrainingError
+from gossamer.finite import all_finite, must_be_finite
+from gossamer.layout import Layout, Leaf
+from gossamer.record import checkpoint
+from gossamer.rounds.exchange import begin, initial_state
+from gossamer.rounds.setup import Part, Setup
+from gossamer.rules import Rule, diloco, gasloc
+from gossamer.run.config.run_file import digest, dump
+from gossamer.run.simulated.simulate import simulate
+from gossamer.topologies import make_topology
+from gossamer.transport.contract import Ticket
+from gossamer.transport.memory import MemoryNetwork, Parcel
+from gossamer.transport.processes.local import run_local
+from poisoned import WORKER, poison, poisoned_main
+from tiny import tiny
+
+NEITHER = (torch.nan, torch.inf, -torch.inf)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e5m2])
+@pytest.mark.parametrize("value", NEITHER)
+def test_one_element_that_is_not_finite_is_found_wherever_it_stands(value: float, dtype: torch.dtype) -> None:
+    clean = torch.full((1000,), torch.finfo(dtype).max, dtype=torch.float64).to(dtype)
+    whole = torch.arange(3)
+    assert all_finite((clean, (whole, torch.empty(0)), -clean.double() if dtype.itemsize > 1 else clean))
+    for place in (0, 499, 999):
+        bad = clean.clone()
+        bad[place] = value
+        assert not all_finite((clean, (whole, bad)))
+        with pytest.raises(
+            TrainingError, match=r"^what b sent has numbers that are not finite; lower .* --set inner\.lr="
+        ):
+            must_be_finite({"what a sent": clean, "what b sent": bad, "what c sent": bad})
+
+
+SLOW = {"step_s": 0.1, "uplink_bps": 1e8, "downlink_bps": 1e8}
+METHODS = {
+    "gossip": {},
+    "mean": {"rule__name": "diloco", "topology__name": "complete"},
+    "gradients": {"rule__name": "data_parallel", "topology__name": "complete", "run__local_steps": 1},
+    "fragments": {"schedule__fragments": 2, "schedule__overlap_steps": 1, "run__local_steps": 2},
+    "int8": {"rule__name": "diloco", "topology__name": "complete", "codec__name": "int8"},
+    "averaging": {"inner__averaging": "schedule_free"},
+    "server": {"server__name": "cgad", "network": {"slow": SLOW}},
+    "pair": {"pair__name": "a2cid2", "topology__name": "ring", "network": {"slow": SLOW}},
+    "no waiting": {"rule__name": "gossip", "run__wait": False, "network": {"slow": SLOW}},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_infinite_gradient_that_no_loss_sees_ends_the_run_with_its_worker_and_is_never_saved(
+    method: str, tmp_path: Path
+) -> None:
+    config = tiny(**METHODS[method])
+    with poison(4), pytest.raises(TrainingError, match=rf"worker {WORKER} .*not finite"):
+        simulate(config, tmp_path)
+    for tensors in tmp_path.glob("checkpoints/*/*.safetensors"):
+        owner, round = int(tensors.stem.partition("-")[2]), int(tensors.parent.name.partition("-")[2])
+        state = checkpoint.load(tmp_path / "checkpoints", round, owner, digest(config))
+        assert "x" not in state or all_finite(state["x"])
+
+
+@pytest.mark.usefixtures("forks")
+def test_real_workers_end_with_the_name_of_the_one_whose_numbers_are_not_finite(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(dump(tiny(workers=2, topology__name="complete", run__timeout_s=60)))
+    errors, words = io.StringIO(), ["train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "run")]
+    with contextlib.redirect_stderr(errors):
+        code = run_local(2, poisoned_main, words)
+    assert code == 2, errors.getvalue()
+    lines = [line for line in errors.getvalue().splitlines() if "gossamer: " in line]
+    assert any(f"[{WORKER}] gossamer: the message of worker {WORKER} in round 2 has" in line for line in lines), lines
+    assert all(f"worker {WORKER}" in line for line in lines) and len(lines) == 2, lines
+    assert "Traceback" not in errors.getvalue()
+
+
+def test_a_last_round_that_is_not_finite_is_not_saved_and_does_not_end_well(tmp_path: Path) -> None:
+    config = tiny(workers=1, rule__name="local_sgd", topology__name="complete", run__steps=4, run__checkpoint_every=2)
+    simulate(config, tmp_path)
+    store, key = tmp_path / "checkpoints", digest(config)
+    state = checkpoint.load(store, 2, 0, key)
+    for part in ("x", "outer", "under_way"):
+        bad = {**state, part: [torch.tensor([torch.nan])]}
+        with pytest.raises(TrainingError, match=rf"state\.{part}.* of worker 0 after round 3 has numbers"):
+            checkpoint.save(store, 3, 0, bad, digest=key)
+    assert checkpoint.rounds(store, 0) == [1, 2]
+    checkpoint.save(store, 3, 0, {**state, "inner": {"exp_avg_sq": torch.tensor([torch.inf])}}, digest=key)
+
+
+def begun(rule: Rule, codec: Codec, start: float, end: float, forger: int | None = None):
+    """A round of three workers from `start`, of which worker 1 has come to `end`; what the forger sends is held back."""
+    mixing = make_topology("complete", 3, seed=0).mixing(0)
+    network, exchanges = MemoryNetwork(3, deliver=lambda parcel: parcel.sender != forger), []
+    for i in range(3):
+        x = torch.full((64,), start)
+        ctx = context(i, 7, mixing, x)
+        s = initial_state(rule, mixing, x, ctx)
+        x.fill_(end if i == 1 else start)
+        exchanges.append(begin(Setup(rule, codec, network.transport(i), Part(x, s, ctx.layout), 0), mixing, ctx))
+    return network, exchanges
+
+
+@pytest.mark.parametrize("codec", [exact(), int8()], ids=["exact", "int8"])
+@pytest.mark.parametrize("rule", [gasloc(), diloco()], ids=["with peers", "through owners"])
+def test_a_payload_that_is_not_finite_is_refused_with_the_name_of_its_sender(rule: Rule, codec: Codec) -> None:
+    network, exchanges = begun(rule, codec, 1.0, 2.0, forger=1)
+    serially(lambda exchange: exchange.post(), exchanges)
+    for held in list(network.held):
+        frames = (torch.full_like(frame, torch.inf) if frame.is_floating_point() else frame for frame in held.frames)
+        network.held[network.held.index(held)] = forged = Parcel(*held[:3], tuple(frames))
+        network.release(forged)
+    for receiver in (0, 2):
+        with pytest.raises(TrainingError, match=r"^the message of worker 1 in round 7 has numbers"):
+            exchanges[receiver].receive()
+
+
+def test_a_drift_that_is_infinite_between_two_finite_points_is_not_sent() -> None:
+    network, exchanges = begun(diloco(), exact(), -3e38, 3e38)
+    exchanges[0].post()
+    with pytest.raises(TrainingError, match=r"^the message of worker 1 in round 7 has numbers"):
+        exchanges[1].post()
+    assert not any(network.has(Ticket(7, 0), 1, other) for other in (0, 2))
+
+
+def test_a_codec_that_makes_an_infinity_of_finite_numbers_is_found_after_decoding() -> None:
+    _, exchanges = begun(gasloc(), fp16(), 1.0, 1e6)
+    with pytest.raises(TrainingError, match=r"^the message of worker 1 in round 7 has numbers"):
+        drive(exchanges, serially)
+    with pytest.raises(TrainingError, match=r"^the message of worker 2 in its phase 5, decoded, has numbers"):
+        LoopOptions(codec=fp16()).transmit(torch.tensor([1e6]), Layout((), 1), 2, 5)
+
+
+def test_a_push_that_would_poison_the_server_is_refused_and_its_state_stays() -> None:
+    layout = Layout((Leaf("a", (3,), 0, 3),), 3)
+    server = ServerCore(cgad(lr=2.0), torch.zeros(3), layout, ((0, 3),), [2, 2])
+    server.join(1)
+    before, too_far = server.model(), server.counted(1, 0, torch.full((3,), 3e38), 10)
+    with pytest.raises(TrainingError, match="the state of the server after what worker 1 pushed has numbers"):
+        server.push(1, too_far, 0.0)
+    assert torch.equal(server.model(), before)

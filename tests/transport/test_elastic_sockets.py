@@ -1,0 +1,291 @@
+"""The transport of elastic runs over real sockets, in one process: peers that vanish, hang, lie, or are strangers."""
+
+import contextlib
+import itertools
+import os
+import resource
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from gossamer.errors import PeerError
+from gossamer.record.packed import cold, frozen, unpacked
+from gossamer.run.elastic.state_transfer import give_state, take_state
+from gossamer.transport.contract import Ticket
+from gossamer.transport.elastic import newcomer
+from gossamer.transport.elastic.core import Outcome
+from gossamer.transport.elastic.members import Members, SlotEntry, Standing, news
+from gossamer.transport.elastic.transport import ElasticTransport
+from gossamer.transport.sockets import letter as letters
+from gossamer.transport.sockets.handshake import dial
+from gossamer.transport.sockets.letter import Letter, LetterKind, body_of
+from gossamer.transport.sockets.link import Listener, Station, receive_letter
+
+RUN, SECRET = 77, b"the secret of this run"
+LIKE = [torch.empty(4)]
+LIMIT_S = 20.0
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Waits, for many seconds if need be."""
+    end_s = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < end_s, "it never came to hold"
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def crew(
+    n: int, *, timeout_s: float = 8.0, mute: int | None = None, gone: bool = False
+) -> Iterator[tuple[list[ElasticTransport], list[SlotEntry]]]:
+    """Workers that know each other; the address of `mute` is taken by nobody: it accepts, unless it is `gone`."""
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(n)]
+    entries = [
+        SlotEntry(i, 0, secrets.randbits(40), Standing.ALIVE, 0, f"127.0.0.1:{listeners[i].getsockname()[1]}")
+        for i in range(n)
+    ]
+    made = [
+        ElasticTransport(Members(n, i, entries), Station(listeners[i], RUN, SECRET, timeout_s))
+        for i in range(n)
+        if i != mute
+    ]
+    if gone and mute is not None:
+        listeners[mute].close()
+    try:
+        yield made, entries
+    finally:
+        with ThreadPoolExecutor(n) as pool:
+            list(pool.map(ElasticTransport.close, made))
+        for listener in listeners:
+            listener.close()
+
+
+def enter(transport: ElasticTransport, round: int, peers: Sequence[int]) -> Ticket:
+    """Begins a round in which it exchanges with these peers."""
+    ticket = Ticket(round)
+    transport.enter(round, lambda alive: [peer for peer in peers if peer in alive], 15)
+    for peer in peers:
+        transport.expect(ticket, peer, LIKE)
+    return ticket
+
+
+def exchange(transport: ElasticTransport, round: int, peers: Sequence[int]) -> dict[int, Outcome]:
+    """One round; returns what became of its exchanges."""
+    ticket = enter(transport, round, peers)
+    for peer in peers:
+        transport.post(ticket, peer, [torch.full((4,), float(transport.worker))])
+    transport.wait(ticket)
+    heard = transport.collect(ticket)
+    assert all(frames[0].tolist() == [float(peer)] * 4 for peer, frames in heard.items())
+    return transport.outcomes()[ticket]
+
+
+def together(transports: Sequence[ElasticTransport], round: int) -> list[set[Outcome]]:
+    """A round in which each exchanges with all others."""
+    workers = [transport.worker for transport in transports]
+    with ThreadPoolExecutor(len(workers)) as pool:
+        found = pool.map(lambda t: exchange(t, round, [i for i in workers if i != t.worker]), transports)
+        return [set(outcomes.values()) for outcomes in found]
+
+
+def hand_made(address: str, me: SlotEntry, entries: list[SlotEntry]) -> socket.socket:
+    """A connection of a peer that keeps to the protocol as long as its test wants."""
+    sock = dial(address, SECRET, run=RUN, me=me.slot, timeout_s=LIMIT_S)
+    say(sock, Letter(LetterKind.NEWS, me.slot, body=body_of(news({entry.slot: entry for entry in entries}))))
+    return sock
+
+
+def say(sock: socket.socket, letter: Letter, spoilt: bool = False) -> None:
+    body = bytearray(letter.body.numpy().tobytes())
+    head = letters.encode(letter, RUN)
+    if spoilt:
+        body[3] ^= 1
+    sock.sendall(head + bytes(body))
+
+
+def test_two_exchange_and_are_not_disturbed_by_strangers() -> None:
+    with crew(2) as (transports, entries):
+        host, _, port = entries[0].address.rpartition(":")
+        assert together(transports, 0) == [{Outcome.MADE}] * 2
+        strangers = []
+        for number in range(1000):
+            with contextlib.suppress(OSError):
+                stranger = socket.create_connection((host, int(port)), timeout=LIMIT_S)
+                strangers.append(stranger)
+                if number % 3:
+                    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 20 if number % 2 else secrets.token_bytes(400))
+        with pytest.raises(Exception, match=r"secret|hung up|closed|lost"):
+            dial(entries[0].address, b"another secret", run=RUN, me=1, timeout_s=LIMIT_S)
+        assert together(transports, 1) == [{Outcome.MADE}] * 2
+        assert transports[0].members.entries.keys() == {0, 1}
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_peer_that_vanishes_amid_its_payload_is_missed_at_once_and_by_all() -> None:
+    with crew(3, timeout_s=60.0, mute=2, gone=True) as (transports, entries):
+        socks = [hand_made(entries[i].address, entries[2], entries) for i in range(2)]
+        tickets = [enter(transport, 0, [2]) for transport in transports]
+        for transport, ticket, sock in zip(transports, tickets, socks, strict=True):
+            transport.post(ticket, 2, [torch.zeros(4)])
+            payload = Letter(LetterKind.PAYLOAD, 2, ticket, body=torch.zeros(16, dtype=torch.uint8))
+            sock.sendall(letters.encode(payload, RUN) + bytes(7))
+        assert not any(transport.ready(ticket) for transport, ticket in zip(transports, tickets, strict=True))
+        for sock in socks:
+            sock.close()
+        for transport, ticket in zip(transports, tickets, strict=True):
+            until(lambda t=transport, ticket=ticket: t.ready(ticket))  # long before its deadline of a minute
+            assert transport.collect(ticket) == {} and transport.outcomes()[ticket] == {2: Outcome.MISSED}
+            assert transport.members.entries[2].standing == Standing.SUSPECT
+
+
+def test_a_peer_that_accepts_and_never_answers_costs_those_who_wait_for_it_its_deadline_and_no_others() -> None:
+    with crew(3, timeout_s=1.5, mute=2) as (transports, _), ThreadPoolExecutor(2) as pool:
+        waits = pool.submit(exchange, transports[0], 0, [1, 2])
+        other = pool.submit(exchange, transports[1], 0, [0])
+        assert other.result(LIMIT_S) == {0: Outcome.MADE}
+        assert waits.result(LIMIT_S) == {1: Outcome.MADE, 2: Outcome.MISSED}
+
+
+def test_bytes_that_change_in_transit_are_a_miss() -> None:
+    with crew(2, timeout_s=60.0, mute=1, gone=True) as (transports, entries):
+        sock = hand_made(entries[0].address, entries[1], entries)
+        ticket = enter(transports[0], 0, [1])
+        transports[0].post(ticket, 1, [torch.zeros(4)])
+        payload = Letter(LetterKind.PAYLOAD, 1, ticket, body=torch.arange(16, dtype=torch.uint8))
+        say(sock, payload, spoilt=True)
+        until(lambda: transports[0].ready(ticket))
+        assert transports[0].collect(ticket) == {} and transports[0].outcomes()[ticket] == {1: Outcome.MISSED}
+        sock.close()
+
+
+def test_when_links_were_cut_the_workers_find_each_other_again() -> None:
+    with crew(2, timeout_s=2.0) as (transports, _):
+        assert together(transports, 0) == [{Outcome.MADE}] * 2
+        for transport in transports:
+            for link in [link for links in transport._links.values() for link in links]:
+                link.close()
+        until(lambda: any(t.members.own.incarnation >= 1 for t in transports))
+        until(lambda: all(t.members.alive(99) == {0, 1} for t in transports))
+        for round in itertools.count(max(t.members.own.since for t in transports) + 1):
+            if together(transports, round) == [{Outcome.MADE}] * 2:
+                break
+            assert round < 60, "they exchange no more"
+            time.sleep(0.1)  # the other end may notice only now that the connection was cut
+
+
+def test_what_a_worker_says_goes_over_the_newest_connection_of_its_peer() -> None:
+    with crew(2, timeout_s=60.0, mute=1, gone=True) as (transports, entries):
+        old = hand_made(entries[0].address, entries[1], entries)
+        until(lambda: len(transports[0]._links.get(1, [])) == 1)
+        new = hand_made(entries[0].address, entries[1], entries)  # it holds the old one for gone
+        until(lambda: [link.nonce for link in transports[0]._links.get(1, [])] == [entries[1].nonce] * 2)
+        ticket = enter(transports[0], 0, [1])
+        transports[0].post(ticket, 1, [torch.zeros(4)])
+        kinds = []
+        while LetterKind.PAYLOAD not in kinds:
+            kinds.append(receive_letter(new, RUN, lambda letter, size: True).kind)
+        old.close(), new.close()
+
+
+def test_a_worker_whose_slot_another_process_has_taken_does_not_wait_for_its_round_to_be_closed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        known = [SlotEntry(i, 0, 10 + i, Standing.ALIVE if i == 1 else Standing.SUSPECT, 0) for i in range(3)]
+        transport = ElasticTransport(Members(3, 1, known), Station(listener, RUN, SECRET, 8.0), limit_bytes=100)
+        transport.enter(0, lambda alive: [], 15)
+        transport.members.merge([known[1]._replace(incarnation=1, nonce=99)])
+        with pytest.raises(PeerError, match="another process fills slot 1"):
+            transport.named(0)
+        transport.close()
+
+
+def test_two_parts_of_a_network_that_have_replaced_each_other_meet_again() -> None:
+    with crew(2, timeout_s=1.0) as ((one, other), entries):
+        with one.changed, other.changed:
+            for transport, gone in ((one, entries[1]), (other, entries[0])):
+                newer = {gone.slot: gone._replace(incarnation=3, nonce=99, standing=Standing.LEFT, address="")}
+                letter = Letter(LetterKind.NEWS, gone.slot, body=body_of(news(newer)))
+                transport.core.heard(letter, time.monotonic(), gone.nonce)
+                transport.core.outbox.clear()
+        until(lambda: one.members.replaced and other.members.replaced)
+
+
+def test_who_needs_a_state_asks_again_as_long_as_its_donor_has_not_come_up_and_no_longer_once_it_has_ended() -> None:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    address = f"127.0.0.1:{listeners[1].getsockname()[1]}"
+    entries = [SlotEntry(0, 0, 5, Standing.ALIVE, 0), SlotEntry(1, 0, 6, Standing.ALIVE, 0, address)]
+    listeners[1].settimeout(LIMIT_S)
+    station, members = Station(listeners[0], RUN, SECRET, LIMIT_S), Members(2, 0, entries)
+    kept = newcomer.Handover(6, lambda: frozen({"x": torch.ones(2)})(), cold)
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(take_state, members, station, first=1, behind=0)
+        for _ in range(2):
+            listeners[1].accept()[0].close()  # as of one that is too busy to answer within the time of a handshake
+        listeners[1].settimeout(None)
+        donor = ElasticTransport(Members(2, 1, entries), Station(listeners[1], RUN, SECRET, LIMIT_S))
+        donor._host = lambda sock: give_state(sock, donor, station, lambda: kept)
+        offer, state = asking.result(LIMIT_S)
+    assert (offer.donor, offer.after, state["x"].tolist()) == (1, 6, [1.0, 1.0])
+    donor.close()
+    with pytest.raises(PeerError, match="nobody to take a state from"):
+        take_state(members, station._replace(timeout_s=1e6), first=1, behind=0)
+    listeners[0].close()
+
+
+def test_a_worker_accepts_connections_again_after_it_had_no_file_descriptor_left() -> None:
+    came: list[socket.socket] = []  # and stay open, so that the second needs a descriptor of its own
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as first, socket.socket() as second:
+        listener = Listener(server, lambda sock, address: came.append(sock))
+        os.close(lowest := os.dup(0))
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+        try:
+            for client in (first, second):  # the system takes a descriptor for the first one before it comes
+                client.connect(server.getsockname())
+            time.sleep(0.3)
+            assert len(came) < 2
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        until(lambda: len(came) == 2)
+        listener.close()
+        for sock in came:
+            sock.close()
+
+
+def test_two_that_have_never_heard_of_each_other_meet_by_the_addresses_of_their_run() -> None:
+    with crew(2, timeout_s=4.0) as (transports, entries):
+        for transport, other in zip(transports, (1, 0), strict=True):
+            with transport.changed:  # as where all have died through whom they could know each other
+                gone = SlotEntry(other, 0, 0, Standing.LEFT, 0)
+                transport.members.entries[other] = gone
+        transports[0].redial.addresses = lambda: [(1, entries[1].address), (0, entries[0].address)]
+        until(lambda: all(transport.members.alive(99) == {0, 1} for transport in transports))
+
+
+def test_the_state_of_a_round_is_packed_only_when_the_first_newcomer_asks_and_is_that_of_its_end() -> None:
+    packed: list[bytes] = []
+    x = torch.zeros(5)
+    pack = frozen({"x": x, "inner": {"step": 4}})
+    kept = newcomer.Handover(3, lambda: packed.append(pack()) or packed[-1], cold)
+    x.fill_(1.0)  # the worker trains on
+    assert not packed
+    entry = SlotEntry(1, 1, 5, Standing.JOINING, 0, "127.0.0.1:4002")
+    own = newcomer.Applicant(5, "127.0.0.1:4002", 1)
+    for inner in (True, False):
+        near, far = socket.socketpair()
+        with near, far, ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(newcomer, "dial", lambda *args, end=far, **options: end)
+            hosting = pool.submit(
+                newcomer.host, near, RUN, 0, give_slot=lambda place: entry, entries=lambda: {1: entry}, boundary=lambda: kept
+            )  # fmt: skip
+            offer = newcomer.ask("", SECRET, own._replace(inner=inner), run=RUN, slots=3, timeout_s=LIMIT_S)
+            hosting.result(LIMIT_S)
+        assert offer.after == 3 and offer.raw is not None
+        state = unpacked(offer.raw)
+        assert torch.equal(state["x"], torch.zeros(5)) and state["inner"] == ({"step": 4} if inner else None)
+    assert len(packed) == 1

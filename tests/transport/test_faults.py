@@ -1,0 +1,351 @@
+"""Elastic runs over a network with faults: a hundred seeds, and what they have found, each by name."""
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from faulty_network.network import FAULT_KINDS, check_faults
+from gossamer.rules import diloco, gasloc, gossip
+from gossamer.topologies import make_topology
+from gossamer.topologies.mixing import without
+from gossamer.transport.contract import Ticket
+from gossamer.transport.elastic.closing import Closing
+from gossamer.transport.elastic.core import ElasticCore, Outcome
+from gossamer.transport.elastic.members import Members, SlotEntry, Standing, merged, news, read_news
+from gossamer.transport.sockets.letter import Letter, LetterKind, body_of
+
+PARTS, SEEDS, FULL = 4, 120, 1000
+BODY = torch.zeros(4, dtype=torch.uint8)
+TICKET = Ticket(0)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_hundred_runs_over_faulty_networks_keep_what_is_promised(part: int, request: pytest.FixtureRequest) -> None:
+    """A thousand with `--full`."""
+    counts = Counter[str]()
+    for seed in range(part, FULL if request.config.getoption("--full") else SEEDS, PARTS):
+        counts += check_faults(seed=seed).counts
+    assert all(counts[kind] >= 5 for kind in FAULT_KINDS), counts
+
+
+def test_a_seed_repeats_its_faults_and_other_seeds_have_others() -> None:
+    first, again, other = (check_faults(seed=seed) for seed in (6, 6, 8))
+    assert first == again and first.faults != other.faults
+    assert first.made and first.faults
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_real_exchanges_see_the_faults_that_plain_numbers_see(seed: int) -> None:
+    assert check_faults(gossip(), seed=seed) == check_faults(seed=seed)
+    assert check_faults(gasloc(), seed=seed).made == check_faults(seed=seed).made
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_workers_of_a_mean_over_everyone_have_the_same_bits_after_each_round_that_is_closed(seed: int) -> None:
+    assert check_faults(diloco(), seed=seed).closed
+    assert check_faults(seed=4 * seed + 3).closed
+
+
+def test_a_worker_that_closes_a_round_before_all_have_its_mean_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hasty(self: Closing, attempt: int, now: float) -> None:
+        honest(self, attempt, now)
+        self.closed = self.named is not None
+
+    honest = Closing.hold
+    monkeypatch.setattr(Closing, "hold", hasty)
+    with pytest.raises(
+        AssertionError, match=r"with a mean that it does not have|with a second history|has ended with other parameters"
+    ):
+        [check_faults(seed=seed) for seed in range(3, 80, 4)]
+
+
+def test_an_end_that_counts_an_exchange_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hasty(self: ElasticCore, ticket: Ticket, peer: int, pact: object) -> None:
+        honest(self, ticket, peer, pact)
+        if pact.committed:  # type: ignore[attr-defined]
+            pact.outcome = Outcome.MADE  # type: ignore[attr-defined]
+
+    honest = ElasticCore._commit
+    monkeypatch.setattr(ElasticCore, "_commit", hasty)
+    with pytest.raises(AssertionError, match=r"^seed \d+, at [\d.]+ s: "):
+        [check_faults(seed=seed) for seed in range(30)]
+
+
+def test_a_mixing_that_forgets_the_weight_of_a_lost_peer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgets = "faulty_network.gossiper.without"
+    monkeypatch.setattr(forgets, lambda row, i, lost: tuple((j, w) for j, w in row if j not in lost))
+    with pytest.raises(AssertionError, match="moves by other than its pulls"):
+        [check_faults(seed=seed) for seed in range(10)]
+
+
+# Algebra
+
+_slots = st.integers(0, 3)
+_standings = st.sampled_from(Standing)
+
+
+def entries(slot: st.SearchStrategy[int] = _slots) -> st.SearchStrategy[SlotEntry]:
+    """Entries; one process says one address and, within one incarnation, one first round."""
+
+    def entry(slot: int, incarnation: int, nonce: int, standing: Standing, round: int, steps: int) -> SlotEntry:
+        return SlotEntry(slot, incarnation, nonce, standing, incarnation, f"host:{nonce}", round, steps)
+
+    few = st.integers(0, 2)
+    return st.builds(entry, slot, few, few, _standings, st.integers(0, 9), st.integers(0, 9))
+
+
+@settings(deadline=None)
+@given(entries(st.just(1)), entries(st.just(1)), entries(st.just(1)))
+def test_merging_is_commutative_associative_and_idempotent(a: SlotEntry, b: SlotEntry, c: SlotEntry) -> None:
+    assert merged(a, b) == merged(b, a)
+    assert merged(merged(a, b), c) == merged(a, merged(b, c))
+    assert merged(a, a) == a and merged(merged(a, b), b) == merged(a, b)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(entries(), max_size=8), st.randoms(use_true_random=False))
+def test_views_are_equal_whatever_the_order_of_the_news(said: list[SlotEntry], random) -> None:
+    me = SlotEntry(9, 0, 0, Standing.ALIVE, 0)
+    a, b = Members(10, 9, [me]), Members(10, 9, [me])
+    a.merge(said)
+    for entry in random.sample(said, len(said)) + random.sample(said, len(said)):
+        b.merge([entry])
+    assert a.entries == b.entries
+    assert read_news(news(a.entries), 10) == [a.entries[slot] for slot in sorted(a.entries)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(["ring", "complete", "random"]), st.integers(2, 9), st.integers(0, 5),
+    st.sets(st.tuples(st.integers(0, 8), st.integers(0, 8))),
+)  # fmt: skip
+def test_weights_without_the_exchanges_that_failed_stay_stochastic_and_symmetric(
+    name: str, n: int, round: int, failed: set[tuple[int, int]]
+) -> None:
+    mixing = make_topology(name, n, 3).mixing(round)
+    lost = [{j for a, j in failed if a == i} | {a for a, j in failed if j == i} for i in range(n)]
+    rows = [dict(without(mixing.rows[i], i, lost[i] - {i})) for i in range(n)]
+    for i, row in enumerate(rows):
+        assert sum(row.values()) == pytest.approx(1.0) and i in row
+        assert all(rows[j][i] == w for j, w in row.items())
+
+
+# Two cores
+
+
+def pair(**options: float) -> list[ElasticCore]:
+    """Two workers in round 0, which have announced their exchange."""
+    known = [SlotEntry(i, 0, 10 + i, Standing.ALIVE, 0, f"host:{i}") for i in range(2)]
+    cores = [ElasticCore(Members(2, i, known), timeout_s=8.0, **options) for i in range(2)]
+    for i, core in enumerate(cores):
+        core.enter(0, frozenset({0, 1}), [1 - i])
+        core.expect(TICKET, 1 - i, BODY.numel())
+    return cores
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(["post 0", "post 1", "to 0", "to 1", "lose 0", "lose 1", "cut", "tick 0", "tick 1", "twice 0"]),
+        max_size=30,
+    )
+)
+def test_under_no_interleaving_does_one_end_count_what_the_other_knows_to_be_missed(acts: list[str]) -> None:
+    cores, lines, now = pair(), ([], []), 0.0
+    posted = [False, False]
+    for act in [*acts, "post 0", "post 1", "end"]:
+        now += 0.5
+        what, _, which = act.partition(" ")
+        i = int(which or 0)
+        if what == "post" and not posted[i]:
+            posted[i] = True
+            cores[i].post(TICKET, 1 - i, BODY, now)
+        elif what == "to" and lines[i]:
+            cores[i].heard(lines[i].pop(0), now)
+        elif what == "twice" and lines[i]:
+            cores[i].heard(lines[i][0], now)
+        elif what == "lose":
+            cores[i].lost(1 - i)
+        elif what == "cut":
+            lines[0].clear(), lines[1].clear()
+        elif what == "tick":
+            cores[i].tick(now)
+        elif what == "end":
+            for core in cores:
+                core.tick(now + 100)
+        for core in cores:
+            lines[1 - core.me].extend(letter for _, letter in core.outbox)
+            core.outbox.clear()
+    ends = {core.collect(TICKET)[1][1 - core.me] for core in cores}
+    assert ends != {Outcome.MADE, Outcome.MISSED}
+
+
+def test_an_exchange_that_is_under_way_keeps_the_view_of_the_round_that_it_was_planned_in() -> None:
+    cores, now = pair(), 0.0
+    for core in cores:
+        core.steps = 4
+        core.post(TICKET, 1 - core.me, BODY, now)
+        core.enter(1, frozenset({0, 1} if core.me else {0}), [1 - core.me])
+        core.steps = 9
+    while letters := [(core, letter) for core in cores for _, letter in core.outbox]:
+        for core in cores:
+            core.outbox.clear()
+        for core, letter in letters:
+            cores[1 - core.me].heard(letter, now)
+    for core in cores:
+        assert core.collect(TICKET)[1] == {1 - core.me: Outcome.MADE}
+        assert [core.members.entries[slot].steps for slot in range(2)] == [4, 4], "not those it has taken since"
+
+
+# What the seeds have found
+
+
+def said(core: ElasticCore) -> list[tuple[int, LetterKind]]:
+    return [(peer, letter.kind) for peer, letter in core.outbox]
+
+
+def test_a_worker_that_knows_nobody_to_be_alive_goes_on_from_its_own_round() -> None:
+    members = Members(
+        3, 1, [SlotEntry(1, 1, 5, Standing.JOINING, 0, round=4), SlotEntry(0, 0, 1, Standing.SUSPECT, 0, round=9)]
+    )
+    assert members.newest_round == 4
+
+
+def test_a_process_that_is_suspected_while_it_joins_answers_and_is_alive_then() -> None:
+    joins = SlotEntry(1, 2, 5, Standing.JOINING, 0)
+    members = Members(2, 1, [joins, SlotEntry(0, 0, 1, Standing.ALIVE, 0)])
+    members.merge([joins._replace(standing=Standing.SUSPECT)])
+    members.declare(Standing.ALIVE, 7)
+    other = Members(2, 0, [SlotEntry(0, 0, 1, Standing.ALIVE, 0), joins._replace(standing=Standing.SUSPECT)])
+    other.merge([members.own])
+    assert other.alive(7) == {0, 1}
+
+
+def test_of_a_process_that_was_replaced_only_the_news_count() -> None:
+    core, other = pair()
+    other.post(TICKET, 0, BODY, 0.0)
+    payload = next(letter for _, letter in other.outbox if letter.kind == LetterKind.PAYLOAD)
+    core.members.merge([SlotEntry(1, 1, 77, Standing.ALIVE, 0, "host:2")])
+    core.post(TICKET, 1, BODY, 0.0)
+    core.outbox.clear()
+    assert core.heard(payload, 0.1, 11) == 11 and said(core) == []
+    assert core.heard(payload, 0.1, 77) == 77 and said(core) == [(1, LetterKind.COMMIT)]
+    greeting = Letter(
+        LetterKind.NEWS, 1, body=torch.frombuffer(bytearray(news(other.members.entries)), dtype=torch.uint8)
+    )
+    assert core.heard(greeting, 0.2, None) == 11
+
+
+def test_steps_that_another_worker_has_counted_are_known_before_its_round_ends() -> None:
+    core, other = pair()
+    other.steps = 15
+    core.post(TICKET, 1, BODY, 0.0)
+    other.post(TICKET, 0, BODY, 0.0)
+    for _, letter in [*other.outbox]:
+        core.heard(letter, 0.1)
+    assert core.members.entries[1].steps == 0
+    core.heard(Letter(LetterKind.COMMIT, 1, TICKET), 0.2)
+    assert core.members.entries[1].steps == 15
+
+
+def test_news_that_may_have_been_lost_with_one_of_two_connections_are_sent_again() -> None:
+    core, _ = pair()
+    core.tell(1)
+    core.outbox.clear()
+    core.tell(1)
+    assert said(core) == []
+    core.tell_again(1)
+    assert said(core) == [(1, LetterKind.NEWS)]
+
+
+def test_who_hears_older_news_than_it_has_tells_its_own() -> None:
+    core, other = pair()
+    stale = body_of(news(other.members.entries))
+    core.members.merge([SlotEntry(1, 2, 11, Standing.ALIVE, 5, "host:1")])
+    core.heard(Letter(LetterKind.NEWS, 1, body=stale), 0.1, 11)
+    assert said(core) == [(1, LetterKind.NEWS)]
+
+
+def test_a_worker_that_sees_no_majority_gives_no_slot_away_whose_worker_may_live_elsewhere() -> None:
+    known = [SlotEntry(slot, 0, slot, Standing.ALIVE if slot < 2 else Standing.SUSPECT, 0) for slot in range(5)]
+    core = ElasticCore(Members(5, 0, known), timeout_s=8.0)
+    core.limit_bytes = 100
+    assert core.give_slot(9, "host:9") is None
+    entry = core.give_slot(9, "host:9", ended={4})
+    assert entry is not None and entry.slot == 4, "its machine says that it runs no more"
+    core.members.merge([known[3]._replace(standing=Standing.LEFT)])
+    entry = core.give_slot(9, "host:9")
+    assert entry is not None and entry.slot == 3
+    core.limit_bytes = None  # gossip goes on in both halves
+    entry = core.give_slot(8, "host:8")
+    assert entry is not None and entry.slot == 2
+
+
+def test_a_worker_that_has_taken_the_state_of_another_may_begin_its_round_once_more() -> None:
+    known = [SlotEntry(i, 0, 10 + i, Standing.ALIVE, 0, f"host:{i}") for i in range(2)]
+    core = ElasticCore(Members(2, 0, known), timeout_s=8.0)
+    core.limit_bytes = 100
+    core.enter(3, frozenset({0, 1}), [1])
+    views = set[int]()
+    for line in (0, 7):
+        core.enter(3, frozenset({0, 1}), [1])
+        core.plan(frozenset({0, 1}), line)
+        core.expect(TICKET, 1, 4)
+        core.post(TICKET, 1, BODY, 0.0)
+        views.add(core.outbox[-1].letter.view)
+    assert len(views) == 2, "a payload that follows other rounds is none of this one"
+
+
+@pytest.mark.parametrize("due_s", [0.0, 3.0, 7.0])
+def test_a_peer_that_falls_silent_holds_nobody_up_for_longer_than_the_timeout_whenever_its_payload_is_due(
+    due_s: float,
+) -> None:
+    core, _ = pair()
+    core.heard(Letter(LetterKind.PONG, 1), 0.0)
+    for step in range(80):
+        if step == round(10 * due_s):
+            core.post(TICKET, 1, BODY, due_s)
+        core.tick(0.1 * step)
+        assert core.settled(TICKET) or core.deadline() < 8.0
+    assert core.collect(TICKET)[1] == {1: Outcome.MISSED}
+    assert core.members.entries[1].standing is Standing.SUSPECT
+
+
+def test_a_worker_that_was_itself_stopped_does_not_suspect_those_whom_it_has_not_listened_to() -> None:
+    core, _ = pair()
+    core.tick(0.0)
+    core.outbox.clear()
+    core.tick(20.0)
+    assert core.members.entries[1].standing is Standing.ALIVE and said(core) == [(1, LetterKind.PING)]
+    for step in range(16):
+        core.tick(20.0 + 0.5 * step)
+    assert core.members.entries[1].standing is Standing.SUSPECT
+
+
+@pytest.mark.parametrize(("nonce_a", "nonce_b"), [(50, 60), (60, 50)])
+def test_of_two_newcomers_that_two_donors_gave_one_slot_one_fills_it_and_the_other_learns_so(
+    nonce_a: int, nonce_b: int
+) -> None:
+    known = [SlotEntry(0, 0, 1, Standing.ALIVE, 0, "host:0"), SlotEntry(1, 0, 2, Standing.ALIVE, 0, "host:1")]
+    donors = [Members(3, me, [*known, SlotEntry(2, 0, 3, Standing.SUSPECT, 0, "host:2")]) for me in (0, 1)]
+    given_ones = [donor.give_slot(n, f"host:{n}") for donor, n in zip(donors, (nonce_a, nonce_b), strict=True)]
+    newcomers = [Members(3, 2, donor.entries.values()) for donor in donors]
+    assert [entry.slot for entry in given_ones if entry] == [2, 2]
+    for newcomer in newcomers:
+        newcomer.declare(Standing.ALIVE, 4)
+    views = [*donors, *newcomers]
+    for _ in range(2):
+        for view in views:
+            for other in views:
+                view.merge(list(other.entries.values()))
+    assert {view.entries[2].nonce for view in donors} == {60}
+    assert [view.replaced for view in newcomers] == [nonce_a == 50, nonce_b == 50]
+
+
+def test_a_slot_that_somebody_was_given_is_given_again_last() -> None:
+    members = Members(4, 0, [SlotEntry(0, 0, 1, Standing.ALIVE, 0)])
+    given_ones = [members.give_slot(nonce, f"host:{nonce}") for nonce in range(5, 9)]
+    assert [entry.slot for entry in given_ones if entry] == [1, 2, 3, 1]
