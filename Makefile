@@ -6,7 +6,7 @@ PROCESSES ?= 4  # two cores have idle time for as many again: tests wait for dis
 
 export PYTHONDONTWRITEBYTECODE :=  # tests start many processes, each of which would compile the package anew
 
-.PHONY: help demo test types tests parity bench chaos survival methods results pictures docs
+.PHONY: help demo test types tests parity bench chaos survival methods results pictures docs release
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile | expand -t 10
@@ -55,6 +55,16 @@ pictures: .venv/.installed  ## write the pictures of the docs from a run that it
 docs: .venv/.installed  ## build the site strictly into site/
 	$(BIN)/python docs/generate.py build/docs
 	PYTHONPATH=docs NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --config-file build/docs/mkdocs.yml --site-dir $(CURDIR)/site
+
+release: .venv/.installed  ## build and check what would be published, in an environment of its own; publishing is left to a person
+	rm -rf dist build/release
+	$(BIN)/hatchling build
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv build/release
+	build/release/bin/pip install --quiet --no-compile --constraint constraints.txt torch dist/*.whl
+	cd build/release && bin/gossamer init configs && bin/gossamer check configs/gasloc.toml
+	cd build/release && timeout 60 bin/gossamer demo || test $$? -eq 124  # its first minute
+	@echo 'left for a person: read CHANGELOG.md, tag v'$$($(BIN)/gossamer --version)', push the tag, and upload dist/ with twine'
 
 # torch comes first and on its own, so that the build pip is configured for (CPU or CUDA) is settled before anything asks for it.
 # Python compiles the few modules that are used when it first imports them: pip would compile all, on one core, for a minute.

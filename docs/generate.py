@@ -28,7 +28,10 @@ HOW_TO = [
     "how-to/experts.md", "how-to/own-parts.md", "how-to/when-a-machine-dies.md",
 ]  # fmt: skip
 """The order of the first pages; the others of the folder follow them."""
-_DECISIONS = "Each page has the context of a decision, what was decided, the evidence and the consequences."
+_DECISIONS = (
+    "Each page has the context of a decision, what was decided, the evidence and the consequences. Number 24 was set aside for a "
+    "decision that was never written; numbers are not used twice."
+)
 _REGISTERED = (
     "Outcomes of what is [registered](../registered.md), as they come; `make results` writes these pages from them."
 )
