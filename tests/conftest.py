@@ -25,7 +25,7 @@ LONGEST = (
     "parity", "rules", "faults", "methods", "adapt", "train", "resume", "simulate", "check", "elastic_runs", "elastic_replay",
     "server_processes", "launch", "cli", "guard", "topology", "elastic_fuzz", "exchange", "testing", "library", "integrations",
     "docs", "simulation", "own_parts", "transport", "first_hour", "plan", "replay", "contributing", "slow_links", "virtual",
-    "audit", "averaging", "report", "events", "halos", "merging", "status", "fgd", "regions",
+    "audit", "averaging", "report", "events", "halos", "merging", "status", "fgd",
 )  # fmt: skip
 """The files that take longest. They come first: each is run by one process (`--dist loadfile`), and none shall be waited for."""
 

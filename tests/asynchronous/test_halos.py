@@ -20,7 +20,7 @@ from gossamer.clock import Absence, LoopOptions, Phase, Relay, ServerRun, Transf
 from gossamer.clock.durations import Durations
 from gossamer.clock.fragment import RegionReport
 from gossamer.clock.server_core import Send, ServerCore
-from gossamer.errors import ConfigError
+from gossamer.errors import ConfigError, PairingError
 from gossamer.network.links import Network, from_options, read_network
 from gossamer.record.logs.events import read_events
 from gossamer.run.config.document import load
@@ -335,14 +335,15 @@ def test_the_links_of_the_example_are_those_of_the_network_file_scaled_to_its_mo
             assert one.bandwidth_bps / other.bandwidth_bps == pytest.approx(192_960 / 70e6, rel=1e-3)
 
 
-def test_check_counts_the_servers_of_both_levels_and_real_processes_have_the_regions_of_the_network():
+def test_check_counts_the_servers_of_both_levels_and_says_that_real_processes_have_one_level():
     config = timed(WAN, server=SERVED)
     found = examine(config)
     copies = {kept.what: kept.copies for kept in found.kept}
     assert (copies["server of a region: state"], copies["server of all: state"]) == (4.0, 3.0)
-    assert not found.warnings
-    assert settle(config, real=True).regions == settle(config).regions == (0, 0, 1)
-    assert settle(timed(clockless=True, server=SERVED), real=True).regions == (0, 0, 0)
+    (warning,) = found.warnings
+    assert warning.startswith("real processes cannot run it: gossamer train got server 'halos'")
+    with pytest.raises(PairingError, match=r"in simulations only; use gossamer simulate, or one server"):
+        settle(config, real=True)
 
 
 @pytest.mark.parametrize(

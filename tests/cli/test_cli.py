@@ -168,6 +168,12 @@ def test_local_workers_other_than_the_run_file_says_are_refused(run_file, capsys
     refused(["train", run_file, "--local", "5"], capsys, "--local 5", "workers = 3")
 
 
+def test_real_servers_in_two_levels_are_refused_and_the_simulation_is_named(run_file, capsys):
+    for how in (["--local", "3"], ["--server", "127.0.0.1:29400"]):
+        words = ["train", run_file, "--set", "server={name='halos'}", *how]
+        refused(words, capsys, "'halos'", "use gossamer simulate", "'heloco'")
+
+
 def test_a_corrupt_and_a_foreign_checkpoint_are_refused(tmp_path, capsys):
     config = single(run__steps=4)
     simulate(config, tmp_path / "run")

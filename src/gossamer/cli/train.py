@@ -35,17 +35,13 @@ class ServerOptions:
     """address at which to serve a run with a [server], or with --worker to join it"""
     worker: int | None = None
     """number of this worker, which joins the server"""
-    region: int | None = None
-    """number of the region that this server serves, below the global one at --above"""
-    above: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None
-    """address of the global server, for the server of a region"""
     secret: Path | None = None
     """file with the secret of the run (default: GOSSAMER_SECRET, else the file 'secret' of the run folder)"""
 
     @property
     def given(self) -> str:
         """The options of a server that were given, in words."""
-        named = {"server": self.server, "worker": self.worker, "region": self.region, "above": self.above}
+        named = {"server": self.server, "worker": self.worker}
         return " ".join(f"--{name} {value}" for name, value in named.items() if value is not None)
 
 
@@ -180,8 +176,7 @@ def import_early(*more: str) -> None:
             "gossamer.run.synchronous.train",
             "gossamer.run.elastic.participant",
             "gossamer.run.asynchronous.train",
-            "gossamer.run.served.global_server",
-            "gossamer.run.served.region",
+            "gossamer.run.served.server",
             "gossamer.run.served.worker",
         ]
         multiprocessing.set_forkserver_preload(["gossamer.transport.processes.local", "torch._dynamo", *work, *more])
@@ -206,21 +201,12 @@ def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], 
         return 0
     if config.server is not None:
         again = ["train", str(folder / "run.toml"), "--out", str(folder), "--resume", AUTO]
-        return run_served(_places(config), main, words, folder_secret(folder, make=True), resume=again)
+        return run_served(n, main, words, folder_secret(folder, make=True), resume=again)
     if config.run.elastic:
         return _start_elastic(config, folder, n, words)
     if config.kind in ("pair", "no waiting"):
         return _start_asynchronous(folder, n, words)
     return run_local(n, main, words, parts=config.pipeline.processes(config.workers))
-
-
-def _places(config: "RunConfig") -> list[int | None]:
-    """The region of each worker, whose server it joins; None for a run with one server."""
-    from gossamer.run.config.user_parts import own_parts
-    from gossamer.run.served.protocol import settled_server
-
-    settled = settled_server(config, own_parts(config))
-    return [None] * config.workers if settled.rule.regions is None else [*settled.regions]
 
 
 def _start_elastic(config: "RunConfig", folder: Path, n: int, words: list[str]) -> int:
@@ -268,31 +254,18 @@ def _start_asynchronous(folder: Path, n: int, words: list[str]) -> int:
 
 
 def _train_served(config: "RunConfig", folder: Path, served: ServerOptions, *, resume: "Resume") -> None:
-    """A server of a run, or one of its workers."""
-    from gossamer.run.config.user_parts import own_parts
-    from gossamer.run.served.global_server import serve_regions
-    from gossamer.run.served.protocol import address, settled_server
-    from gossamer.run.served.region import serve_region
+    """The server of a run, or one of its workers."""
+    from gossamer.run.served.protocol import address
     from gossamer.run.served.server import serve
     from gossamer.run.served.worker import work
 
     if served.server is None:
         raise ConfigError(
             f"this run needs server '{config.server and config.server.name}': add --local {config.workers} to start all "
-            "of it here, or --server HOST:PORT on the server's machine, and the same with --worker I for each worker; servers of "
-            "regions have --server HOST:PORT --region G --above HOST:PORT"
+            "of it here, or --server HOST:PORT on the server's machine, and the same with --worker I for each worker"
         )
     host, port = address(served.server)
-    if (served.region is None) != (served.above is None) or None not in (served.worker, served.region):
-        raise ConfigError(
-            f"{served.given} was given; give --worker to a worker, "
-            "--region and --above to the server of a region, and none of them to the global server or the only one"
-        )
-    if served.region is not None and served.above is not None:
-        serve_region(config, folder, (host, port), address(served.above), served.region, resume=resume)
-    elif served.worker is not None:
+    if served.worker is not None:
         work(config, folder, host, port, served.worker, resume=resume)
-    elif settled_server(config, own_parts(config)).rule.regions is not None:
-        serve_regions(config, folder, host, port, resume=resume)
     else:
         serve(config, folder, host, port, resume=resume)

@@ -99,18 +99,10 @@ DEFAULTS = LoopOptions()
 
 
 class Budget:
-    """Inner steps of all workers together, after which nobody begins another local phase.
+    """Inner steps of all workers together, after which nobody begins another local phase."""
 
-    Args: `more` tells whether steps may be added, so that a worker for which none is left waits instead of ending.
-    """
-
-    def __init__(self, steps: float = math.inf, *, more: bool = False) -> None:
-        self.steps, self.more, self.begun = steps, more, 0
-
-    @property
-    def waits(self) -> bool:
-        """Whether no step is left and some may come."""
-        return self.more and self.begun >= self.steps
+    def __init__(self, steps: float = math.inf) -> None:
+        self.steps, self.begun = steps, 0
 
     def claim(self, steps: int) -> bool:
         """Counts another phase of this many steps and returns True, or returns False if the budget is spent."""

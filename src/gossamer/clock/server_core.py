@@ -13,16 +13,15 @@ things:
 * When a window closes without its quorum, because no worker can push any more. With a budget the core knows who trains. Over
   virtual time only the agenda knows the messages in flight, so the driver calls `flush`.
 
-Below a global server (`Regions`) each region has a core. It returns a `RegionReport` when one is due, and the driver calls
-`merge` when the global model arrives; of each fragment one report is under way at a time. The steps of a real region come from
-the global server, a few at a time (`grant`); a worker for which none is left waits for them.
+Below a global server (`Regions`), over virtual time only, each region has a core. It returns a `RegionReport` when one is due,
+and the driver calls `merge` when the global model arrives; of each fragment one report is under way at a time.
 
 A push that was sent before its worker left still counts, and gets no reply. Connections deliver all messages before they
 report a loss, except a connection that a newer one of the same worker replaces; the driver drops its remaining messages.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -123,13 +122,12 @@ class ServerCore:
         local_steps: inner steps of each worker in a local phase.
         budget: the inner steps that the server hands out to workers; None where workers claim them themselves.
         expected_until_s: until this time a worker that has not joined yet counts as one that may still push.
-        strangers: workers that never join, because another server serves them.
     Cost: the rule's state, and the messages that wait.
     """
 
     def __init__(
         self, rule: ServerRule, x: Tensor, layout: Layout, spans: Sequence[tuple[int, int]], local_steps: Sequence[int], *,
-        budget: Budget | None = None, expected_until_s: float = -math.inf, strangers: Iterable[int] = (),
+        budget: Budget | None = None, expected_until_s: float = -math.inf,
     ) -> None:  # fmt: skip
         self.spans, self.absorbed_steps = spans, 0
         self._rule, self._budget, self._expected_until_s = rule, budget, expected_until_s
@@ -137,10 +135,9 @@ class ServerCore:
         """The layout of each fragment."""
         self._fragments = [FragmentState(rule, x[a:b], own) for (a, b), own in zip(spans, self.layouts, strict=True)]
         self._members = [_Member(steps) for steps in local_steps]
-        self._seen = set(strangers)  # who has joined since this core was made, or never will
+        self._seen = set[int]()  # who has joined since this core was made
         self._sent: dict[tuple[int, int], tuple[int, int]] = {}  # worker and fragment: updates and phases at that time
         self._refused = False
-        self._waits_for_steps: dict[int, range] = {}  # workers with nothing to begin, and the fragments they need
 
     # Inputs
 
@@ -164,20 +161,12 @@ class ServerCore:
         """A worker has left; its current phase is lost."""
         member = self._members[worker]
         member.present = False
-        self._waits_for_steps.pop(worker, None)
         for fragment in self._fragments:
             fragment.waiting = [one._replace(reply=one.reply and one.worker != worker) for one in fragment.waiting]
         if member.trains and self._budget is not None:
             self._budget.give_back(member.local_steps)
         member.trains = False
         return self._plan(now_s)  # fewer present workers need a smaller quorum
-
-    def grant(self, steps: int, *, more: bool) -> list[ServerAction]:
-        """The global server has granted so many steps in all, the last unless there are `more`; who waits for them begins."""
-        assert self._budget is not None
-        self._budget.steps, self._budget.more = steps, more
-        waiting, self._waits_for_steps = self._waits_for_steps, {}
-        return [action for worker, parts in waiting.items() for action in self._send(worker, parts)]
 
     def merge(self, p: int, x: Tensor) -> None:
         """The global server has answered the report of a fragment with its model of it."""
@@ -189,7 +178,7 @@ class ServerCore:
     def tick(self, now_s: float) -> list[ServerAction]:
         """Closes at most one window that is due; call it until it returns nothing."""
         actions = self._plan(now_s)
-        if self._budget is not None and not self._budget.more and not self._expects_pushes(now_s):
+        if self._budget is not None and not self._expects_pushes(now_s):
             actions += self.flush(now_s)
         for p, fragment in enumerate(self._fragments):
             if fragment.waiting and now_s >= fragment.closes_s:
@@ -210,11 +199,11 @@ class ServerCore:
 
     @property
     def over(self) -> bool:
-        """Whether the budget is spent or a phase was refused, and all pushes have been absorbed and all reports answered."""
-        if self._budget is None or self._budget.more or any(member.trains for member in self._members):
+        """Whether the budget is spent or a phase was refused, and all pushes have been absorbed."""
+        if self._budget is None or any(member.trains for member in self._members):
             return False
         spent = self._refused or self._budget.begun >= self._budget.steps
-        return spent and not any(fragment.waiting or fragment.reported for fragment in self._fragments)
+        return spent and not any(fragment.waiting for fragment in self._fragments)
 
     @property
     def present(self) -> int:
@@ -238,11 +227,6 @@ class ServerCore:
     def phases(self, worker: int) -> int:
         """Local phases of a worker whose push has arrived."""
         return self._members[worker].phases
-
-    def enroll(self, phases: Sequence[int], *, again: bool) -> None:
-        """The workers of a region have pushed after so many phases, and have joined before if it serves them `again`."""
-        for member, number in zip(self._members, phases, strict=True):
-            member.phases, member.joins = number, int(again)
 
     def seen(self, worker: int) -> bool:
         """Whether a worker has joined since this core was made or restored."""
@@ -354,9 +338,6 @@ class ServerCore:
 
     def _send(self, worker: int, parts: range) -> list[ServerAction]:
         member = self._members[worker]
-        if self._budget is not None and self._budget.waits:
-            self._waits_for_steps[worker] = parts
-            return []
         starts = {p: self._fragments[p].start() for p in parts}
         self._sent.update({(worker, p): (start.updates, member.phases) for p, start in starts.items()})
         member.trains = self._budget is None or self._budget.claim(member.local_steps)

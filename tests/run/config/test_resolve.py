@@ -240,6 +240,10 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         ["run.ghost_rounds is 2", "inner.averaging = 'gpa'"],
     ),
     "real processes and virtual time": (SERVER._replace(driver="train", absences=2), ["2 events.absences"]),
+    "real processes and regions": (
+        SERVER._replace(driver="train", server="halos", regions=True),
+        ["server 'halos'", "gossamer simulate", "'delayed_nesterov'"],
+    ),
 }
 
 

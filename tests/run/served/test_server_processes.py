@@ -363,7 +363,8 @@ def test_a_stranger_learns_nothing_takes_no_seat_and_keeps_no_worker_out(tmp_pat
                 connect("127.0.0.1", port, secret=wrong.encode(), run=common(config), me=0, server=2, timeout_s=20)
         with (
             pytest.raises(
-                PeerError, match=r"server refused this process: worker 7 is none of the workers .* which are 0, 1;"
+                PeerError,
+                match=r"server refused this process: worker 7 is none of the 2 workers .*; give --worker 0 to 1",
             ),
             closing(joined(port, common(config), me=7, server=2)) as nobody,
         ):

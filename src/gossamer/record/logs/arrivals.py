@@ -1,7 +1,5 @@
 """The inputs of a real server, in order: `arrivals.jsonl` in its run folder. Its run can be computed again from them.
 
-Below a global server, whose inputs these are, that of a region has a file with its number: `arrivals-005.jsonl`.
-
 A server's decisions are a function of these lines, their times included (`gossamer.run.replay.served`). Lines are only appended:
 a server that resumes adds a line "serve", after which the state of its checkpoint counts.
 
@@ -11,17 +9,6 @@ a server that resumes adds a line "serve", after which the state of its checkpoi
 * `{"event":"push","time_s":t,"worker":i,"phase":k,"fragment":p}`: the push after its phase number k has arrived.
 * `{"event":"leave","time_s":t,"worker":i}`
 * `{"event":"tick","time_s":t}`: enough time had passed for the server to act, such as closing a quorum.
-
-Of a global server, beside "serve":
-
-* `{"event":"region","time_s":t,"region":g,"key":k}`: a region joined; the key names its stay.
-* `{"event":"report","time_s":t,"region":g}`: its next letter has come, with a report; also "ask" and "done", without.
-* `{"event":"gone","time_s":t,"region":g}`
-
-Of a region, in place of "serve":
-
-* `{"event":"begin","time_s":t,"region":g,"key":k,"digest":"..."}`: its server begins from the global model it was welcomed with.
-* `{"event":"answer","time_s":t}`: the global server has answered its oldest letter.
 """
 
 from pathlib import Path
@@ -33,11 +20,10 @@ from gossamer.record.whole_files import LineWriter, make_folder, writing
 
 __all__ = ["ArrivalWriter", "ServerInput", "arrivals_file", "read_arrivals"]
 
-_LIMIT, _LIMIT_LINES, _LIMIT_DIGEST, _LIMIT_KEY = 1 << 31, 1 << 26, 128, 1 << 60
+_LIMIT, _LIMIT_LINES, _LIMIT_DIGEST = 1 << 31, 1 << 26, 128
 _KEYS = {
     "serve": ("workers", "round", "digest"), "join": ("worker", "checkpoint"), "push": ("worker", "phase", "fragment"),
-    "leave": ("worker",), "tick": (), "region": ("region", "key"), "report": ("region",), "ask": ("region",),
-    "done": ("region",), "gone": ("region",), "begin": ("region", "key", "digest"), "answer": (),
+    "leave": ("worker",), "tick": (),
 }  # fmt: skip
 
 
@@ -54,14 +40,12 @@ class ServerInput(NamedTuple):
     workers: int = 0
     round: int = 0
     digest: str = ""
-    region: int = 0
-    key: int = 0
 
 
 class ArrivalWriter(LineWriter):
     """Writes the inputs of one server process; every line is handed to the system at once.
 
-    Args: `resume` keeps the lines of the earlier processes of the server; `suffix` is that of the file of a region's server.
+    Args: `resume` keeps the lines of the earlier processes of the server.
 
     >>> import tempfile
     >>> with ArrivalWriter(Path(tempfile.mkdtemp()), resume=False) as log:
@@ -71,9 +55,9 @@ class ArrivalWriter(LineWriter):
     1.5
     """
 
-    def __init__(self, folder: Path, *, resume: bool, suffix: str = "") -> None:
+    def __init__(self, folder: Path, *, resume: bool) -> None:
         make_folder(folder)
-        self.path = arrivals_file(folder, suffix)
+        self.path = arrivals_file(folder)
         with writing(self.path):
             if resume and self.path.exists():
                 self._end_last_line()
@@ -93,17 +77,17 @@ class ArrivalWriter(LineWriter):
             file.truncate(content.rfind(b"\n") + 1)
 
 
-def arrivals_file(run_folder: Path, suffix: str = "") -> Path:
+def arrivals_file(run_folder: Path) -> Path:
     """Where a real server writes its inputs."""
-    return Path(run_folder) / f"arrivals{suffix}.jsonl"
+    return Path(run_folder) / "arrivals.jsonl"
 
 
-def read_arrivals(run_folder: Path, suffix: str = "") -> list[ServerInput]:
-    """The inputs of the server of a real run, in their order; the first is "serve", or "begin" for that of a region.
+def read_arrivals(run_folder: Path) -> list[ServerInput]:
+    """The inputs of the server of a real run, in their order; the first is "serve".
 
     Raises: DataError when there is no such file, or a line is invalid.
     """
-    path, first = arrivals_file(run_folder, suffix), "begin" if suffix else "serve"
+    path = arrivals_file(run_folder)
     if not path.exists():
         raise DataError(
             f"'{run_folder}' has no {path.name}, which the server of gossamer train writes; give the run folder of a server"
@@ -111,10 +95,10 @@ def read_arrivals(run_folder: Path, suffix: str = "") -> list[ServerInput]:
     items: list[ServerInput] = []
     for where, line in json_lines(path):
         item, before = _item(line, where), items[-1] if items else None
-        begins = item.event == first and (bool(suffix) or item.round == 0)
-        if (before is None and not begins) or (before is not None and begins and not suffix):
-            raise DataError(f"{where} has event '{item.event}', but a file begins with one '{first}' of round 0")
-        if before is not None and item.event != first and item.time_s < before.time_s:
+        begins = item.event == "serve" and item.round == 0
+        if (before is None) != begins:
+            raise DataError(f"{where} has event '{item.event}', but a file begins with one 'serve' of round 0")
+        if before is not None and item.event != "serve" and item.time_s < before.time_s:
             raise DataError(
                 f"{where}: 'time_s' is {item.time_s}, before the {before.time_s} of the line above; restore their order"
             )
@@ -122,9 +106,7 @@ def read_arrivals(run_folder: Path, suffix: str = "") -> list[ServerInput]:
             raise DataError(f"{path} has more than {_LIMIT_LINES} lines; give the record of a shorter run")
         items.append(item)
     if not items:
-        raise DataError(
-            f"{path} has 0 lines, but the record of a server begins with '{first}'; give a whole run folder"
-        )
+        raise DataError(f"{path} has 0 lines, but the record of a server begins with 'serve'; give a whole run folder")
     return items
 
 
@@ -142,9 +124,8 @@ def _item(line: dict[str, Any], where: str) -> ServerInput:
             if not isinstance(value, str) or len(value) > _LIMIT_DIGEST:
                 raise DataError(f"{where}: 'digest' is {short(value)} but must be a short string; repair the line")
             continue
-        high = _LIMIT_KEY if key == "key" else _LIMIT
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value < high:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value < _LIMIT:
             raise DataError(
-                f"{where}: '{key}' is {short(value)} but must be an integer from {low} to {high - 1}; repair the line"
+                f"{where}: '{key}' is {short(value)} but must be an integer from {low} to {_LIMIT - 1}; repair the line"
             )
     return ServerInput(**{**line, "time_s": float(time_s)})

@@ -40,6 +40,8 @@ class Facts(NamedTuple):
     """One number for all workers, or one per worker."""
     server: str = ""
     """Name of the server."""
+    regions: bool = False
+    """Whether that server is one of several, in each region one, below a global server."""
     pair: PairRule | None = None
     optimizer: str = "adamw"
     """As in `inner.optimizer`."""

@@ -429,6 +429,14 @@ _ASYNCHRONOUS = (
             "gossamer simulate"
         ),
     ),
+    Pairing(
+        "real processes and regions",
+        lambda f: f.driver == "train" and f.regions,
+        lambda f: (
+            f"gossamer train got {f.who}, whose servers in two levels exist in simulations only; use gossamer simulate, or one "
+            "server for all workers such as 'delayed_nesterov' or 'heloco'"
+        ),
+    ),
 )
 
 PAIRINGS: tuple[Pairing, ...] = (

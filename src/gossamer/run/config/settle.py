@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 from gossamer.asynchronous import PairRule, Rates, ServerRule, conditions, dylu_steps, meeting_rates
 from gossamer.clock import Absence
-from gossamer.clock.durations import Durations, regions_in
+from gossamer.clock.durations import Durations
 from gossamer.clock.phases import ordered
 from gossamer.codecs import Codec
 from gossamer.errors import ConfigError, PairingError
@@ -55,8 +55,6 @@ class WithServer(NamedTuple):
     """The network whose seconds decide what is computed; None on real processes, which measure their own."""
     network_name: str | None
     absences: tuple[Absence, ...]
-    regions: tuple[int, ...]
-    """The region of each worker, all of them 0 where there is one server."""
 
 
 class InPairs(NamedTuple):
@@ -116,8 +114,7 @@ def settle(config: RunConfig, parts: Parts = OURS, *, real: bool = False) -> Set
     absences = _absences(config)
     if config.server is not None:
         rule = make(parts, "server", config)
-        regions = _regions(config, facts.clock) if rule.regions is not None else (0,) * config.workers
-        return WithServer(config, rule, facts.codec, network, name, absences, regions)
+        return WithServer(config, rule, facts.codec, network, name, absences)
     assert real or (network is not None and name is not None)
     if facts.pair is not None:
         rates = _rates(config, facts.topology, None if real else network)
@@ -210,8 +207,8 @@ def _facts(config: RunConfig, parts: Parts, real: bool) -> tuple[Facts, list[Con
         absences=len(events.absences), clock=events.network, networks=config.network,
     )  # fmt: skip
     if config.server is not None:
-        attempt(lambda: make(parts, "server", config))
-        return facts, errors
+        server = attempt(lambda: make(parts, "server", config))
+        return facts._replace(regions=server is not None and server.regions is not None), errors
     topology = attempt(lambda: make(parts, "topology", config))
     if config.pair is not None:
         pair = attempt(lambda: make(parts, "pair", config))
@@ -234,13 +231,6 @@ def _clocked(config: RunConfig, facts: Facts) -> tuple[str | None, Network | Non
         assert not isinstance(steps, tuple)  # refused by the table
         config = replace(config, run=replace(config.run, local_steps=dylu_steps(step_s, steps)))
     return name, network, config
-
-
-def _regions(config: RunConfig, clock: str | None) -> tuple[int, ...]:
-    """The region of each worker: the sites of the run's network, on real processes too; without a network there is one."""
-    if not config.network:
-        return (0,) * config.workers
-    return regions_in(config.network[clock or next(iter(config.network))], config.workers)
 
 
 def _absences(config: RunConfig) -> tuple[Absence, ...]:

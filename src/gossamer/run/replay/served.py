@@ -5,13 +5,9 @@ numbers from the starting points it got and the checkpoint it restored. A phase 
 them. One that a server absorbed and lost when it died is computed, as others saw what it did, and leaves the record of the
 replay when its worker joins again, as it leaves the worker's own: otherwise it would be there twice, and readers that go by
 rounds would take either.
-
-With servers of regions each has a record, and none follows from clocks of others: an answer needs the letter that it answers,
-and a letter what its region knew. So each record is read as far as what it needs is there.
 """
 
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,17 +18,13 @@ from torch import Tensor
 from gossamer.clock import LoopOptions
 from gossamer.errors import ConfigError, DataError
 from gossamer.record.logs.arrivals import ServerInput, arrivals_file, read_arrivals
-from gossamer.record.whole_files import worker_suffix
 from gossamer.run.bookkeeping.evaluate import Probe, Result
 from gossamer.run.bookkeeping.journal import EventJournal
 from gossamer.run.config.run_file import RunConfig, digest
 from gossamer.run.config.settle import WithServer
 from gossamer.run.config.user_parts import own_parts
-from gossamer.run.served.global_session import GlobalSession, LetterHeard, open_global
 from gossamer.run.served.protocol import HERE, settled_server, use_threads
-from gossamer.run.served.records import ServerFiles
-from gossamer.run.served.region_protocol import Answer, Region, RegionLetter, Welcome, regions_of
-from gossamer.run.served.session import Reply, ServerSession, open_session, region_session
+from gossamer.run.served.session import Reply, ServerSession, open_session
 from gossamer.run.served.worker import ServedWorker, Trained
 from gossamer.run.worker.task import Task, task_of
 
@@ -56,7 +48,7 @@ def replay_server(config: RunConfig, folder: Path, recorded: Path) -> Result:
     It ends where the record ends, so an interrupted run is replayed up to its interruption.
 
     Raises: ConfigError when the record is of another run or `folder` holds one; DataError for an impossible record.
-    Cost: parameters, gradients and inner state of every worker, and the state of the rule at each server.
+    Cost: parameters, gradients and inner state of every worker, and the state of the rule at the server.
     """
     if config.server is None:
         raise ConfigError(
@@ -68,31 +60,30 @@ def replay_server(config: RunConfig, folder: Path, recorded: Path) -> Result:
     inputs = _of_this_run(read_arrivals(recorded), config, recorded)
     task, began = task_of(config, parts), time.perf_counter()
     run = _Recorded(config, settled, task, Probe(config, task, torch.device("cpu")), folder, recorded)
-    journal = _replay_one(run, inputs) if settled.rule.regions is None else _replay_regions(run, inputs)
+    journal = _replay_processes(run, inputs)
     return Result(journal.loss, journal.tokens, journal.tokens / (time.perf_counter() - began), {HERE: journal.time_s})
 
 
 def _of_this_run(inputs: list[ServerInput], config: RunConfig, recorded: Path) -> list[ServerInput]:
     """The inputs, if the processes that had them are of this run. Raises ConfigError."""
     for item in inputs:
-        workers = config.workers if item.event == "begin" else item.workers
-        if item.event in ("serve", "begin") and (workers, item.digest) != (config.workers, digest(config)):
+        if item.event == "serve" and (item.workers, item.digest) != (config.workers, digest(config)):
             raise ConfigError(
-                f"'{recorded}' is a run of {workers} workers with digest {item.digest} and the run file has "
+                f"'{recorded}' is a run of {item.workers} workers with digest {item.digest} and the run file has "
                 f"{config.workers} with {digest(config)}; replay it with its own run.toml"
             )
     return inputs
 
 
 def _processes(inputs: Sequence[ServerInput]) -> Iterator[tuple[ServerInput, list[ServerInput]]]:
-    """Each process of a server, or stay of a region, with its inputs."""
-    begins = [k for k, item in enumerate(inputs) if item.event in ("serve", "begin")]
+    """Each process of the server with its inputs."""
+    begins = [k for k, item in enumerate(inputs) if item.event == "serve"]
     for a, b in zip(begins, [*begins[1:], len(inputs)], strict=True):
         yield inputs[a], list(inputs[a + 1 : b])
 
 
-def _replay_one(run: _Recorded, inputs: Sequence[ServerInput]) -> EventJournal:
-    """The run of one server, process by process."""
+def _replay_processes(run: _Recorded, inputs: Sequence[ServerInput]) -> EventJournal:
+    """The run of a server, process by process."""
     journal = None
     for begin, lines in _processes(inputs):
         start = begin.round or None
@@ -105,127 +96,6 @@ def _replay_one(run: _Recorded, inputs: Sequence[ServerInput]) -> EventJournal:
             journal = session.journal
     assert journal is not None  # a record begins with a process
     return journal
-
-
-def _replay_regions(run: _Recorded, inputs: Sequence[ServerInput]) -> EventJournal:
-    """The run of a global server and those of regions, process by process of the global one."""
-    n, journal, regions = run.config.workers, None, list[_RegionReplay]()
-    for region in regions_of(run.settled.regions):
-        suffix = worker_suffix(n + 1 + region.number)
-        if arrivals_file(run.where, suffix).exists():  # it has joined
-            own = _of_this_run(read_arrivals(run.where, suffix), run.config, run.where)
-            regions.append(_RegionReplay(run, region, own, arrivals_file(run.where, suffix)))
-    for begin, lines in _processes(inputs):
-        with open_global(
-            run.config, run.settled, run.folder, run.probe, begin.round or None, replays=True
-        ) as session:  # fmt: skip
-            above = _GlobalReplay(session, lines, arrivals_file(run.where))
-            goes_on = True
-            while goes_on:
-                went = [one.advance(above, session.records.files) for one in regions]
-                goes_on = above.advance() or any(went)
-            above.must_be_at_its_end()
-            if session.over:
-                session.close(lines[-1].time_s)
-            journal = session.records.journal
-    assert journal is not None  # a record begins with a process
-    return journal
-
-
-class _Post:
-    """What passes between one stay of a region and the global server."""
-
-    def __init__(self, welcome: Welcome) -> None:
-        self.welcome = welcome
-        self.letters, self.answers = deque[RegionLetter](), deque[Answer]()
-
-
-class _GlobalReplay:
-    """One process of the global server."""
-
-    def __init__(self, session: GlobalSession, lines: Sequence[ServerInput], where: Path) -> None:
-        self._session, self._lines, self._where = session, deque(lines), where
-        self.posts: dict[int, _Post] = {}
-        """By the key of each stay of a region."""
-        self._stays: dict[int, _Post] = {}  # by region, those who are there
-
-    def advance(self) -> bool:
-        """Enters the next inputs whose letters are there; returns whether there was one."""
-        entered = 0
-        while self._lines and self._enter(self._lines[0]):
-            self._lines.popleft()
-            entered += 1
-        return entered > 0
-
-    def must_be_at_its_end(self) -> None:
-        """Raises DataError when an input needs a letter that no record of a region has."""
-        if self._lines:
-            item = self._lines[0]
-            raise DataError(
-                f"{self._where} has '{item.event}' of region {item.region} at {item.time_s} s, and the record of that region has "
-                "no letter for it; gather the records of all regions in one folder"
-            )
-
-    def _enter(self, item: ServerInput) -> bool:
-        session, region, now_s = self._session, item.region, item.time_s
-        if region >= len(session.regions) or item.event not in ("region", "report", "ask", "done", "gone"):
-            raise DataError(
-                f"{self._where} has '{item.event}' of region {region} at {now_s} s, which cannot be; replay an unchanged record"
-            )
-        if item.event == "region":
-            (reply,) = session.join(region, (), now_s, key=item.key)
-            assert isinstance(reply.content, Welcome)
-            self._stays[region] = self.posts[item.key] = _Post(reply.content)
-        elif item.event == "gone":
-            session.leave(region, "as recorded", now_s)
-            self._stays.pop(region, None)
-        else:
-            post = self._stays.get(region)
-            if post is None or not post.letters:
-                return False
-            letter = post.letters.popleft()
-            (reply,) = session.hear(region, LetterHeard(letter, now_s), now_s)
-            assert isinstance(reply.content, Answer)
-            post.answers.append(reply.content)
-        return True
-
-
-class _RegionReplay:
-    """The server of a region with its workers, over all its stays."""
-
-    def __init__(self, run: _Recorded, region: Region, inputs: Sequence[ServerInput], where: Path) -> None:
-        self._run, self._region, self._lines, self._where = run, region, deque(inputs), where
-        self._replay: _Replay | None = None
-        self._post: _Post
-
-    def advance(self, above: _GlobalReplay, files: ServerFiles) -> bool:
-        """Enters the next inputs whose answers are there; returns whether there was one."""
-        entered = 0
-        while self._lines and self._enter(self._lines[0], above, files):
-            self._lines.popleft()
-            entered += 1
-        return entered > 0
-
-    def _enter(self, item: ServerInput, above: _GlobalReplay, files: ServerFiles) -> bool:
-        if item.event == "begin":
-            if item.key not in above.posts:
-                return False  # it comes with a later process of the global server
-            self._post = above.posts[item.key]
-            session = region_session(
-                self._run.config, self._run.settled, files, self._run.probe, self._region, self._post.welcome, item.time_s
-            )  # fmt: skip
-            self._replay = _Replay(session, self._run, self._where)
-        assert self._replay is not None  # its record begins so
-        if item.event == "answer":
-            if not self._post.answers:
-                return False
-            self._replay.answer(self._post.answers.popleft(), item.time_s)
-        elif item.event != "begin":
-            self._replay.enter(item)
-        letters = self._replay.session.letters
-        while letters:
-            self._post.letters.append(letters.pop(0))
-        return True
 
 
 class _Replay:
@@ -258,10 +128,6 @@ class _Replay:
             del self._workers[worker]
             self._joins.pop(worker, None)
             self._receive(self.session.leave(worker, None, now_s), now_s)
-
-    def answer(self, answer: Answer, now_s: float) -> None:
-        """The global server has answered."""
-        self._receive(self.session.answer(answer, now_s, now_s), now_s)
 
     def _join(self, item: ServerInput) -> None:
         worker, owned, run = item.worker, [item.checkpoint] if item.checkpoint else [], self._run

@@ -5,7 +5,7 @@ the next messages are absorbed and answered. A round that is due before the last
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -52,12 +52,11 @@ class ServerRecords:
     """The records of one server process; it writes in one thread, with the seconds since the run began.
 
     Args:
-        snapshots: of the server whose model is that of the run; None for that of a region, which has none.
         round: rounds that are over when this process begins, with the `steps` that count for them.
     """
 
     def __init__(
-        self, config: RunConfig, files: ServerFiles, snapshots: Snapshots | None, *, begin_s: float, round: int, steps: int
+        self, config: RunConfig, files: ServerFiles, snapshots: Snapshots, *, begin_s: float, round: int, steps: int
     ) -> None:  # fmt: skip
         self.files = files
         self.record, self.events, self._arrivals, self._aside = files
@@ -68,15 +67,10 @@ class ServerRecords:
         """The server as it was at the end of the round that is validated and saved. No rule writes into its old state."""
         self.now_s = begin_s
         """When the newest input came."""
-        save, end = (lambda finished: None), (lambda *finished, **behind: None)
-        if snapshots is not None:
-            end, folder = self._end_round, snapshots.folder
-            kept = 3 if self._arrivals is None else 2
-            save = saver(
-                lineage(config, folder), folder, lambda: [(config.workers, self._ended)], keep=kept
-            )  # fmt: skip
+        kept, folder = 3 if self._arrivals is None else 2, snapshots.folder
+        save = saver(lineage(config, folder), folder, lambda: [(config.workers, self._ended)], keep=kept)
         self._journal = Journal(config, lambda: files.record, self._assess, save)
-        self.journal = EventJournal(self._journal, lambda: files.events, end_round=end)
+        self.journal = EventJournal(self._journal, lambda: files.events, end_round=self._end_round)
         self.journal.round, self.journal.steps = round, steps
 
     def write(self, event: str, now_s: float, **fields: Any) -> None:
@@ -96,7 +90,6 @@ class ServerRecords:
 
     def begin(self) -> None:
         """Validates the initial values."""
-        assert self._snapshots is not None
         self._ended = self._snapshots.state()
         self._write(self.journal.begin)
 
@@ -108,12 +101,11 @@ class ServerRecords:
 
     def _end_round(self, finished: int, **behind: Any) -> None:
         """Has the end of a round validated and saved, after that of the one before."""
-        run, snapshots = self._config.run, self._snapshots
-        assert snapshots is not None
+        run = self._config.run
         if not any(self._config.due(every, finished) for every in (run.eval_every, run.checkpoint_every)):
             return
         self._under_way.result()
-        self._ended = {**snapshots.state(), "time_s": self.now_s}
+        self._ended = {**self._snapshots.state(), "time_s": self.now_s}
         self._write(partial(self._journal.end_round, finished, **behind))
 
     def _write(self, what: Callable[[], None]) -> None:
@@ -124,45 +116,26 @@ class ServerRecords:
             self._under_way = self._aside.submit(what)
 
     def _assess(self) -> dict[str, Any]:
-        snapshots = self._snapshots
-        assert snapshots is not None
-        return {"loss": snapshots.probe.loss(self._ended["x"])}
+        return {"loss": self._snapshots.probe.loss(self._ended["x"])}
 
 
 @contextlib.contextmanager
 def open_files(
-    config: RunConfig, folder: Path, start: int | None, *, owner: int, name: str = "", replays: bool = False,
-    regions: bool = False,
+    config: RunConfig, folder: Path, start: int | None, *, replays: bool = False
 ) -> Iterator[ServerFiles]:  # fmt: skip
     """The files of a server process, which a replay writes for the workers as well.
 
-    Args:
-        start: rounds that are over, whose lines are kept; 0 for a run that starts again, None for a new one.
-        owner: the number of this process; its record of arrivals ends in `name`.
-        regions: whether a replay writes for servers of regions too, whose lines no round of the global one makes void.
+    Args: `start` is the number of rounds that are over, whose lines are kept; 0 for a run that starts again, None for a new one.
     Raises: CheckpointError and ConfigError.
     """
-    who, suffix = (None, "") if replays else (owner, worker_suffix(owner))
-    cut = config.rounds if replays and regions and start is not None else start
-
-    def void(line: Mapping[str, Any]) -> bool:
-        """Whether this is a line of the global server itself, of a round that it has again."""
-        return (
-            cut != start
-            and line["round"] >= (start or 0)
-            and (line.get("kind") == "eval" or line.get("event") == "report")
-        )
-
+    n = config.workers
+    who, suffix = (None, "") if replays else (n, worker_suffix(n))
     with contextlib.ExitStack() as files:
-        record = files.enter_context(
-            RunFolder(folder, dump(config), config.record, worker=who, resume_round=cut, void=void)
-        )
-        events = files.enter_context(
-            EventWriter(folder, network=HERE, workers=config.workers, suffix=suffix, resume_round=cut, void=void)
-        )
+        record = files.enter_context(RunFolder(folder, dump(config), config.record, worker=who, resume_round=start))
+        events = files.enter_context(EventWriter(folder, network=HERE, workers=n, suffix=suffix, resume_round=start))
         arrivals = aside = None
         if not replays:
-            arrivals = files.enter_context(ArrivalWriter(folder, resume=bool(start), suffix=name))
+            arrivals = files.enter_context(ArrivalWriter(folder, resume=bool(start)))
             aside = files.enter_context(
                 ThreadPoolExecutor(1, "aside", torch.set_num_threads, (torch.get_num_threads(),))
             )

@@ -7,8 +7,6 @@ A worker may die, hang or come late: its connection ends, the other workers take
 it receives the server's model and continues with its own last checkpoint of the inner optimizer. That may be older than the
 server's, which is written first, as neither waits for the other.
 
-Below a global server (`gossamer.run.served.global_server`) each region has such a server (`gossamer.run.served.region`).
-
 The server may die too. One that is resumed goes on from its newest snapshot, and its workers, which try again for
 `run.timeout_s`, join it as workers that return do. It grants every phase anew, so what they were training when it died, and what
 it absorbed after its snapshot, is trained again and counts once.
@@ -16,9 +14,8 @@ it absorbed after its snapshot, is trained again and counts once.
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,23 +30,19 @@ from gossamer.record.progress import say
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.resume import Resume, history
 from gossamer.run.config.run_file import RunConfig
-from gossamer.run.config.settle import WithServer
-from gossamer.run.config.user_parts import Parts, own_parts
-from gossamer.run.served.global_session import GlobalSession
+from gossamer.run.config.user_parts import own_parts
 from gossamer.run.served.protocol import OWNED, run_key, run_settings, settled_server, use_threads
-from gossamer.run.served.session import Pushed, Reply, ServerSession, open_session
-from gossamer.run.worker.task import Task, task_of
+from gossamer.run.served.session import Pushed, Reply, open_session
+from gossamer.run.worker.task import task_of
 from gossamer.transport.contract import Turn
 from gossamer.transport.secret import SECRET_FILE, environment_secret, folder_secret
 from gossamer.transport.sockets.hub import Conversation, Credentials, Hub, Manner, listener_at
 from gossamer.transport.sockets.stream import PUSH, START, Stream
 from gossamer.tree import leaves, refill
 
-__all__ = ["member_of", "serve", "serve_with", "with_workers"]
+__all__ = ["serve"]
 
 log = logging.getLogger("gossamer")
-
-S = TypeVar("S", ServerSession, GlobalSession)
 
 
 def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: Resume = False) -> None:
@@ -62,22 +55,6 @@ def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: Resu
     Raises: ConfigError, CheckpointError; PeerError when no worker is left and none comes within `run.timeout_s`.
     Cost: the rule's state; one message and one starting point per worker in flight.
     """
-
-    def manner(session: ServerSession, settled: WithServer, probe: Probe) -> Manner:
-        return with_workers(probe, config, settled.codec, range(config.workers))
-
-    serve_with(config, folder, (host, port), open_session, manner, resume=resume)
-
-
-def serve_with(
-    config: RunConfig, folder: Path, at: tuple[str, int], opened: Callable[..., AbstractContextManager[S]],
-    manner: Callable[[S, WithServer, Probe], Manner], *, resume: Resume,
-) -> None:  # fmt: skip
-    """Serves at this address, until the session is over that `opened` gives for the run, its settings, folder, probe and start.
-
-    Args: `manner` is how its peers are talked with.
-    Raises: as `serve`.
-    """
     use_threads(config)
     parts = own_parts(config)
     settled = settled_server(config, parts)
@@ -85,9 +62,16 @@ def serve_with(
     probe, start = Probe(config, task, torch.device("cpu")), _first_round(config, folder, resume)
     if start == config.rounds:
         return
-    member = member_of(config, settled, task, parts, folder, config.workers, make=True)
-    with opened(config, settled, folder, probe, start) as session, listener_at(*at) as listener:
-        hub = Hub(listener, member, manner(session, settled, probe), config.run.timeout_s)
+    secret = folder_secret(folder, make=True)
+    if not environment_secret():
+        log.warning(
+            "the workers need the secret of the run: copy '%s' into the run folder of each machine",
+            folder / SECRET_FILE,
+        )
+    key, settings = run_key(settled.config, task, parts), run_settings(settled.config, task, parts)
+    with open_session(config, settled, folder, probe, start) as session, listener_at(host, port) as listener:
+        member, manner = Credentials(config.workers, secret, key, settings), _manner(probe, config, settled.codec)
+        hub = Hub(listener, member, manner, config.run.timeout_s)
         try:
             hub.open()
             hub.run(session, session.records.now_s)
@@ -111,21 +95,8 @@ def _first_round(config: RunConfig, folder: Path, resume: Resume) -> int | None:
     return start
 
 
-def member_of(
-    config: RunConfig, settled: WithServer, task: Task, parts: Parts, folder: Path, me: int, *, make: bool = False
-) -> Credentials:  # fmt: skip
-    """What a process of this number proves to others, with the secret of the run, which it makes if it has to."""
-    secret = folder_secret(folder, make=make)
-    if make and not environment_secret():
-        log.warning(
-            "the workers need the secret of the run: copy '%s' into the run folder of each machine",
-            folder / SECRET_FILE,
-        )
-    return Credentials(me, secret, run_key(settled.config, task, parts), run_settings(settled.config, task, parts))
-
-
-def with_workers(probe: Probe, config: RunConfig, codec: Codec, numbers: Sequence[int]) -> Manner:
-    """How workers of these numbers are talked with: each starting point is answered with a push."""
+def _manner(probe: Probe, config: RunConfig, codec: Codec) -> Manner:
+    """How workers are talked with: each starting point is answered with a push."""
     layout, spans = arrange(layout_of(probe.model), *config.fragments)
     codecs = [fitted(codec, layout.slice(*span)) for span in spans]
 
@@ -141,7 +112,7 @@ def with_workers(probe: Probe, config: RunConfig, codec: Codec, numbers: Sequenc
             number = reply.terms.phases
             heard(_push(stream, codecs, spans, number, now()))
 
-    return Manner("worker", numbers, 0, OWNED, talk)
+    return Manner(config.workers, OWNED, talk)
 
 
 def _push(

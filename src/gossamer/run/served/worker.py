@@ -147,15 +147,13 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int, *, 
     settled, secret, task = settled_server(config, parts), folder_secret(folder), task_of(config, parts)
     key, settings = run_key(settled.config, task, parts), run_settings(settled.config, task, parts)
     patience, device = Patience(config.run.timeout_s), device_of(config.run.device, worker)
-    # Its server's number: that of the only one, or of its region's.
-    server = config.workers + (0 if settled.rule.regions is None else 1 + settled.regions[worker])
     while True:
         past = history(config, folder) if resume else None
         # Made before the server waits for a word: it takes seconds.
         served = ServedWorker(worker, config, settled.config, folder, task, device, past and past.lineage)
         hello = torch.tensor([0] * OWNED + served.owned())[-OWNED:]
         stream = connect(
-            host, port, secret=secret, run=key, me=worker, server=server, timeout_s=patience.left_s, settings=settings
+            host, port, secret=secret, run=key, me=worker, server=config.workers, timeout_s=patience.left_s, settings=settings
         )  # fmt: skip
         stream.wait_at_most(config.run.timeout_s)
         try:

@@ -114,66 +114,48 @@ def _workers(
 
 
 def run_served(
-    places: Sequence[int | None], work: Work, argv: Sequence[str], secret: bytes, *, resume: Sequence[str] = (),
-    grace_s: float = 10.0,
+    n: int, work: Work, argv: Sequence[str], secret: bytes, *, resume: Sequence[str] = (), grace_s: float = 10.0
 ) -> int:  # fmt: skip
-    """Runs a server and workers on this machine over loopback; a worker that fails does not stop the others.
+    """Runs a server and n workers on this machine over loopback; a worker that fails does not stop the others.
 
-    When a signal ends a server, those below it try again as long as they do, and somebody may resume it at its port.
+    When a signal ends the server, its workers try again for `run.timeout_s`, and somebody may resume it at its port.
 
-    The listening sockets are made here and inherited by the servers, so that no other process can take their ports.
+    The listening socket is made here and inherited by the server, so that no other process can take its port.
 
     Args:
-        places: the region of each worker, each of which has a server below the global one; None where one server has all.
         work: as in `run_local`.
-        argv: the arguments of every process; `--server HOST:PORT` and, for workers, `--worker I` are added, and for servers of
-            regions `--region G --above HOST:PORT`.
+        argv: the arguments of every process; `--server HOST:PORT` and, for workers, `--worker I` are added.
         secret: of the run, which each gets in its environment.
         resume: the arguments with which the server is resumed, without `--server HOST:PORT`.
         grace_s: how long workers have to end by themselves once the server has ended by itself.
     Returns: the exit code of the server (128 + k if signal k ended it); 0 when all workers trained to the end of a resumed one.
     """
-    regions = sorted({place for place in places if place is not None})
-    with contextlib.ExitStack() as sockets, _children(len(places), work, secret) as start:
-        listeners = {place: sockets.enter_context(socket.create_server(("127.0.0.1", 0))) for place in (None, *regions)}
-        at = {place: f"127.0.0.1:{listener.getsockname()[1]}" for place, listener in listeners.items()}
-        above = {g: ["--server", at[g], "--region", str(g), "--above", at[None]] for g in regions}
-        below = [["--server", at[place], "--worker", str(i)] for i, place in enumerate(places)]
-        workers = [start([*argv, *own], f"[{i}] ", {}) for i, own in enumerate(below)]
-        locals_ = [start([*argv, *own], f"[r{g}] ", {}, listeners[g]) for g, own in above.items()]
-        server = start([*argv, "--server", at[None]], "[server] ", {}, listeners[None])
-        sockets.close()  # the servers have them now; once one is gone, nobody can connect
-        fallen: set[BaseProcess] = set()
+    with socket.create_server(("127.0.0.1", 0)) as listener, _children(n, work, secret) as start:
+        at = ["--server", f"127.0.0.1:{listener.getsockname()[1]}"]
+        own = [[*argv, *at, "--worker", str(i)] for i in range(n)]
+        workers = [start(words, f"[{i}] ", {}) for i, words in enumerate(own)]
+        server = start([*argv, *at], "[server] ", {}, listener)
+        listener.close()  # the server has it now; once that is gone, nobody can connect
+        fallen: set[int] = set()
         while (code := server.exitcode) is None:
-            _tell_fallen(
-                workers, "worker {} ended with code {}; the others go on; start it again with {}", fallen, argv, below
-            )
-            told = "the server of region {} ended with code {}; its workers try again; resume it with {}"
-            _tell_fallen(locals_, told, fallen, resume, [*above.values()])
+            for i, worker in enumerate(workers):
+                if worker.exitcode and i not in fallen:
+                    fallen.add(i)
+                    log.warning(
+                        "worker %d ended with code %d; the others go on; start it again with %s",
+                        i, worker.exitcode, shlex.join(["gossamer", *own[i]]),
+                    )  # fmt: skip
             time.sleep(0.05)
         deadline = time.monotonic() + grace_s
         if code < 0:
-            again = shlex.join(["gossamer", *resume, "--server", at[None]])
-            below_it = "the servers of regions" if regions else "its workers"
-            log.warning("the server ended with code %d; %s try again; resume it with %s", code, below_it, again)
+            again = shlex.join(["gossamer", *resume, *at])
+            log.warning("the server ended with code %d; its workers try again; resume it with %s", code, again)
             deadline = math.inf
-        while any(one.exitcode is None for one in (*workers, *locals_)) and time.monotonic() < deadline:
+        while any(worker.exitcode is None for worker in workers) and time.monotonic() < deadline:
             time.sleep(0.05)
         if code < 0 and all(worker.exitcode == 0 for worker in workers):
             return 0
         return code if code >= 0 else 128 - code
-
-
-def _tell_fallen(
-    processes: Sequence[BaseProcess], sentence: str, known: set[BaseProcess], argv: Sequence[str],
-    own: Sequence[Sequence[str]],
-) -> None:  # fmt: skip
-    """Says of each process that has failed, once, how to start it again."""
-    for i, process in enumerate(processes):
-        code = process.exitcode
-        if code and process not in known:
-            known.add(process)
-            log.warning("%s", sentence.format(i, code, shlex.join(["gossamer", *argv, *own[i]])))
 
 
 @contextlib.contextmanager

@@ -1,7 +1,4 @@
-"""The connections of a process that others join: threads carry their frames, and one session decides and computes.
-
-A server has its workers as peers, a global server those of regions.
-"""
+"""The connections of a server that workers join: threads carry their frames, and one session decides and computes."""
 
 import contextlib
 import logging
@@ -84,7 +81,7 @@ class Credentials(NamedTuple):
     """What a process of a run proves to another."""
 
     me: int
-    """Its number: servers follow the workers."""
+    """Its number: the server follows the workers."""
     secret: bytes
     key: int
     """See `gossamer.run.served.protocol.run_key`."""
@@ -109,19 +106,15 @@ class Conversation(Generic[R]):
 
 
 class Manner(NamedTuple):
-    """How one kind of peer is talked with.
+    """How workers are talked with.
 
     Args: `talk(connection, heard, now)` sends each reply and passes on what it receives, until nothing is left to tell.
     """
 
-    peer: str
-    """What a peer is called."""
-    numbers: Sequence[int]
-    """Of the peers on the wire, in ascending order."""
-    first: int
-    """The number on the wire of the one that a session counts as 0."""
+    workers: int
+    """How many there are."""
     greeting: int
-    """Numbers in the hello of a peer."""
+    """Numbers in the hello of a worker."""
     talk: Callable[[Conversation[Any], Callable[[Any], None], Callable[[], float]], None]
 
 
@@ -140,12 +133,6 @@ class _Lost(NamedTuple):
     reason: str | None
 
 
-class _Called(NamedTuple):
-    """Something that another thread wants done in that of the session."""
-
-    act: Callable[[float], Sequence[Any]]
-
-
 class Hub:
     """The connections of one process. One thread for each carries its frames; the thread that calls `run` does all else.
 
@@ -156,7 +143,7 @@ class Hub:
 
     def __init__(self, listener: socket.socket, member: Credentials, manner: Manner, timeout_s: float) -> None:
         self._listener, self._member, self._manner, self._timeout_s = listener, member, manner, timeout_s
-        self._inputs: queue.SimpleQueue[_Joined | _Heard | _Lost | _Called] = queue.SimpleQueue()
+        self._inputs: queue.SimpleQueue[_Joined | _Heard | _Lost] = queue.SimpleQueue()
         self._connections: dict[int, Conversation[Any]] = {}
         self._threads: list[threading.Thread] = []
         self._half_open, self._refused = HalfOpen(), 0
@@ -167,44 +154,30 @@ class Hub:
     def open(self) -> None:
         """Lets peers come."""
         host, port = self._listener.getsockname()[:2]
-        say(f"serving {len(self._manner.numbers)} {self._manner.peer}s on {host}:{port}")
+        say(f"serving {self._manner.workers} workers on {host}:{port}")
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def run(self, session: Session[Any], begin_s: float, after: Callable[[], None] = lambda: None) -> None:
-        """Passes all that comes to a session, until it is over; `after` is called whenever it may have something else to say.
+    def run(self, session: Session[Any], begin_s: float) -> None:
+        """Passes all that comes to a session, until it is over.
 
-        Raises: PeerError when nobody is there and nobody comes within `timeout_s`; what a call of `act_later` raises.
+        Raises: PeerError when nobody is there and nobody comes within `timeout_s`.
         """
         self._session, self._began, self._begin_s = session, time.monotonic(), begin_s
         timeout_s, alone_since_s = self._timeout_s, begin_s
-        after()
         while not session.over:
             item = self._next()
             now_s = self.now()
             if item is not None:
                 self._handle(item, now_s)
             self._send(session.tick(now_s))
-            after()
             if self._connections:
                 alone_since_s = now_s
             elif now_s - alone_since_s > timeout_s:
                 raise PeerError(
-                    f"no {self._manner.peer} has been here for {timeout_s:g} s and {session.progress}; check the "
-                    f"{self._manner.peer}s' logs, then resume"
+                    f"no worker has been here for {timeout_s:g} s and {session.progress}; check the workers' logs, then resume"
                 )
         self._see_off()
         session.close(self.now())
-
-    def act_later(self, act: Callable[[float], Sequence[Any]]) -> None:
-        """Has this called with the seconds since the run began, in the thread of the session; it returns what peers are told."""
-        self._inputs.put(_Called(act))
-
-    def hang_up(self) -> None:
-        """Ends all connections without a word, so that their peers come again."""
-        for connection in self._connections.values():
-            connection.stream.close()
-            connection.replies.put(None)
-        self._connections = {}
 
     def close(self) -> None:
         """Lets nobody come any more, and ends the connections once all have been told the last."""
@@ -239,7 +212,7 @@ class Hub:
                 ):  # who leaves a run that is over is no loss, and the record ends with the run
                     self._handle(item, self.now())
 
-    def _next(self) -> "_Joined | _Heard | _Lost | _Called | None":
+    def _next(self) -> "_Joined | _Heard | _Lost | None":
         """The next input; None when the session has to act before one comes, or nothing comes for a second."""
         wait_s = min(self._session.next_closing_s - self.now(), self._timeout_s / 4, 1.0)
         try:
@@ -247,10 +220,7 @@ class Hub:
         except queue.Empty:
             return None
 
-    def _handle(self, item: "_Joined | _Heard | _Lost | _Called", now_s: float) -> None:
-        if isinstance(item, _Called):
-            self._send(item.act(now_s))
-            return
+    def _handle(self, item: "_Joined | _Heard | _Lost", now_s: float) -> None:
         connection = item.connection
         peer, current = connection.peer, self._connections.get(connection.peer)
         if isinstance(item, _Joined):
@@ -306,8 +276,7 @@ class Hub:
             return
         finally:
             self._half_open.settle(sock)
-        first = self._manner.first
-        name = f"worker {number}" if number < first else f"{self._manner.peer} {number - first}"
+        name = f"worker {number}"
         stream = Stream(
             sock, run=self._member.key, me=self._member.me, peer=number, name=name, timeout_s=HANDSHAKE_S
         )  # fmt: skip
@@ -319,7 +288,7 @@ class Hub:
             self._manner.talk(known, lambda content: self._inputs.put(_Heard(known, content)), self.now)
         except GossamerError as error:
             if connection is None:
-                log.warning("refused a %s from %s: %s", self._manner.peer, who, error)
+                log.warning("refused a worker from %s: %s", who, error)
             else:
                 self._inputs.put(_Lost(connection, str(error)))
             replaced = connection is not None and connection.replaced
@@ -331,7 +300,6 @@ class Hub:
 
     def _greet(self, stream: Stream, same_run: bool) -> tuple[Conversation[Any], list[int]]:
         """The connection of a peer of this run, and its hello."""
-        peer, numbers = self._manner.peer, self._manner.numbers
         if not same_run:
             theirs = stream.receive_settings()
             differ = theirs and difference(stream.name, theirs, "the server", self._member.settings)
@@ -339,15 +307,14 @@ class Hub:
                 f"{stream.name} runs another configuration{f': {differ}' if differ else ''}; start all workers with the same run "
                 "file, data and gossamer"
             )
-        if stream.peer not in numbers:
-            here = ", ".join(str(number - self._manner.first) for number in numbers)
+        if not 0 <= stream.peer < self._manner.workers:
             raise TransportError(
-                f"{stream.name} is none of the {peer}s that are served here, which are {here}; give it such a number, or the "
-                "address of its own server"
+                f"{stream.name} is none of the {self._manner.workers} workers that are served here; give --worker 0 to "
+                f"{self._manner.workers - 1}"
             )
         (hello,) = stream.receive(Turn(0, 0, HELLO), [torch.empty(self._manner.greeting, dtype=torch.int64)])
         stream.wait_at_most(self._timeout_s)
-        return Conversation(stream.peer - self._manner.first, stream), [int(number) for number in hello]
+        return Conversation(stream.peer, stream), [int(number) for number in hello]
 
 
 def listener_at(host: str, port: int) -> socket.socket:

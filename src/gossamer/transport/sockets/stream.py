@@ -206,11 +206,12 @@ def connect(
 ) -> Stream:  # fmt: skip
     """A connection to the server, after both ends have proved that they know the secret of the run.
 
-    Args: `me` is the number of a worker, or of a region's server, whose numbers follow that of the global one; `settings` are
-        sent to a server of another configuration, which names those that differ.
+    Args:
+        me: the number of the worker.
+        settings: sent to a server of another configuration, which names those that differ.
     Retried for `timeout_s` while the server starts, or has no room. Raises PeerError when it cannot be reached, or refuses.
     """
-    who, name = (f"worker {me}", "the server") if me < server else (f"region {me - server - 1}", "the global server")
+    who, name = f"worker {me}", "the server"
     deadline, attempts, reason = time.monotonic() + timeout_s, 0, "it hung up"
     while True:
         try:
