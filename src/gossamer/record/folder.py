@@ -22,8 +22,6 @@ initial values has round -1 and step 0. A number that is not finite is written a
 * `{"kind":"validation","round":r,"worker":i,"step":s,"tokens":t,"loss":x}`: the same of a real worker's own model.
 * `{"kind":"alignment","round":r,"alignment":a,"persistence":c}` with `record.alignment`: how far the workers' pseudo-gradients
   Δ_i of a round agree, `a = |mean Δ_i|² / mean |Δ_i|²`, and the cosine of mean Δ_i and that of the round before, or null.
-* `{"kind":"resplit","round":r,"cuts":[...]}` with `pipeline.resplit_every`: the layers before which models are cut from the next
-  round on, where that changes.
 """
 
 import math

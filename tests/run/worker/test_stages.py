@@ -105,18 +105,15 @@ MIXED = {
         "schedule__overlap_steps": 1, "codec": {"name": "int8", "rounding": "stochastic"}, "pipeline__forward": "tahquant",
         "pipeline__backward": "intk",
     },
+    "one that is laid otherwise, with a memory": {
+        **SOME, "model__layers": 4, "pipeline__workers": [2], "pipeline__cuts": [1], "pipeline__forward": "aqsgd",
+        "data__windows": 5, "codec__name": "int8", "schedule__overlap_steps": 1, "inner__optimizer": "muon",
+    },
 }  # fmt: skip
 """Runs of three workers, one of which is in two stages: four processes.
 
 Not worker 1: its processes have taken part in different earlier cases, and torch names a group by how many a process has.
 """
-MEASURED = {
-    **SOME, "model__layers": 4, "pipeline__workers": [2], "pipeline__cuts": [1], "pipeline__resplit_every": 2,
-    "pipeline__forward": "aqsgd", "data__windows": 5, "codec__name": "int8", "schedule__overlap_steps": 1,
-    "inner__optimizer": "muon",
-}  # fmt: skip
-"""One whose stages are laid anew as fast as they turn out to be."""
-
 LATER = {
     "narrow, of a sparse mean, resumed": {},
     "gossip of fragments that overlap": {"pipeline__schedule": "1f1b"},
@@ -125,6 +122,7 @@ LATER = {
         "pipeline__schedule": "1f1b", "pipeline__chunks": 1, "pipeline__cuts": [3], "pipeline__backward": "intk",
     },
     "more stages than a simulation had": {"pipeline__stages": 4},
+    "one that is laid otherwise, with a memory": {"pipeline__cuts": [3]},
 }  # fmt: skip
 """What is set when the last round is trained again."""
 LAST = {name: {**case, **LATER.get(name, {})} for name, case in {**CASES, **MIXED}.items()}
@@ -172,7 +170,6 @@ def trained(tmp_path_factory, forks):
             simulate(tiny(**case), root / "real" / name, until=tiny(**case).rounds - 1)
             turns = turns[1:]
         plan.append((str(root / "real" / name), turns))
-    plan.append((str(root / "real" / "measured"), [document(**MEASURED)] * 2))
     (root / "cases.json").write_text(json.dumps(plan))
     assert run_local(2, train_pipelines, [str(root / "cases.json")], parts=2) == 0
     for name, case in {**CASES, **MIXED}.items():
@@ -257,23 +254,6 @@ def test_workers_in_stages_and_whole_ones_have_the_bits_and_the_bytes_that_they_
     assert sent[0] == sent[1]
     assert read_pipeline(real) == read_pipeline(simulated) is not None, "both are priced alike"
     assert lines_of(real, "validation", "loss") == scored_in(simulated)
-
-
-def test_stages_that_are_laid_anew_by_what_they_measure_have_the_bits_of_a_simulation_that_is_told_to(
-    trained, tmp_path
-):
-    config, real = tiny(**MEASURED), trained / "real" / "measured"
-    lines = [line for line in read_metrics(real) if line["kind"] == "resplit"]
-    cuts = {line["round"]: line["cuts"] for line in lines}
-    assert len(lines) == 3 * len(cuts), "one line of each worker"
-    now, told = [1], config
-    for round in range(config.rounds):
-        told = tiny(**{**MEASURED, "pipeline__resplit_every": 0, "pipeline__cuts": now})
-        simulate(told, tmp_path, until=round + 1, resume=round > 0)
-        now = cuts.get(round, now)
-    assert all(map(torch.equal, parameters(config, real), parameters(told, tmp_path)))
-    assert [path.name for path in (real / "checkpoints").glob("stage-0-*")] == [f"stage-0-of-2-cut-{now[0]}"]
-    assert lines_of(real, "train", "loss") == lines_of(tmp_path, "train", "loss")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -32,7 +32,6 @@ __all__ = [
     "must_come_again",
     "must_fit",
     "stage_in",
-    "suited_cuts",
     "work_of_layers",
 ]
 
@@ -73,9 +72,6 @@ class PipelineConfig:
     chunks: Annotated[AtLeastOne, Changeable()] = 1
     """Pieces of each stage with the schedule interleaved: the layers are cut into stages times chunks, of which each process
     has every stages-th. 1 with the other schedules."""
-    resplit_every: Annotated[AtLeastZero, Changeable()] = 0
-    """Inner steps after which the layers are laid anew, at the end of a round, so that the slowest stage is as fast as possible;
-    0 never. Processes measure how fast each stage computes, a simulation takes `speeds`, and the cuts are where it begins."""
     workers: Annotated[tuple[AtLeastZero, ...], Field(min_length=1)] | None = None
     """The workers whose replicas are cut, by their numbers; None cuts all. The others train whole replicas."""
 
@@ -103,13 +99,7 @@ class PipelineConfig:
                 f"pipeline.cuts is {[*self.cuts]} for {self.stages} stages{chunks}; give {self.pieces - 1} cuts, or "
                 "pipeline.cuts=[] for about as much work in each"
             )
-        if self.resplit_every and self.stages == 1:
-            raise ConfigError(
-                f"pipeline.resplit_every is {self.resplit_every} and pipeline.stages is 1, which has no layers to exchange; set "
-                "pipeline.stages to 2 or more"
-            )
-        both = self.cuts is not None and not self.resplit_every
-        if self.speeds is not None and (len(self.speeds) != self.stages or both):
+        if self.speeds is not None and (len(self.speeds) != self.stages or self.cuts is not None):
             cuts = "no pipeline.cuts" if self.cuts is None else f"pipeline.cuts = {[*self.cuts]}"
             raise ConfigError(
                 f"pipeline.speeds is {[*self.speeds]} for {self.stages} stages and {cuts}; give the speed of each stage or the "
@@ -164,22 +154,11 @@ def cuts_of(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig) -> t
             f"pipeline.stages is {pipeline.stages} and pipeline.chunks is {pipeline.chunks}, which makes {pipeline.pieces} "
             f"pieces, and the model has {model.shape.layers} layers, but each needs one; take fewer stages or chunks"
         )
-    return suited_cuts(pipeline, model, data, pipeline.speeds or (1.0,) * pipeline.stages)
-
-
-def suited_cuts(
-    pipeline: PipelineConfig, model: ModelConfig, data: DataConfig, speeds: Sequence[float]
-) -> tuple[int, ...]:  # fmt: skip
-    """The layers before which a model is cut so that the slowest of stages with these speeds is as fast as possible.
-
-    The last layers of a model with a subspace, behind which all its numbers would have to cross, stay together if they can.
-
-    Raises: ConfigError as `cuts_of`.
-    """
     work, narrow = work_of_layers(model, data), in_subspace(model)
+    # Behind the last layers of a model with a subspace all its numbers would have to cross, so they stay together if they can.
     if narrow and pipeline.pieces - 1 <= narrow < len(work):
         work[narrow:] = [sum(work[narrow:])]
-    return minimax(work, [*speeds] * pipeline.chunks)
+    return minimax(work, [*(pipeline.speeds or (1.0,) * pipeline.stages)] * pipeline.chunks)
 
 
 def work_of_layers(model: ModelConfig, data: DataConfig) -> list[float]:

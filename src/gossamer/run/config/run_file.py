@@ -306,6 +306,14 @@ def _foreign(document: Mapping[str, Any]) -> list[ConfigError]:
                     f"the file has '{key}' at its top, so it is a network file; give a run file such as configs/gasloc.toml"
                 )
             ]
+    pipeline = document.get("pipeline")
+    if isinstance(pipeline, Mapping) and (every := pipeline.get("resplit_every")):
+        return [
+            ConfigError(
+                f"pipeline.resplit_every is {every!r:.60}, and a run keeps its cuts while it goes on; remove the key, and when a "
+                "stage has become slow, stop the run and resume it with --set pipeline.cuts=[...] or pipeline.speeds=[...]"
+            )
+        ]
     return []
 
 
@@ -315,7 +323,9 @@ def _exclusive(document: Mapping[str, Any]) -> Sequence[ConfigError]:
 
 
 def _completed(document: dict[str, Any]) -> dict[str, Any]:
-    """The document with the topology of a run in pairs, where it names none."""
+    """The document with the topology of a run in pairs, where it names none, and without what run folders still have as 0."""
+    if isinstance(pipeline := document.get("pipeline"), dict):
+        document = {**document, "pipeline": {k: v for k, v in pipeline.items() if k != "resplit_every"}}
     return {"topology": "complete", **document} if "pair" in document else document
 
 
@@ -361,6 +371,8 @@ def decisive(config: RunConfig) -> dict[str, Any]:
 
 def _deciding(config: RunConfig) -> dict[str, Any]:
     document = _document(config, neutral=False)
+    if "pipeline" in document:
+        document["pipeline"]["resplit_every"] = 0  # a key that is gone: checkpoints were saved under a digest with it
     if config.run.adapt or config.event_driven:  # whose seconds decide the numbers
         clock = config.events.network if config.event_driven else None
         document["network"] = {

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,6 @@ from gossamer.run.bookkeeping.evaluate import Assessment, Probe, Probes, Result,
 from gossamer.run.bookkeeping.journal import Journal
 from gossamer.run.bookkeeping.resume import Resume, history
 from gossamer.run.bookkeeping.spent_seconds import priced
-from gossamer.run.config.pipeline import cuts_of
 from gossamer.run.config.run_file import RunConfig, digest, dump
 from gossamer.run.config.settle import in_rounds
 from gossamer.run.config.user_parts import OURS, Parts
@@ -43,7 +41,6 @@ from gossamer.run.simulated.threads import Lanes
 from gossamer.run.worker.batched import Stacks
 from gossamer.run.worker.replica import LocalPhase, Replica, must_start_alike
 from gossamer.run.worker.stages.checkpoints import Store
-from gossamer.run.worker.stages.resplit import as_simulated, laid_anew, lays_anew
 from gossamer.run.worker.stages.timing import in_stages, pipeline_work, stage_seconds
 from gossamer.run.worker.task import Task, task_of
 from gossamer.run.worker.worker import RoundReport, Segment, Worker
@@ -72,14 +69,14 @@ class Rounds:
         for sentence in warnings:
             log.warning(sentence)
         self.config, self.folder, device = config, folder, one_device(config.run.device)
-        self.task, self._parts = task_of(config, parts), parts
+        self.task = task_of(config, parts)
         probe = Probe(config, self.task, device)
-        self._like, self._laid = probe.x, config
-        self.workers = self._crew(m)
+        mailboxes, together = MemoryNetwork(config.workers), Together(config.workers)
+        self.workers = crew(config, self.task, m, probe.x, mailboxes.transport, together)
         self._sends_per_round = m.sends_per_round
         self.finished, line = 0, Lineage(digest(config))
         if resume:
-            self.finished, line = _restore(self._as_saved, config, folder, auto=resume == "auto")
+            self.finished, line = _restore(self.workers, config, folder, auto=resume == "auto")
         self._cut = self.finished if resume else None
         self._lanes = Lanes(device, config, alone=bool(parts.own))
         self._train = Stacks(self.workers, config.run.batched).train if config.run.batched > 1 else train_each
@@ -121,40 +118,8 @@ class Rounds:
             self._record.log("alignment", round=round, **self._alignment.figures())
         if self._network is not None and finished < config.rounds:
             _adapt(self._network, workers, round, reports)
-        if lays_anew(config, finished):
-            self._lay_anew(round)
         self._journal.end_round(finished, step=finished * config.full_steps, tokens=_tokens(workers))
         self.finished = finished
-
-    def _crew(self, m: Method) -> list[Worker]:
-        """All workers at the start of the run, with their stages as they lie now."""
-        mailboxes, together = MemoryNetwork(self.config.workers), Together(self.config.workers)
-        return crew(self._laid, self.task, m, self._like, mailboxes.transport, together)
-
-    def _with_cuts_of(self, config: RunConfig) -> None:
-        """Makes all workers anew, with other stages."""
-        self._laid, (m, _, _) = config, in_rounds(config, self._parts)
-        self.workers = self._crew(m)
-
-    def _as_saved(self, load: Callable[[Task, int], Mapping[str, Any]]) -> list[Worker]:
-        """All workers, with their stages as they lay when the states were saved that are loaded so."""
-        pipeline = self.config.pipeline
-        if pipeline.resplit_every:
-            found = as_simulated(self._laid, load(self.task, (pipeline.workers or (0,))[0]))
-            if found != self._laid:
-                self._with_cuts_of(found)
-        return self.workers
-
-    def _lay_anew(self, round: int) -> None:
-        """Gives the stages other layers where their speeds ask for it."""
-        pipeline = self.config.pipeline
-        found = laid_anew(self._laid, pipeline.speeds or (1.0,) * pipeline.stages)
-        if found is not self._laid:
-            states = [worker.state() for worker in self.workers]
-            self._with_cuts_of(found)
-            for worker, state in zip(self.workers, states, strict=True):
-                worker.restore(state)
-            self._record.log("resplit", round=round, cuts=cuts_of(found.pipeline, found.model, found.data))
 
     def result(self) -> Result:
         """The figures of the rounds so far; after the last, the mean model is published."""
@@ -207,13 +172,9 @@ def _tokens(workers: Sequence[Worker]) -> int:
     return sum(worker.replica.steps_taken for worker in workers) * workers[0].config.step_tokens
 
 
-def _restore(
-    workers_of: Callable[[Callable[[Task, int], Mapping[str, Any]]], Sequence[Worker]], config: RunConfig, folder: Path, *,
-    auto: bool,
-) -> tuple[int, Lineage]:  # fmt: skip
+def _restore(workers: Sequence[Worker], config: RunConfig, folder: Path, *, auto: bool) -> tuple[int, Lineage]:
     """Restores all workers from the newest sound round that all of them own; returns that round, and whose checkpoints count.
 
-    Args: `workers_of` gives all workers, and may look at the saved state of any.
     Raises: CheckpointError, ConfigError.
     """
     store, past = Store(config, folder), history(config, folder)
@@ -224,7 +185,6 @@ def _restore(
     )  # fmt: skip
     if newest == config.rounds:
         say(checkpoint.ended(folder, newest))
-    workers = workers_of(lambda task, owner: store.load(task, newest, owner, line) if newest else {})
     for worker in workers:
         if newest:
             worker.restore(store.load(worker.replica.task, newest, worker.index, line))

@@ -31,14 +31,13 @@ from gossamer.run.bookkeeping.journal import Journal, Save
 from gossamer.run.bookkeeping.resume import History, Resume, history
 from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
 from gossamer.run.config.layouts import layout_for
-from gossamer.run.config.pipeline import cuts_of, stage_in
+from gossamer.run.config.pipeline import stage_in
 from gossamer.run.config.run_file import RunConfig, decisive, digest, dump
 from gossamer.run.config.settle import in_rounds
 from gossamer.run.config.user_parts import own_parts
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.stages.checkpoints import Store, partition_of
 from gossamer.run.worker.stages.own_process import OwnStages
-from gossamer.run.worker.stages.resplit import as_saved, exchanged, laid_anew, lays_anew, measured_speeds
 from gossamer.run.worker.stages.timing import pipeline_work
 from gossamer.run.worker.task import Task, found_by_each, moved, task_of
 from gossamer.run.worker.worker import RoundReport, Worker
@@ -100,10 +99,7 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Res
     # The settled step is found by every worker on its own, as its text and the user's code are.
     found = {**{f"rule.{name}": value for name, value in m.rule.options.items()}, **found_by_each(task, parts)}
     past = history(config, folder) if resume else None
-    laid = config
-    if past is not None and config.pipeline.resplit_every:
-        laid = as_saved(config, folder, member, past.lineage)
-    store = Store(config, folder, partition_of(laid, member.worker), member.part)
+    store = Store(config, folder, partition_of(config, member.worker), member.part)
     newest = _agreed_round(store, member, found, past, auto=resume == "auto")
     if newest == config.rounds:
         dist.barrier()  # whoever hosts the store must not leave while another still reads it
@@ -116,28 +112,26 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Res
             open_.callback(pipe.close)
         open_.enter_context(quieted(member.part > 0))  # a worker speaks once
         stopwatch = Stopwatch(member.worker, recorded_s(folder, member.worker, newest))
-
-        def make(laid: RunConfig) -> _Made:
-            return _made(laid, task, in_rounds(laid, parts, real=True).method, member, pipe, stopwatch)
-
-        _train_rounds(_Laid(laid, store, make(laid)), member, make, past, newest, open_)
+        trainer = _trainer(config, task, m, member, pipe, stopwatch)
+        _train_rounds(trainer, store, member, past, newest, open_)
 
 
-class _Made(NamedTuple):
+class _Trainer(NamedTuple):
     """What this process trains with."""
 
     worker: Worker
     transports: tuple[GroupTransport, ...]
     """One, or where peers are in stages and this worker is not, one to each stage."""
     stopwatch: Stopwatch
-    part: OwnStages | None
-    """Its stages, where a worker has several processes."""
+    stages: OwnStages | None
+    """Those of this process, where a worker has several."""
     pipe: Pipe | None
+    """To the other processes of the worker."""
 
 
-def _made(
+def _trainer(
     config: RunConfig, task: Task, m: Method, member: Member, pipe: Pipe | None, stopwatch: Stopwatch
-) -> _Made:  # fmt: skip
+) -> _Trainer:  # fmt: skip
     run = config.run
     sides = (
         [member]
@@ -148,90 +142,69 @@ def _made(
     cut = None if pipe is None else lambda whole: OwnStages(whole, config, pipe, member.device)
     replica = Replica(member.worker, config, task, member.device, cut=cut)
     reduce = _timed_all_reduce(run.timeout_s, stopwatch) if run.reduction == "all_reduce" else None
-    part = replica.staged if isinstance(replica.staged, OwnStages) else None
+    stages = replica.staged if isinstance(replica.staged, OwnStages) else None
     worker = Worker(replica, m, transports[0], reduce)
     if len(transports) > 1:
         stage_of = stage_in(config.pipeline, config.model, config.data)
         worker.loop.fragments = [in_sides(each, m.codec, transports, stage_of) for each in worker.loop.fragments]
-    return _Made(worker, transports, stopwatch, part, pipe)
-
-
-class _Laid(NamedTuple):
-    """What of a process changes when the stages of the run are laid anew."""
-
-    config: RunConfig
-    """With the cuts of now."""
-    store: Store
-    made: _Made
+    return _Trainer(worker, transports, stopwatch, stages, pipe)
 
 
 def _train_rounds(
-    now: _Laid, member: Member, make: Callable[[RunConfig], _Made], past: History | None, newest: int | None,
-    open_: contextlib.ExitStack,
+    trainer: _Trainer, store: Store, member: Member, past: History | None, newest: int | None, open_: contextlib.ExitStack
 ) -> None:  # fmt: skip
     """Trains from round `newest` to the end, and records it, with files that `open_` closes."""
-    (_, store, made), first = now, newest or 0
-    config, run, stopwatch, pipe = store.config, store.config.run, made.stopwatch, made.pipe
+    config, worker, stopwatch, first = store.config, trainer.worker, trainer.stopwatch, newest or 0
     line = Lineage(digest(config))
     if past is not None and newest is not None:
-        line = _restore(made.worker, past, store, member, newest)
-    board = Board(member.entries, member.rank, member.ranks, patience_s=min(2.0, run.timeout_s / 4))
-    record = _record(store, member, made.worker, newest, open_)
-    stages = made.part and open_.enter_context(
-        stage_log(store.folder, member.worker, member.part, member.parts, newest)
-    )
-    save, journal = _keepers(now, config, line, board, first, record)
+        line = _restore(worker, past, store, member, newest)
+    board = Board(member.entries, member.rank, member.ranks, patience_s=min(2.0, config.run.timeout_s / 4))
+    record, log_of_stages = _record(store, member, worker, newest, open_), None
+    if trainer.stages is not None:
+        log_of_stages = open_.enter_context(stage_log(store.folder, member.worker, member.part, member.parts, newest))
+    save = _saver(store.path, line, worker, board, first)
+    journal = Journal(config, lambda: record, _validator(config, trainer), save, kind="validation")
     if not first:
         journal.begin(worker=member.worker)
     stopwatch.start()
-    spent_s = 0.0
     for round in range(first, config.rounds):
-        if pipe is not None:
-            pipe.round = round
-        waited_s = 0.0 if pipe is None else pipe.waited_s
-        report = train_round(made.worker, round, config)
-        between_s = 0.0 if pipe is None else pipe.waited_s - waited_s
-        if made.part is not None and stages is not None:
-            report, computed_s = _end_in_stages(made.part, stages, report, round, member.worker)
-            spent_s += computed_s
-        deliveries = [one for transport in made.transports for one in transport.deliveries()]
-        stopwatch.phase(report.whole.compute_s - between_s)
-        stopwatch.waited([one for transport in made.transports for one in transport.waits()], deliveries)
-        journal.enter(made.worker, round, report)
-        if made.worker.pacer is not None and round + 1 < config.rounds:
-            _adapt(made.worker, report, deliveries, board, made.worker.loop.method.topology)
-        before = now
-        if lays_anew(config, round + 1):
-            now, spent_s = _lay_anew(now, member, make, spent_s), 0.0
-        if now is not before:
-            _, store, made = now
-            record.log("resplit", round=round, cuts=cuts_of(now.config.pipeline, config.model, config.data))
-            save, journal = _keepers(now, config, line, board, first, record)
-        end_round(journal, made.worker.replica, round + 1)
-        if now is not before and run.checkpoint_every:
-            _keep_only(store, member, round + 1, save)
+        report, deliveries = _trained_round(trainer, round, config, log_of_stages)
+        journal.enter(worker, round, report)
+        if worker.pacer is not None and round + 1 < config.rounds:
+            _adapt(worker, report, deliveries, board, worker.loop.method.topology)
+        end_round(journal, worker.replica, round + 1)
         record.log_seconds(stopwatch.round(round))
-    for transport in made.transports:
+    for transport in trainer.transports:
         transport.close()
 
 
+def _trained_round(
+    trainer: _Trainer, round: int, config: RunConfig, log_of_stages: StageLog | None
+) -> tuple[RoundReport, list[Delivery]]:  # fmt: skip
+    """A round of this process and what it received, with its seconds in the stopwatch and in the log of its stages."""
+    worker, transports, stopwatch, stages, pipe = trainer
+    waited_s = 0.0
+    if pipe is not None:
+        pipe.round, waited_s = round, pipe.waited_s
+    report = train_round(worker, round, config)
+    # Taken before the stages tell each other their payloads: that wait is no part of a local phase.
+    between_s = 0.0 if pipe is None else pipe.waited_s - waited_s
+    if stages is not None and log_of_stages is not None:
+        report = _end_in_stages(stages, log_of_stages, report, round, worker.index)
+    deliveries = [one for transport in transports for one in transport.deliveries()]
+    stopwatch.phase(report.whole.compute_s - between_s)
+    stopwatch.waited([one for transport in transports for one in transport.waits()], deliveries)
+    return report, deliveries
+
+
 def _end_in_stages(
-    part: OwnStages, stages: StageLog, report: RoundReport, round: int, worker: int
-) -> tuple[RoundReport, float]:  # fmt: skip
-    """A round with the payloads of all stages, and the seconds that the stages of this process have computed, which it logs."""
+    stages: OwnStages, log_of_stages: StageLog, report: RoundReport, round: int, worker: int
+) -> RoundReport:
+    """A round with the payloads of all stages, after a line about those of this process."""
     sent = sum(size for some in report.operations for one in some for _, size in one.sends)
-    report = report._replace(operations=part.end_round(report.operations))
-    seconds = part.seconds(round, worker, sent)
-    stages.log(seconds)
-    return report, seconds.compute_s
-
-
-def _keepers(
-    now: _Laid, config: RunConfig, line: Lineage, board: Board, first: int, record: RunFolder | Unrecorded
-) -> tuple[Save, Journal]:  # fmt: skip
-    """What saves this process, and what enters its rounds into the record."""
-    save = _saver(now.store.path, line, now.made.worker, board, first)
-    return save, Journal(config, lambda: record, _validator(config, now.made), save, kind="validation")
+    report = report._replace(operations=stages.end_round(report.operations))
+    log_of_stages.log(stages.seconds(round, worker, sent))
+    return report
 
 
 def _record(
@@ -261,44 +234,17 @@ def _work(config: RunConfig, task: Task) -> PipelineWork | None:
     return pipeline_work(config, layout_for(config.model, words.vocab_size))
 
 
-def _lay_anew(now: _Laid, member: Member, make: Callable[[RunConfig], _Made], spent_s: float) -> _Laid:
-    """Gives the stages other layers, where the seconds that all have computed ask for it; the same where they do not."""
-    laid, store, made = now
-    own = None if made.part is None else [member.part, spent_s]
-    said = agree(member, "how long stages have computed", own, timeout_s=laid.run.timeout_s)
-    found = laid_anew(laid, measured_speeds(laid, said))
-    if found is laid:
-        return now
-    state, there = made.worker.state(), partition_of(found, member.worker)
-    if made.pipe is not None:
-        state = exchanged(laid, made.worker.replica.task, made.pipe, state, (store.own, there))
-    for transport in made.transports:
-        transport.close()
-    anew = make(found)
-    anew.worker.restore(state)
-    return _Laid(found, store._replace(own=there), anew)
-
-
-def _keep_only(store: Store, member: Member, finished: int, save: Save) -> None:
-    """After stages were laid anew, removes what they saved before, once all have saved what they have now."""
-    config = store.config
-    if not config.due(config.run.checkpoint_every, finished):
-        save(finished)
-    agree(member, "all have saved the layers of other stages", timeout_s=config.run.timeout_s)
-    store.forget_others(member.worker)
-
-
-def _validator(config: RunConfig, made: _Made) -> Callable[[], Mapping[str, Any]]:
+def _validator(config: RunConfig, trainer: _Trainer) -> Callable[[], Mapping[str, Any]]:
     """What finds the validation loss of this worker."""
-    replica, part = made.worker.replica, made.part
-    if part is None:
+    replica, stages = trainer.worker.replica, trainer.stages
+    if stages is None:
         probe = Probe(config, replica.task, replica.device)
         return lambda: {"loss": probe.loss(replica.scored, replica.buffers)}
     batches = [moved(batch, replica.device) for batch in replica.task.data.validation(config.run.eval_batches)]
 
     def validate() -> Mapping[str, Any]:
         with replica.holding_evaluated():
-            return {"loss": part.validate(batches)}
+            return {"loss": stages.validate(batches)}
 
     return validate
 

@@ -22,7 +22,6 @@ from gossamer.transport.processes.backend import block, hang_up
 from gossamer.transport.processes.board import THREADS
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.waiting import PeerWait
-from gossamer.transport.wire import LIMIT_BYTES
 
 __all__ = ["LENGTH_BYTES", "Flow", "Pipe"]
 
@@ -172,25 +171,11 @@ class Pipe:
     def gather(self, numbers: Tensor) -> list[Tensor]:
         """The vectors of all parts, in their order; all have the same shape and dtype."""
         own = numbers.cpu().contiguous()
-        found = self._all_to_all("gather", own.view(torch.uint8), [own.nbytes] * self.parts)
-        return [raw.view(numbers.dtype) for raw in found]
-
-    def gather_bytes(self, own: Tensor) -> list[Tensor]:
-        """The flat bytes of all parts, in their order, however many each has. Raises: TransportError for more than a message."""
-        sizes = [int(size) for size in self.gather(torch.tensor([own.numel()]))]
-        if not all(0 <= size <= LIMIT_BYTES for size in sizes):
-            raise TransportError(
-                f"the stages of a worker have states of {sizes} bytes, and at most {LIMIT_BYTES} can be sent; set "
-                "pipeline.resplit_every to 0"
-            )
-        return self._all_to_all("bytes", own, sizes)
-
-    def _all_to_all(self, name: str, own: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         others = [part for part in range(self.parts) if part != self.part]
         for part in others:
-            self.expect(Flow(name, part), part, [sizes[part]], sizes[part])
-            self.send(Flow(name, self.part), part, own, length_first=False)
-        came = {part: self.receive(Flow(name, part), part) for part in others}
+            self.expect(Flow("gather", part), part, [own.nbytes], own.nbytes)
+            self.send(Flow("gather", self.part), part, own.view(torch.uint8), length_first=False)
+        came = {part: self.receive(Flow("gather", part), part).view(numbers.dtype) for part in others}
         self.flush()
         return [came.get(part, own) for part in range(self.parts)]
 

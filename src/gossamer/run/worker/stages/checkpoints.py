@@ -93,15 +93,6 @@ class Store(NamedTuple):
         """The rounds that this process can go on from, one list for each worker."""
         return [sorted(self.sources(worker, line)) for worker in workers]
 
-    def held(self, worker: int, line: Lineage) -> list[tuple[int, tuple[int, ...]]]:
-        """The rounds of which this stage has a checkpoint, with the cuts under which it has: those of as many stages."""
-        alike = [one for one in (self.own, *self._others()) if one.stages == self.own.stages]
-        return [
-            (round, one.cuts)
-            for one in alike
-            for round in checkpoint.rounds(one.folders(self.folder)[self.part], worker, line)
-        ]
-
     def fault(self, round: int, worker: int, line: Lineage) -> str | None:
         """Why this round cannot be gone on from, in one clause; None when it can. Cost: that of reading all it needs."""
         paths = self._paths(self.sources(worker, line).get(round, self.own))
