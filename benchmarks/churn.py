@@ -78,7 +78,7 @@ def write_log(config: RunConfig, folder: Path, kind: str) -> int:
         lost_rounds += len(absent)
         mixing = topology.mixing(round)
         for slot in sorted(everyone - absent):
-            missed = frozenset(mixing.hears_from(slot)) & absent
+            missed = frozenset(mixing.receives_from(slot)) & absent
             logs[slot].round(RoundOutcome(round, None, missed, frozenset(), steps[slot] + LOCAL_STEPS))
             steps[slot] += 0 if slot in hit else LOCAL_STEPS
         for slot in sorted(hit):

@@ -80,7 +80,7 @@ def main() -> None:
     for name, rule in ROWS.items():
         state, peak = measure(rule, numel)
         # In one process a received message is the sender's own tensor; a sum by owners adds one chunk per worker.
-        needs = 1 + (1 / 4 if rule.hear is mean else 0)
+        needs = 1 + (1 / 4 if rule.combine is mean else 0)
         print(f"{name:<14} {state:>7.2f} {rule.state_copies:>6} {peak:>9.2f} {needs:>6.2f}")
 
 

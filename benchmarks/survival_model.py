@@ -150,7 +150,7 @@ def elastic_run(
         mixing = topology.mixing(round, alive) if taking else None
         for i in {*taking} - died:
             assert mixing is not None
-            missed = frozenset(mixing.hears_from(i)) & died
+            missed = frozenset(mixing.receives_from(i)) & died
             slot, outcome = slots[i], RoundOutcome(round, alive, missed, frozenset(), 0)
             slot.lives[-1] = slot.lives[-1]._replace(rounds=(*slot.lives[-1].rounds, outcome))
             slot.after = round + 1

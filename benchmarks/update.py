@@ -35,7 +35,7 @@ def update(rule: Rule, kernel: Kernel, numel: int) -> tuple[Callable[[], None], 
     s = rule.init(x, ctx)
     message = rule.send(x, s, ctx)
     other = torch.randn(numel)
-    own = 0 if message is x or rule.hear is not pull else 1
+    own = 0 if message is x or rule.combine is not pull else 1
     touched = x.element_size() * numel * (2 + 2 * len(leaves(s)) + own + 1)
     row, chunk = ((0, 0.5), (1, 0.5)), min(kernel.chunk, numel)
 
@@ -44,7 +44,7 @@ def update(rule: Rule, kernel: Kernel, numel: int) -> tuple[Callable[[], None], 
             b = min(a + chunk, numel)
             state = map_leaves(lambda t: t[a:b], s)  # noqa: B023 (used at once)
             messages = Decoded(message[a:b], (other[a:b],), 0, row)
-            kernel.run(rule, rule.hear, x[a:b], state, messages, ctx)
+            kernel.run(rule, rule.combine, x[a:b], state, messages, ctx)
 
     return run, touched
 

@@ -152,7 +152,7 @@ def _unequal(seen: Seen, lives: dict[int, list[Life]], m: Method) -> list[str]:
                     if theirs is not None and (everyone if theirs.alive is None else theirs.alive) != alive and i < j:
                         found.append(f"round {r} was closed over different sets by workers {i} and {j}")
                 continue
-            for j in set(m.topology.mixing(r, alive).hears_from(i)) - mine.lost:
+            for j in set(m.topology.mixing(r, alive).receives_from(i)) - mine.lost:
                 theirs = log.get(j, {}).get(r)
                 if theirs is not None and not _may_be(i, j, theirs, everyone, m):
                     found.append(f"round {r}: worker {i} counted the exchange with worker {j}, which missed it")
@@ -161,7 +161,7 @@ def _unequal(seen: Seen, lives: dict[int, list[Life]], m: Method) -> list[str]:
 
 def _may_be(i: int, j: int, theirs: RoundOutcome, everyone: frozenset[int], m: Method) -> bool:
     """Whether j's record of a round agrees with an exchange with i that i has counted."""
-    peers = m.topology.mixing(theirs.round, everyone if theirs.alive is None else theirs.alive).hears_from(j)
+    peers = m.topology.mixing(theirs.round, everyone if theirs.alive is None else theirs.alive).receives_from(j)
     return i in theirs.unsure or (i in peers and i not in theirs.lost)
 
 
@@ -183,7 +183,7 @@ def _twice(lives: dict[int, list[Life]], m: Method) -> list[str]:
             for one in before.rounds:
                 alive = everyone if one.alive is None else one.alive
                 mean = m.rule.needs == "everyone"
-                peers = alive - {slot} if mean else set(m.topology.mixing(one.round, alive).hears_from(slot))
+                peers = alive - {slot} if mean else set(m.topology.mixing(one.round, alive).receives_from(slot))
                 if any(holds(j, slot, one.round) for j in peers - one.lost):
                     held = one.steps
             if (has := after.begun.steps) < held:

@@ -42,9 +42,9 @@ def gated(lr: float = 0.7, momentum: float = 0.5, reference: float = 0.8, whole:
     """
     plain = gasloc(lr=lr, momentum=momentum)
 
-    def recv(x: Tensor, s: Any, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, Any]:
+    def recv(x: Tensor, s: Any, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, Any]:
         ours = lr * (x - s.anchor)
-        theirs, both = ours + 2 * heard, ours + heard
+        theirs, both = ours + 2 * combined, ours + combined
         aligned = 2 * both.square().sum() / (ours.square().sum() + theirs.square().sum())
         gate = ((aligned - 0.5) / (reference - 0.5)).clamp(0.0, 1.0)
         z = s.anchor + both

@@ -30,7 +30,7 @@ def hub(n: int) -> str:
 
 def _edges(topology: Topology, n: int, round: int) -> frozenset[Edge]:
     mixing = topology.mixing(round)
-    return frozenset((sender, i) for i in range(n) for sender in mixing.hears_from(i))
+    return frozenset((sender, i) for i in range(n) for sender in mixing.receives_from(i))
 
 
 def _figure(pictures: Sequence[tuple[frozenset[Edge], str]], n: int) -> str:

@@ -406,7 +406,7 @@ def test_decoupled_diloco_with_equal_learners_and_plain_averaging_is_diloco_to_t
         s = server.absorb(s, server.window.merge(messages, arrivals), arrivals[0])
         told = [worker.send(end, state, None) for end in ends]
         row = tuple((j, 0.25) for j in range(4))
-        x, state = worker.recv(ends[0], state, told[0], worker.hear(told[0], dict(enumerate(told)), 0, row), None)
+        x, state = worker.recv(ends[0], state, told[0], worker.combine(told[0], dict(enumerate(told)), 0, row), None)
         assert torch.equal(x, s.x)
 
 

@@ -44,7 +44,7 @@ def test_a_process_that_dies_while_it_starts_starts_again(graph: Topology) -> No
 
 
 def test_steps_that_died_before_anybody_had_them_do_not_count(graph: Topology) -> None:
-    peer = graph.mixing(0).hears_from(1)[0]
+    peer = graph.mixing(0).receives_from(1)[0]
     both = [Failure(1.5, 1), Failure(1.5, peer)]  # after their first exchange, which was with each other
     assert useful(Setting(1.0, 100.0, 10.0), both, graph).useful == 2 * 10
 

@@ -288,7 +288,7 @@ def test_price_and_report_read_what_was_recorded(tmp_path, capsys):
 def test_topology_shows_gap_condition_stability_and_the_graph(capsys):
     code, out, _ = run(["topology", "random", "--workers", 8, "--momentum", 0.8], capsys)
     assert code == 0
-    for part in ("0.968", "1.029", "0.859", "0.744", "0 hears 4"):
+    for part in ("0.968", "1.029", "0.859", "0.744", "0 receives from 4"):
         assert part in out, (part, out)
     code, out, _ = run(["topology", "ring", "--workers", 8, "--set", "edge_weight=1.0"], capsys)
     assert code == 0 and "spectral gap" in out and "6.828" in out and "none" in out

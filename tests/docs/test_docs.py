@@ -117,7 +117,7 @@ def test_the_parts_on_the_page_about_own_parts_train():
     assert [method.rule.name for method in outers] == ["cautious", "gasloc", "diloco"]
     assert outers[2].codec.name == "halves"
     mixings = [scope["pairs"](4).mixing(t) for t in range(2)]
-    assert [[mixing.hears_from(i) for i in range(4)] for mixing in mixings] == [
+    assert [[mixing.receives_from(i) for i in range(4)] for mixing in mixings] == [
         [(1,), (0,), (3,), (2,)],
         [(), (2,), (1,), ()],
     ]

@@ -73,7 +73,7 @@ def recorded(folder: Path, topology: str, n: int) -> Path:
         for r in range(ROUNDS):
             for i in range(n):
                 run.log("train", round=r, worker=i, step=2 * r + 2, loss=3 - 0.1 * r, tokens=64 * (r + 1))
-                peers = tuple((j, 1000) for j in mixings.mixing(r).hears_from(i))
+                peers = tuple((j, 1000) for j in mixings.mixing(r).receives_from(i))
                 run.log_trace(Entry(r, i, 2, 0.1, (Operation("exchange", 0, peers, peers),)))
             run.log("eval", round=r, step=2 * r + 2, tokens=64 * n * (r + 1), loss=3 - 0.1 * r, disagreement=0.1)
     return folder
@@ -81,7 +81,7 @@ def recorded(folder: Path, topology: str, n: int) -> Path:
 
 def planned(topology: str, n: int, round: int) -> set[str]:
     mixing = make_topology(topology, n, seed=3).mixing(round)
-    return {f"{min(i, j)}-{max(i, j)}" for i in range(n) for j in mixing.hears_from(i)}
+    return {f"{min(i, j)}-{max(i, j)}" for i in range(n) for j in mixing.receives_from(i)}
 
 
 def drawn(page: Any, run: int, round: int) -> set[str]:

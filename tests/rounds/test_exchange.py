@@ -323,7 +323,7 @@ def test_a_directed_round_needs_no_answer_from_whoever_was_told():
 
 
 CALLERS = {  # who calls which functions of rules and codecs; those that wrap another one, or analyse or test it, call it too
-    ("rule", ("send", "hear", "recv")): (
+    ("rule", ("send", "combine", "recv")): (
         "rules",
         "rounds.exchange",
         "rounds.forms",

@@ -135,7 +135,7 @@ def test_workers_are_bitwise_equal_after_every_round_and_what_they_hear_is_the_m
         sent = [rule.send(end, s, context(i, n)) for i, (end, s) in enumerate(zip(ends, states, strict=True))]
         told = dict(enumerate(decode(codec, encode(codec, one, 0), one) for one in sent))
         row = tuple((j, 1 / n) for j in range(n))
-        heard = [rule.hear(told[i], {j: m for j, m in told.items() if j != i}, i, row) for i in range(n)]
+        heard = [rule.combine(told[i], {j: m for j, m in told.items() if j != i}, i, row) for i in range(n)]
         old = states[0]
         moves = zip(ends, states, heard, strict=True)
         after = [rule.recv(end, s, told[i], heard[i], context(i, n)) for i, (end, s, _) in enumerate(moves)]

@@ -102,7 +102,7 @@ def test_workers_that_stand_still_stay_to_the_last_bit_on_any_tree(name, options
 def test_both_ends_of_a_link_hold_the_same_sums_to_the_last_bit_through_any_codec(codec):
     topology, start = make_topology("tree", 7), random_vectors(1, 300, dtype=torch.float32)[0]
     _, states = play(relaysum(), topology, [start] * 7, 9, random_drift(300, dtype=torch.float32), codec=codec)
-    peers = [topology.mixing(0).hears_from(i) for i in range(7)]
+    peers = [topology.mixing(0).receives_from(i) for i in range(7)]
     for i, state in enumerate(states):
         for k, j in enumerate(peers[i]):
             assert torch.equal(state.came[k], states[j].went[peers[j].index(i)])

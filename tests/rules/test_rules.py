@@ -86,7 +86,7 @@ ROWS = {
 }
 GOSSIPED = [name for name in TOPOLOGIES if make_topology(name, 8).doubly_stochastic]
 every_rule = pytest.mark.parametrize("rule", ROWS.values(), ids=ROWS.keys())
-GOSSIP = [name for name, rule in ROWS.items() if rule.consensus is not None and rule.hear is pull]
+GOSSIP = [name for name, rule in ROWS.items() if rule.consensus is not None and rule.combine is pull]
 P = 7
 
 
@@ -412,10 +412,10 @@ def test_acceleration_on_the_ring_of_8_is_that_of_the_theory():
 def test_what_is_pulled_sums_to_zero_over_the_workers(n, seed, name):
     mixing = make_topology("random", n, seed=seed).mixing(seed)
     messages = random_vectors(n, P, seed)
-    heard = [pull(messages[i], dict(enumerate(messages)), i, mixing.rows[i]) for i in range(n)]
-    torch.testing.assert_close(sum(heard), torch.zeros(P, dtype=torch.float64), rtol=0, atol=1e-13)
+    combined = [pull(messages[i], dict(enumerate(messages)), i, mixing.rows[i]) for i in range(n)]
+    torch.testing.assert_close(sum(combined), torch.zeros(P, dtype=torch.float64), rtol=0, atol=1e-13)
     expected = torch.from_numpy(matrix(mixing)) @ torch.stack(messages)
-    torch.testing.assert_close(torch.stack(heard) + torch.stack(messages), expected)
+    torch.testing.assert_close(torch.stack(combined) + torch.stack(messages), expected)
 
 
 @every_rule
@@ -465,3 +465,12 @@ def test_a_rule_is_documented_by_equation_cost_source_differences_and_failures(n
         assert part in text, part
     assert RULES[name]().name == name
     assert [*RULES[name]().options] == [option.name for option in options_of(RULES[name])]
+
+
+@pytest.mark.parametrize(("old", "new"), [("hear", "combine"), ("n1_limit", "single_worker_limit")])
+def test_a_rule_with_a_keyword_of_earlier_versions_is_refused_with_its_name_of_today(old: str, new: str) -> None:
+    rule = ROWS["gossip"]
+    fields = rule._asdict()
+    for make in (lambda: type(rule)(**{old: fields.pop(new)}, **fields), lambda: rule._replace(**{old: None})):
+        with pytest.raises(ConfigError, match=f"a Rule got {old} = ..., which is called {new} now; rename the keyword"):
+            make()

@@ -361,7 +361,7 @@ def test_an_anchor_makes_the_error_of_a_codec_that_of_what_changed():
 @pytest.mark.parametrize("name", RULES)
 def test_only_gossip_can_be_anchored(name):
     rule = RULES[name]()
-    if rule.hear is pull and rule.elementwise and not rule.delay_rounds:
+    if rule.combine is pull and rule.elementwise and not rule.delay_rounds:
         assert anchored(rule).name == f"anchored_{name}"
         return
     with pytest.raises(ConfigError, match=f"{rule.name}.*error_feedback"):
@@ -377,6 +377,6 @@ def test_gossip_with_periodic_averaging_agrees_after_every_global_round_and_not_
 
 
 def test_a_rule_that_pushes_hears_a_mean_of_some_and_a_rule_for_everyone_a_mean_of_all():
-    assert sgp().hear is mean and local_sgd().hear is mean
+    assert sgp().combine is mean and local_sgd().combine is mean
     _, states = play(sgp(), make_topology("ring", 5), random_vectors(5, P), 3)
     assert [t.shape for t in leaves(states[0])] == [(P,), (1,)]

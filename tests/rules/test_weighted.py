@@ -69,7 +69,9 @@ def test_with_unequal_steps_it_is_the_rule_on_drifts_as_long_as_those_of_all_ste
 
 
 AVERAGING = [
-    name for name, r in PARAMETERS.items() if r.mean_preserving and r.n1_limit == "inner" and r.needs != "push"
+    name
+    for name, r in PARAMETERS.items()
+    if r.mean_preserving and r.single_worker_limit == "inner" and r.needs != "push"
 ]
 CODED = [(name, c) for name in AVERAGING for c in (exact(), int4()) if c.exact or PARAMETERS[name].needs != "everyone"]
 

@@ -38,23 +38,24 @@ STATEFUL = gasloc()._replace(name="wrong")
 
 
 def with_recv(recv, **tags):
-    """Gossip, whose x after a round is `recv(x, heard, ctx)`."""
-    return PLAIN._replace(recv=lambda x, s, told, heard, ctx: (recv(x, heard, ctx), s), **tags)
+    """Gossip, whose x after a round is `recv(x, combined, ctx)`."""
+    return PLAIN._replace(recv=lambda x, s, own_decoded, combined, ctx: (recv(x, combined, ctx), s), **tags)
 
 
 def with_state(init, recv=None):
     """Gossip with a state that nothing reads."""
     return PLAIN._replace(
-        init=lambda x, ctx: init(x), recv=lambda x, s, told, heard, ctx: (x + heard, s if recv is None else recv(x, s))
+        init=lambda x, ctx: init(x),
+        recv=lambda x, s, own_decoded, combined, ctx: (x + combined, s if recv is None else recv(x, s)),
     )
 
 
 def counts_its_calls():
     calls: list[int] = []
 
-    def recv(x, heard, ctx):
+    def recv(x, combined, ctx):
         calls.append(ctx.round)
-        return x + heard / len(calls)
+        return x + combined / len(calls)
 
     return with_recv(recv)
 
@@ -66,8 +67,8 @@ def keeps_the_start_in_python():
         start[ctx.worker] = x.clone()
         return x
 
-    def recv(x, s, told, heard, ctx):
-        return 0.5 * (x + start.get(ctx.worker, x)) + heard, s
+    def recv(x, s, own_decoded, combined, ctx):
+        return 0.5 * (x + start.get(ctx.worker, x)) + combined, s
 
     return PLAIN._replace(send=send, recv=recv)
 
@@ -76,9 +77,9 @@ def forgets_the_round():
     """Its step becomes shorter in each round, by what it counts outside of its state."""
     seen = {}
 
-    def recv(x, heard, ctx):
+    def recv(x, combined, ctx):
         seen.setdefault(ctx.worker, []).append(ctx.round)
-        return x + heard / len(seen[ctx.worker])
+        return x + combined / len(seen[ctx.worker])
 
     return with_recv(recv)
 
@@ -93,14 +94,14 @@ WRONG = {  # the promise, a rule that breaks it, and what the sentence says
         with_state(lambda x: (x.clone(),), lambda x, s: (torch.cat([s[0], x]),)),
         r"recv\(\) returned a state of the form.*\(14,\).*init\(\) made.*\(7,\)"),
     "parameters of another shape": (
-        "trees_keep_their_form_and_dtype", with_recv(lambda x, heard, ctx: (x + heard)[None]), r"\(1, 7\).*like x"),
+        "trees_keep_their_form_and_dtype", with_recv(lambda x, c, ctx: (x + c)[None]), r"\(1, 7\).*like x"),
     "a message whose shape depends on numbers": (
         "trees_keep_their_form_and_dtype", PLAIN._replace(send=lambda x, s, ctx: x[x != 0]), r"message of the form \(0,\)"),
     "a message that reads a number": (
         "trees_keep_their_form_and_dtype",
         PLAIN._replace(send=lambda x, s, ctx: x * (1.0 if x.sum().item() > 0 else 2.0)), "its code raised .*meta"),
     "writes into x": (
-        "arguments_are_never_written_into", with_recv(lambda x, heard, ctx: x.add_(heard)), r"recv\(\) wrote into 1 of the 3"),
+        "arguments_are_never_written_into", with_recv(lambda x, c, ctx: x.add_(c)), r"recv\(\) wrote into 1 of the 3"),
     "writes what was there": (
         "arguments_are_never_written_into", PLAIN._replace(send=lambda x, s, ctx: x.mul_(1.0)), r"send\(\) wrote into 1"),
     "resets in place": (
@@ -113,12 +114,12 @@ WRONG = {  # the promise, a rule that breaks it, and what the sentence says
         "the_state_owns_its_memory", with_state(lambda x: (torch.zeros(1).expand(7),)), "with itself"),
     "numbers of torch's generator": (
         "the_same_call_gives_the_same_bits",
-        with_recv(lambda x, heard, ctx: x + heard * torch.rand(x.shape)), r"random generator.*torch_rng\(seed, ctx.worker"),
+        with_recv(lambda x, c, ctx: x + c * torch.rand(x.shape)), r"random generator.*torch_rng\(seed, ctx.worker"),
     "numbers of Python's generator": (
-        "the_same_call_gives_the_same_bits", with_recv(lambda x, heard, ctx: x + heard * random.random()), "random generator"),
+        "the_same_call_gives_the_same_bits", with_recv(lambda x, c, ctx: x + c * random.random()), "random generator"),
     "numbers of numpy's generator": (
         "the_same_call_gives_the_same_bits",
-        with_recv(lambda x, heard, ctx: x + heard * np.random.rand()), "random generator"),
+        with_recv(lambda x, c, ctx: x + c * np.random.rand()), "random generator"),
     "a count of calls": (
         "the_same_call_gives_the_same_bits", counts_its_calls(), r"recv\(\) returned 1 of 1 tensors.*Python variables"),
     "a start kept in Python": (
@@ -127,27 +128,27 @@ WRONG = {  # the promise, a rule that breaks it, and what the sentence says
         "as_many_copies_are_kept_as_the_tags_say", with_state(lambda x: (x.clone(),)), "holds 1 tensors.*the tags say 0"),
     "a mean over elements": (
         "halves_updated_one_by_one_equal_the_whole_to_the_last_bit",
-        with_recv(lambda x, heard, ctx: x + heard - heard.mean()), "elements 0 to 3 of 7.*set elementwise = False"),
+        with_recv(lambda x, c, ctx: x + c - c.mean()), "elements 0 to 3 of 7.*set elementwise = False"),
     "a product that is fused": (
         "compiled_code_has_the_same_bits",
-        with_recv(lambda x, heard, ctx: torch.lerp(x, x + heard, 0.5)), r"recv\(\) used lerp.*a \+ w \* b"),
+        with_recv(lambda x, c, ctx: torch.lerp(x, x + c, 0.5)), r"recv\(\) used lerp.*a \+ w \* b"),
     "a factor of a sum": (
-        "compiled_code_has_the_same_bits", with_recv(lambda x, heard, ctx: x.add(heard, alpha=0.5)), r"used add\(alpha=...\)"),
+        "compiled_code_has_the_same_bits", with_recv(lambda x, c, ctx: x.add(c, alpha=0.5)), r"used add\(alpha=...\)"),
     "a mean over elements in the exchange": (
         "chunks_and_shards_give_the_same_bits",
-        with_recv(lambda x, heard, ctx: x + heard - heard.mean()), r"workers \[0, 1, 2, 3\] of 4.*elementwise = False"),
+        with_recv(lambda x, c, ctx: x + c - c.mean()), r"workers \[0, 1, 2, 3\] of 4.*elementwise = False"),
     "a division by a number of elements": (
         "vectors_of_one_element_work",
-        with_recv(lambda x, heard, ctx: x + heard * (1 / (x.numel() - 1)), elementwise=False), "raised ZeroDivisionError"),
+        with_recv(lambda x, c, ctx: x + c * (1 / (x.numel() - 1)), elementwise=False), "raised ZeroDivisionError"),
     "a division by a spread": (
         "vectors_of_one_element_work",
-        with_recv(lambda x, heard, ctx: x + heard / (x - x.mean()).norm(), elementwise=False), "with 1 parameters .* not finite"),
-    "decay": ("equal_workers_that_stand_still_stay", with_recv(lambda x, heard, ctx: 0.999 * x + heard), "moved by up to 0.0"),
+        with_recv(lambda x, c, ctx: x + c / (x - x.mean()).norm(), elementwise=False), "with 1 parameters .* not finite"),
+    "decay": ("equal_workers_that_stand_still_stay", with_recv(lambda x, c, ctx: 0.999 * x + c), "moved by up to 0.0"),
     "gossip that claims to be identical": (
         "replicas_that_receive_from_everyone_stay_bitwise_equal", PLAIN._replace(identical=True), "set identical = False"),
     "a start that nobody leaves": (
         "replicas_that_receive_from_everyone_stay_bitwise_equal",
-        diloco()._replace(name="wrong", recv=lambda x, s, told, heard, ctx: (s.anchor + 0, s)), "left 3 workers"),
+        diloco()._replace(name="wrong", recv=lambda x, s, own_decoded, combined, ctx: (s.anchor + 0, s)), "left 3 workers"),
     "relayed sums that claim to be identical": (
         "replicas_that_receive_from_everyone_stay_bitwise_equal",
         relaysum()._replace(identical=True), "needs = 'tree' rules that out"),
@@ -156,10 +157,10 @@ WRONG = {  # the promise, a rule that breaks it, and what the sentence says
         local_sgd()._replace(name="wrong", mean_preserving=True), "moved the mean of 4 workers by .*mean_preserving = False"),
     "a pull that does not sum to zero": (
         "no_codec_moves_the_mean_of_a_rule_that_keeps_it",
-        with_recv(lambda x, heard, ctx: x + heard * (1 + ctx.worker)), "moved the mean of 4 workers"),
+        with_recv(lambda x, c, ctx: x + c * (1 + ctx.worker)), "moved the mean of 4 workers"),
     "a step that is the same for all": (
         "no_codec_moves_the_mean_of_a_rule_that_keeps_it",
-        with_recv(lambda x, heard, ctx: x + heard + 0.125), "stood still moved by 0.375 in 3 rounds"),
+        with_recv(lambda x, c, ctx: x + c + 0.125), "stood still moved by 0.375 in 3 rounds"),
     "half the declared step": (
         "disagreement_follows_the_declared_recursion",
         PLAIN._replace(consensus=Consensus(0.5, 0.0, "post")), "Consensus.*elsewhere than they are"),
@@ -167,11 +168,12 @@ WRONG = {  # the promise, a rule that breaks it, and what the sentence says
         "disagreement_follows_the_declared_recursion",
         gasloc()._replace(consensus=Consensus(1.0, 0.7, "pre")), "correct the tag"),
     "a limit that is another": (
-        "one_worker_is_the_declared_limit", gasloc()._replace(n1_limit=OuterSGD(0.7, 0.7, False)), "one worker alone is"),
-    "no inner optimizer": ("one_worker_is_the_declared_limit", diloco()._replace(n1_limit="inner"), "n1_limit = 'inner'"),
+        "one_worker_is_the_declared_limit", gasloc()._replace(single_worker_limit=OuterSGD(0.7, 0.7)), "one worker alone is"),
+    "no inner optimizer": (
+        "one_worker_is_the_declared_limit", diloco()._replace(single_worker_limit="inner"), "single_worker_limit = 'inner'"),
     "gradients that are scaled": (
         "one_worker_is_the_declared_limit",
-        data_parallel()._replace(recv=lambda x, s, told, heard, ctx: (2 * heard, s)), "n1_limit = 'inner'"),
+        data_parallel()._replace(recv=lambda x, s, own, c, ctx: (2 * c, s)), "single_worker_limit = 'inner'"),
     "a reset of nothing": (
         "after_a_reset_the_outer_optimizer_begins_afresh", gasloc()._replace(reset=lambda x, s: s), "new outer optimizer"),
     "another tensor as start": (
@@ -186,7 +188,7 @@ WRONG = {  # the promise, a rule that breaks it, and what the sentence says
         gasloc(form="published")._replace(start=lambda s: s.prev), "spacings of bf16"),
     "errors of a codec three times": (
         "allowed_codecs_change_equal_workers_as_little_as_said",
-        with_recv(lambda x, heard, ctx: x + 3 * heard, consensus=None), "codec 'int8'.* at most"),
+        with_recv(lambda x, c, ctx: x + 3 * c, consensus=None), "codec 'int8'.* at most"),
 }  # fmt: skip
 BY_NAME = {promise.__name__: promise for promise in PROMISES}
 
@@ -256,9 +258,9 @@ def test_four_processes_and_the_simulator_agree_to_the_last_bit(rule, topology, 
 def counts_the_rounds_of_all_workers():
     calls = []
 
-    def recv(x, heard, ctx):
+    def recv(x, combined, ctx):
         calls.append(ctx.worker)
-        return x + heard / len(calls)
+        return x + combined / len(calls)
 
     return with_recv(recv)
 
@@ -266,10 +268,10 @@ def counts_the_rounds_of_all_workers():
 def in_one_worker(happens):
     """A rule that does something in round 1 of worker 2."""
 
-    def recv(x, heard, ctx):
+    def recv(x, combined, ctx):
         if (ctx.worker, ctx.round) == (2, 1):
             happens()
-        return x + heard
+        return x + combined
 
     return with_recv(recv)
 
@@ -279,10 +281,10 @@ def fails():
 
 
 APART = {
-    "random numbers": (with_recv(lambda x, heard, ctx: x + heard * torch.rand(x.shape)), {}, r"in round 0, \d+ of 1001"),
+    "random numbers": (with_recv(lambda x, c, ctx: x + c * torch.rand(x.shape)), {}, r"in round 0, \d+ of 1001"),
     "counts calls": (counts_the_rounds_of_all_workers(), {}, r"worker 1 \(parameters\) are up to .* apart"),
     "state": (
-        STATEFUL._replace(reset=None, recv=lambda x, s, told, heard, ctx: (x + heard, s._replace(prev=x * os.getpid()))),
+        STATEFUL._replace(reset=None, recv=lambda x, s, own, c, ctx: (x + c, s._replace(prev=x * os.getpid()))),
         {}, r"\(tensor 1 of its outer state\)"),
     "an error": (in_one_worker(fails), {}, "the process of worker 2 of 4; .*ValueError: a mistake in the user's code"),
     "the end of a process": (in_one_worker(lambda: os._exit(7)), {}, r"no result.*exit codes .*7"),

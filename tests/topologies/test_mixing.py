@@ -32,11 +32,11 @@ def messages(n: int, size: int = 13, dtype: torch.dtype = torch.float32) -> list
 
 
 def pulled(mixing: Mixing, told: list) -> list:
-    return [pull(told[i], {j: told[j] for j in mixing.hears_from(i)}, i, row) for i, row in enumerate(mixing.rows)]
+    return [pull(told[i], {j: told[j] for j in mixing.receives_from(i)}, i, row) for i, row in enumerate(mixing.rows)]
 
 
 def averaged(mixing: Mixing, told: list) -> list:
-    return [mean(told[i], {j: told[j] for j in mixing.hears_from(i)}, i, row) for i, row in enumerate(mixing.rows)]
+    return [mean(told[i], {j: told[j] for j in mixing.receives_from(i)}, i, row) for i, row in enumerate(mixing.rows)]
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
@@ -113,7 +113,7 @@ def test_edges_complete_each_row_with_the_own_weight() -> None:
     mixing = from_edges(3, [(2, 0, 0.25), (0, 1, 1.0)])
     assert mixing.rows == (((0, 0.0), (1, 1.0)), ((1, 1.0),), ((0, 0.25), (2, 0.75)))
     assert mixing.columns == ((2,), (0,), ())
-    assert (mixing.n, mixing.hears_from(2), mixing.sends_to(0), mixing.weight(2)) == (3, (0,), (2,), 0.75)
+    assert (mixing.n, mixing.receives_from(2), mixing.sends_to(0), mixing.weight(2)) == (3, (0,), (2,), 0.75)
 
 
 graphs = st.integers(1, 12).flatmap(

@@ -53,7 +53,7 @@ def subsets(n: int) -> list[frozenset[int] | None]:
 
 
 def links(mixing: Mixing) -> set[tuple[int, int]]:
-    return {(i, j) for i in range(mixing.n) for j in mixing.hears_from(i)}
+    return {(i, j) for i in range(mixing.n) for j in mixing.receives_from(i)}
 
 
 def reachable(n: int, edges: set[tuple[int, int]]) -> np.ndarray:
@@ -97,7 +97,7 @@ def check_tags(topology: Topology, mixing: Mixing, alive: frozenset[int] | None)
         assert np.linalg.eigvalsh(w).min() > -1e-12
     if topology.everyone:
         assert len({mixing.rows[i] for i in workers}) <= 1
-        assert all(mixing.hears_from(i) == tuple(j for j in workers if j != i) for i in workers)
+        assert all(mixing.receives_from(i) == tuple(j for j in workers if j != i) for i in workers)
     if topology.tree and len(workers):
         assert topology.static
         assert len(links(mixing)) == 2 * (len(workers) - 1)
@@ -217,7 +217,7 @@ def test_the_mixing_of_a_round_is_planned_once() -> None:
 def test_random_peers_are_matchings_without_a_common_pair(n: int, round: int, data: st.DataObject) -> None:
     k = data.draw(st.integers(1, n - 1))
     mixing = make_topology("random", n, seed=n, peers=k).mixing(round)
-    degrees = sorted(len(mixing.hears_from(i)) for i in range(n))
+    degrees = sorted(len(mixing.receives_from(i)) for i in range(n))
     assert degrees == [k] * n if n % 2 == 0 else degrees == [k - 1] * k + [k] * (n - k)
     assert {w for i, row in enumerate(mixing.rows) for j, w in row if j != i} == {1 / (k + 1)}
 
@@ -235,7 +235,7 @@ def test_random_peers_favour_no_pair_and_no_worker(n: int, k: int) -> None:
 
 def test_all_perfect_matchings_are_equally_likely() -> None:
     topology = make_topology("random", 4, seed=2)
-    partner_of_zero = [topology.mixing(t).hears_from(0)[0] for t in range(3000)]
+    partner_of_zero = [topology.mixing(t).receives_from(0)[0] for t in range(3000)]
     assert all(abs(partner_of_zero.count(j) - 1000) < 130 for j in (1, 2, 3))
 
 
@@ -252,7 +252,7 @@ def test_every_draw_of_random_peers_has_the_same_weights(n: int, k: int) -> None
 def test_a_seed_and_a_round_name_one_draw_on_every_machine() -> None:
     def pairs(seed: int, round: int) -> list[int]:
         mixing = make_topology("random", 8, seed=seed).mixing(round)
-        return [mixing.hears_from(i)[0] for i in range(8)]
+        return [mixing.receives_from(i)[0] for i in range(8)]
 
     assert pairs(0, 0) == [4, 7, 3, 2, 0, 6, 5, 1]
     assert len({tuple(pairs(seed, round)) for seed in range(5) for round in range(5)}) > 15
@@ -269,7 +269,7 @@ def test_base_is_symmetric_with_at_most_k_peers_and_exact_after_the_rounds_of_it
         for t in range(rounds):
             w = matrix(topology.mixing(t))
             assert (w == w.T).all() and w.min() >= 0 and abs(w.sum(0) - 1).max() < 1e-12
-            assert max(len(topology.mixing(t).hears_from(i)) for i in range(n)) <= k
+            assert max(len(topology.mixing(t).receives_from(i)) for i in range(n)) <= k
             product = w @ product
         assert abs(product - 1 / n).max() < 1e-14
         assert topology.mixing(rounds) == topology.mixing(0)
@@ -326,13 +326,13 @@ def test_periodic_averaging_is_its_graph_but_for_every_kth_round(graph: str | di
         assert topology.mixing(t).everyone == (t % 4 == 3)
 
 
-def test_whom_a_worker_pushes_to_is_uniform_and_whom_it_hears_is_not() -> None:
+def test_whom_a_worker_pushes_to_is_uniform_and_whom_it_receives_from_is_not() -> None:
     topology, draws = make_topology("random_push", 6, seed=1, peers=2), 3000
     count = sum((matrix(topology.mixing(t)) * (1 - np.eye(6)) > 0 for t in range(draws)), np.zeros((6, 6)))
     assert abs(count[~np.eye(6, dtype=bool)] - draws * 2 / 5).max() < 5 * math.sqrt(draws * 0.4 * 0.6)
     mixings = [topology.mixing(t) for t in range(50)]
     assert {len(mixing.sends_to(j)) for mixing in mixings for j in range(6)} == {2}
-    assert {len(mixing.hears_from(i)) for mixing in mixings for i in range(6)} >= {0, 1, 2, 3, 4}
+    assert {len(mixing.receives_from(i)) for mixing in mixings for i in range(6)} >= {0, 1, 2, 3, 4}
 
 
 @given(n=st.integers(1, 40), round=st.integers(0, 10**6), name=st.sampled_from(["grid", "groups"]), data=st.data())
@@ -373,7 +373,7 @@ def test_a_grid_of_side_two_is_the_hypercube_and_of_one_dimension_the_complete_g
 def test_groups_of_two_are_random_pairs_and_one_group_is_the_complete_graph() -> None:
     topology = make_topology("groups", 7, size=2)
     for t in range(20):
-        assert sorted(len(topology.mixing(t).hears_from(i)) for i in range(7)) == [0, 1, 1, 1, 1, 1, 1]
+        assert sorted(len(topology.mixing(t).receives_from(i)) for i in range(7)) == [0, 1, 1, 1, 1, 1, 1]
         assert make_topology("groups", 7, size=9).mixing(t) == make_topology("complete", 7).mixing(t)
 
 
@@ -393,7 +393,7 @@ def test_random_groups_shrink_the_disagreement_by_the_number_of_groups(n: int, s
 def test_a_grid_closes_up_when_workers_are_lost() -> None:
     alive = frozenset(range(16)) - {1, 6, 7, 12, 13, 14, 15}  # 9 of 16, which stand 3 by 3
     topology, product = make_topology("grid", 16), np.eye(16)
-    assert [topology.mixing(t, alive).hears_from(5) for t in range(2)] == [(4, 8), (2, 10)]
+    assert [topology.mixing(t, alive).receives_from(5) for t in range(2)] == [(4, 8), (2, 10)]
     for t in range(2):
         product = matrix(topology.mixing(t, alive)) @ product
     workers = sorted(alive)
@@ -402,7 +402,7 @@ def test_a_grid_closes_up_when_workers_are_lost() -> None:
 
 def test_the_ring_of_those_alive_closes_around_the_lost() -> None:
     mixing = make_topology("ring", 6).mixing(0, frozenset({0, 2, 3, 5}))
-    assert [mixing.hears_from(i) for i in range(6)] == [(2, 5), (), (0, 3), (2, 5), (), (0, 3)]
+    assert [mixing.receives_from(i) for i in range(6)] == [(2, 5), (), (0, 3), (2, 5), (), (0, 3)]
 
 
 def test_the_edge_weight_of_a_ring_is_that_of_its_laplacian() -> None:
@@ -414,7 +414,7 @@ def test_the_edge_weight_of_a_ring_is_that_of_its_laplacian() -> None:
 
 def test_the_hub_of_a_star_is_the_first_worker_alive() -> None:
     mixing = make_topology("star", 5).mixing(0, frozenset({2, 3, 4}))
-    assert mixing.hears_from(2) == (3, 4) and mixing.hears_from(3) == mixing.hears_from(4) == (2,)
+    assert mixing.receives_from(2) == (3, 4) and mixing.receives_from(3) == mixing.receives_from(4) == (2,)
 
 
 def test_a_tree_of_one_branch_is_a_chain_and_one_of_many_a_star() -> None:
@@ -425,19 +425,19 @@ def test_a_tree_of_one_branch_is_a_chain_and_one_of_many_a_star() -> None:
 
 def test_those_alive_close_up_in_a_chain_and_in_a_tree() -> None:
     alive = frozenset({0, 2, 3, 5, 6})
-    assert [make_topology("chain", 7).mixing(0, alive).hears_from(i) for i in (0, 3, 6)] == [(2,), (2, 5), (5,)]
-    assert [make_topology("tree", 7).mixing(0, alive).hears_from(i) for i in (0, 2, 6)] == [(2, 3), (0, 5, 6), (2,)]
+    assert [make_topology("chain", 7).mixing(0, alive).receives_from(i) for i in (0, 3, 6)] == [(2,), (2, 5), (5,)]
+    assert [make_topology("tree", 7).mixing(0, alive).receives_from(i) for i in (0, 2, 6)] == [(2, 3), (0, 5, 6), (2,)]
 
 
 def test_a_torus_is_as_square_as_it_can_be_unless_told() -> None:
-    assert make_topology("torus", 12).mixing(0).hears_from(0) == (1, 3, 4, 8)  # 3 rows of 4
-    assert make_topology("torus", 12, rows=2).mixing(0).hears_from(0) == (1, 5, 6)
-    assert make_topology("torus", 12, rows=6).mixing(0).hears_from(0) == (1, 2, 10)
+    assert make_topology("torus", 12).mixing(0).receives_from(0) == (1, 3, 4, 8)  # 3 rows of 4
+    assert make_topology("torus", 12, rows=2).mixing(0).receives_from(0) == (1, 5, 6)
+    assert make_topology("torus", 12, rows=6).mixing(0).receives_from(0) == (1, 2, 10)
 
 
 def test_a_corner_of_the_hypercube_without_a_partner_waits() -> None:
     mixing = make_topology("hypercube", 8).mixing(2, frozenset({0, 1, 2, 5, 6}))  # positions 0 to 4; the third hop is 4
-    assert [mixing.hears_from(i) for i in range(8)] == [(6,), (), (), (), (), (), (0,), ()]
+    assert [mixing.receives_from(i) for i in range(8)] == [(6,), (), (), (), (), (), (0,), ()]
 
 
 @pytest.mark.parametrize(
@@ -488,7 +488,7 @@ def test_options_given_back_make_the_same_topology() -> None:
 
 
 @each_topology
-def test_a_picture_names_every_worker_and_whom_it_hears(name: str, options: dict) -> None:
+def test_a_picture_names_every_worker_and_whom_it_receives_from(name: str, options: dict) -> None:
     for topology in sizes(name, options, range(1, 21)):
         lines = draw_round(topology, 1).split("\n")
         assert lines[0].startswith(f"{name}, {topology.n} worker")
@@ -496,8 +496,8 @@ def test_a_picture_names_every_worker_and_whom_it_hears(name: str, options: dict
         mixing = topology.mixing(1)
         for i in range(topology.n):
             line = lines[len(lines) - topology.n + i]
-            assert line.startswith(f"{i} hears ")
-            assert ("nobody" in line) == (not mixing.hears_from(i))
+            assert line.startswith(f"{i} receives from ")
+            assert ("nobody" in line) == (not mixing.receives_from(i))
         picture = "\n".join(lines[2 : len(lines) - topology.n])
         assert all(str(i) in picture for i in range(topology.n)) == (topology.n <= 16)
 

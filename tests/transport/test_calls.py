@@ -199,7 +199,7 @@ def test_workers_that_agree_and_do_not_learn_stay_where_they_are_to_the_last_bit
         number, mixing = phases[i], topology.mixing(phases[i])
         phases[i] += 1
         own = published[i][phases[i]] = gossips[i].message(number, mixing)
-        chosen = {p: published[p][1 + int(dt) % len(published[p])] for p in mixing.hears_from(i) if published[p]}
+        chosen = {p: published[p][1 + int(dt) % len(published[p])] for p in mixing.receives_from(i) if published[p]}
         gossips[i].mix(number, own, chosen, mixing)
     assert all(torch.equal(worker.x, x) for worker in pairs)
     assert all(torch.equal(worker.learner.x, x) for worker in gossips)

@@ -32,7 +32,7 @@ def a2cid2(eta: NotNegative | Literal["auto"] = "auto", alpha: Positive = 0.5) -
 
     dt seconds:   (x, x̃) ← (s x + (1 - s) x̃, (1 - s) x + s x̃),  s = (1 + exp(-2 η dt)) / 2
     local phase:  x ← x + d,  x̃ ← x̃ + d,  d = end - start
-    meeting:      x ← x + ½ (heard - told),  x̃ ← x̃ + α̃ (heard - told)
+    meeting:      x ← x + ½ (peer_decoded - own_decoded),  x̃ ← x̃ + α̃ (peer_decoded - own_decoded)
 
     Mixing and meeting keep Σ_i (x_i + x̃_i). The mean of x alone is kept too if all workers are evaluated at the same time.
 
@@ -66,8 +66,8 @@ def a2cid2(eta: NotNegative | Literal["auto"] = "auto", alpha: Positive = 0.5) -
     def tell(x: Tensor, s: _State) -> Tensor:
         return x
 
-    def meet(x: Tensor, s: _State, told: Tensor, heard: Tensor) -> tuple[Tensor, _State]:
-        pull = heard - told
+    def meet(x: Tensor, s: _State, own_decoded: Tensor, peer_decoded: Tensor) -> tuple[Tensor, _State]:
+        pull = peer_decoded - own_decoded
         return x + 0.5 * pull, _State(s.copy + alpha * pull)
 
     return PairRule(init, advance, learn, tell, meet, state_copies=1)

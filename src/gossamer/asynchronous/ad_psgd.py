@@ -37,7 +37,7 @@ def ad_psgd() -> PairRule:
     def tell(x: Tensor, s: Tree) -> Tensor:
         return x
 
-    def meet(x: Tensor, s: Tree, told: Tensor, heard: Tensor) -> tuple[Tensor, Tree]:
-        return x + 0.5 * (heard - told), s
+    def meet(x: Tensor, s: Tree, own_decoded: Tensor, peer_decoded: Tensor) -> tuple[Tensor, Tree]:
+        return x + 0.5 * (peer_decoded - own_decoded), s
 
     return PairRule(init, advance, learn, tell, meet)

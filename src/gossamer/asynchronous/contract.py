@@ -57,7 +57,7 @@ class Regions(NamedTuple):
     """How the servers of regions, each with its own workers, exchange with one global server above them."""
 
     rule: "ServerRule"
-    """The global server's, which absorbs reports, told no tokens and no steps; `greet` of its state is what it sends back."""
+    """The global server's, which absorbs reports without their tokens and steps; `greet` of its state is what it sends back."""
     every: int
     """Updates of a region's server after a merge, until it reports."""
     tell: Callable[[Any], tuple[Any, Tensor]]
@@ -100,11 +100,12 @@ class PairRule(NamedTuple):
 
     `init(x) -> s` makes the state that is kept in addition to the parameters x; `advance(x, s, dt)` lets dt seconds pass and is
     called before every other update, so that both ends of a meeting are at the same time; `learn(x, s, drift)` applies a local
-    phase (drift = end - start); `tell(x, s)` makes the message to the other end of a meeting; `meet(x, s, told, heard)` is the
-    meeting itself, where `told` is this worker's own message. All but init and tell return `(x, s)`, and all are pure.
+    phase (drift = end - start); `tell(x, s)` makes the message to the other end of a meeting; `meet(x, s, own_decoded,
+    peer_decoded)` is the meeting itself, with this worker's own message as the other end decodes it. All but init and tell
+    return `(x, s)`, and all are pure.
 
     The messages of a meeting are in flight for some time, and a local phase may change x meanwhile: rules that keep a mean
-    write the meeting in the difference `heard - told`, which has opposite signs at the two ends.
+    write the meeting in the difference `peer_decoded - own_decoded`, which has opposite signs at the two ends.
     """
 
     init: Callable[[Tensor], Tree]

@@ -38,7 +38,7 @@ def dadao(strong_convexity: Positive, smoothness: Positive, chi1: Positive) -> P
     dt seconds, exactly, with ν = μ/2:  X' = e (X̃ - X);  X̃' = e (X - X̃);  Y' = a (Ỹ - Y);  Ỹ' = -θ (ν X̃ + Y + Z);
                                      Z' = a (Z̃ - Z);  Z̃' = ã (Z - Z̃)
     gradient:  r = ∇f_i(X) - ν X - Ỹ;   X ← X - γ r;  X̃ ← X̃ - γ̃ r;  Ỹ ← Ỹ + (δ + δ̃) r
-    meeting:   p = told - heard of Y + Z;   Z ← Z - β p;  Z̃ ← Z̃ - β̃ p
+    meeting:   p = own_decoded - peer_decoded of Y + Z;   Z ← Z - β p;  Z̃ ← Z̃ - β̃ p
 
     e = √(ν/L)/8;  a = √(ν/L)/4;  ã = √(ν/L)/8;  θ = √(L/ν)/2;  γ = 1/(4L);  γ̃ = 1/(4√(Lν));  δ = √(ν/L)/4;  δ̃ = 1;
     β = 1/2;  β̃ = 2 χ₁ √(L/ν)
@@ -94,8 +94,8 @@ def dadao(strong_convexity: Positive, smoothness: Positive, chi1: Positive) -> P
     def tell(x: Tensor, s: _State) -> Tensor:
         return s.y + s.z
 
-    def meet(x: Tensor, s: _State, told: Tensor, heard: Tensor) -> tuple[Tensor, _State]:
-        p = told - heard
+    def meet(x: Tensor, s: _State, own_decoded: Tensor, peer_decoded: Tensor) -> tuple[Tensor, _State]:
+        p = own_decoded - peer_decoded
         return x, s._replace(z=s.z - beta * p, z_=s.z_ - beta_ * p)
 
     return PairRule(init, advance, learn, tell, meet, state_copies=5, any_phase=False)

@@ -22,8 +22,8 @@ def meeting_rates(mixing: Mixing, meetings_per_s: float) -> dict[tuple[int, int]
     >>> meeting_rates(ring(4).mixing(0), 1.0)
     {(0, 1): 0.5, (0, 3): 0.5, (1, 2): 0.5, (2, 3): 0.5}
     """
-    degree = [max(1, len(mixing.hears_from(i))) for i in range(mixing.n)]
-    linked = {(min(i, j), max(i, j)) for i in range(mixing.n) for j in mixing.hears_from(i)}
+    degree = [max(1, len(mixing.receives_from(i))) for i in range(mixing.n)]
+    linked = {(min(i, j), max(i, j)) for i in range(mixing.n) for j in mixing.receives_from(i)}
     return {(i, j): meetings_per_s / 2 * (1 / degree[i] + 1 / degree[j]) for i, j in sorted(linked)}
 
 

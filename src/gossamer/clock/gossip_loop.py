@@ -148,7 +148,7 @@ class GossipRun:
     def _mix(self, i: int, number: int, present: Sequence[int]) -> list[Record]:
         mixing, sent = self.topology.mixing(number, frozenset(present)), self._published[i][-1][1]
         received, records = dict[int, Tree](), list[Record]()
-        for j in mixing.hears_from(i):
+        for j in mixing.receives_from(i):
             left_s = self.time_s - self._durations.transfer_s(j, i, self._bytes)
             newest = bisect_right(self._published[j], left_s, key=lambda version: version[0]) - 1
             published_s, message = self._published[j][newest]

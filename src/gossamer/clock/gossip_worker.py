@@ -49,13 +49,13 @@ class GossipWorker:
 
         Args:
             own: its own message, as the others decode it.
-            received: those of the peers that it hears; the weight of a peer whose message is missing stays at home.
+            received: those of the peers that it receives from; the weight of a peer whose message is missing stays at home.
         """
         full, i = mixing.rows[self.worker], self.worker
         row = without(full, i, [j for j, _ in full if j != i and j not in received])
         messages = Decoded(own, tuple(received[j] for j, _ in row if j != i), i, row)
         context = self._context(number, mixing)
-        outer_update(self.rule, self.rule.hear, self.learner.x, self.s, messages, context)
+        outer_update(self.rule, self.rule.combine, self.learner.x, self.s, messages, context)
 
     def _context(self, number: int, mixing: Mixing) -> Context:
         learner, i = self.learner, self.worker

@@ -212,9 +212,8 @@ class PairRun:
             number, self._meetings = self._meetings, self._meetings + 1
             sent, size = list[Tensor](), 0
             for k in (i, j):
-                told, layout = self._now(k).tell(), self.learners[k].layout
                 self._peers[k].meets = number
-                message, size = self._options.transmit(told, layout, k, number)
+                message, size = self._options.transmit(self._now(k).tell(), self.learners[k].layout, k, number)
                 sent.append(message)
             takes_s = max(self._durations.transfer_s(i, j, size), self._durations.transfer_s(j, i, size))
             meeting = _Meet(number, i, j, (sent[0], sent[1]), size, self.time_s)

@@ -50,6 +50,6 @@ class PairWorker:
         """The message to the other end of a meeting."""
         return self.rule.tell(self.x, self.s)
 
-    def meet(self, told: Tensor, heard: Tensor) -> None:
+    def meet(self, own_decoded: Tensor, peer_decoded: Tensor) -> None:
         """The meeting itself, with this worker's own message and that of the other end, both decoded."""
-        self.x, self.s = self.rule.meet(self.x, self.s, told, heard)
+        self.x, self.s = self.rule.meet(self.x, self.s, own_decoded, peer_decoded)

@@ -12,7 +12,7 @@ Why it cannot deadlock: only `receive` and `finish` wait, everything is sent bef
 is waited for first, and a message is named by its round and fragment. Worker i waits only for messages that their senders post
 before they wait for anything that i sends later; by induction over what was sent, all of them come.
 
-Who calls the functions of a rule: `init` and `send` are called here and in `gossamer.rounds.forms` only, `hear` and `recv` in
+Who calls the functions of a rule: `init` and `send` are called here and in `gossamer.rounds.forms` only, `combine` and `recv` in
 `gossamer.rounds.kernel` only, except that a mean over everyone is combined here: one chunk by each owner, or once for all workers
 of a process. Codecs are called in `gossamer.codecs.message` only. A rule or a codec that wraps another calls the one it wraps,
 and `gossamer.testing` the rule that it checks.
@@ -136,7 +136,7 @@ class Exchange:
 
 def with_mixing(ctx: Context, mixing: Mixing) -> Context:
     """The context, completed with the mixing of its round."""
-    return ctx._replace(everyone=mixing.everyone, peers=mixing.hears_from(ctx.worker))
+    return ctx._replace(everyone=mixing.everyone, peers=mixing.receives_from(ctx.worker))
 
 
 def initial_state(rule: Rule, mixing: Mixing, x: Tensor, ctx: Context) -> Tree:
@@ -242,7 +242,7 @@ def _with_peers(job: _Job) -> _Legs:
     """Every receiver gets the whole payload."""
     (rule, codec, transport, part, seed, kernel, *_), mixing, ctx, _ = job
     i, ticket = ctx.worker, Ticket(ctx.round, part.fragment, 2 * job.setup.attempt)
-    sources, targets = mixing.hears_from(i), mixing.sends_to(i)
+    sources, targets = mixing.receives_from(i), mixing.sends_to(i)
     template = encode(codec, message_template(rule, part.x, part.s, ctx), 0)
     for j in sources:
         transport.expect(ticket, j, leaves(template))
@@ -273,12 +273,12 @@ def _with_peers(job: _Job) -> _Legs:
     # Renumbered by place, and with the worker itself first where its place does not matter, so that a compiled kernel meets
     # one row per number of peers.
     full = without(mixing.rows[i], i, lost)
-    order, weights = [i, *sources] if rule.hear is pull else [j for j, _ in full], dict(full)
+    order, weights = [i, *sources] if rule.combine is pull else [j for j, _ in full], dict(full)
     row, me = tuple((place, weights[j]) for place, j in enumerate(order)), order.index(i)
     with job.setup.around(), _merging(job, sent.x):
         for a, b in update_spans(kernel, rule, part.x.device, 0, part.x.numel()):
             messages = Decoded(cut(rule, own, a, b), tuple(cut(rule, m, a, b) for m in received), me, row)
-            kernel.run(rule, rule.hear, part.x[a:b], cut(rule, part.s, a, b), messages, ctx)
+            kernel.run(rule, rule.combine, part.x[a:b], cut(rule, part.s, a, b), messages, ctx)
 
 
 def _through_owners(job: _Job) -> _Legs:
@@ -289,7 +289,7 @@ def _through_owners(job: _Job) -> _Legs:
     (rule, codec, transport, part, seed, *_), mixing, ctx, _ = job
     i, back, leg = ctx.worker, codec.back or EXACT, 2 * job.setup.attempt
     there, gather = Ticket(ctx.round, part.fragment, leg), Ticket(ctx.round, part.fragment, leg + 1)
-    owners, others = [j for j, _ in mixing.rows[i]], mixing.hears_from(i)  # all workers that take part
+    owners, others = [j for j, _ in mixing.rows[i]], mixing.receives_from(i)  # all workers that take part
     n, place = len(owners), {j: k for k, j in enumerate(owners)}
     template = chunks(message_template(rule, part.x, part.s, ctx), n, codec)
     share = encode(codec, template[place[i]], 0)
@@ -315,7 +315,7 @@ def _through_owners(job: _Job) -> _Legs:
     arrived = {j: decode(codec, refill(share, frames), mine) for j, frames in transport.collect(there).items()}
     _must_be_whole(ctx, others, arrived)
     _must_be_finite(ctx, "message", arrived | ({} if codec.exact else {i: tuple(own)}))
-    total = rule.hear(own[place[i]], arrived, i, mixing.rows[i])
+    total = rule.combine(own[place[i]], arrived, i, mixing.rows[i])
     del arrived
     mine = encode(back, total, rng.key(seed, i, ctx.round, part.fragment, "back"))
     for j in others:
@@ -344,14 +344,14 @@ def _in_one_process(job: _Job, together: Together) -> _Legs:
 
     sent = _sent(job)
     there, back = together.put(ticket, i, sent.message, lambda: sizes_of(sent.message, n, codec))
-    others = mixing.hears_from(i)
+    others = mixing.receives_from(i)
     sends = tuple((j, there[j] + back[i]) for j in others)
     receives = tuple((j, there[i] + back[j]) for j in others)
     yield _Posted(sent, Operation("mean", part.fragment, sends, receives, job.setup.overlap_steps))
     yield ticket
 
     def mean(messages: Mapping[int, Tree]) -> Tree:
-        total = rule.hear(messages[i], messages, i, mixing.rows[i])
+        total = rule.combine(messages[i], messages, i, mixing.rows[i])
         _must_be_finite(ctx, "sum", dict(enumerate(chunks(total, n, codec))))
         return total
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.rules import Context, Rule
-from gossamer.topologies.mixing import Hear, Row
+from gossamer.topologies.mixing import Combine, Row
 from gossamer.tree import Tree, leaves, map_leaves
 
 __all__ = ["PLAIN", "Decoded", "Kernel", "compiled", "cut", "must_have_compiler", "outer_update", "update_spans"]
@@ -33,13 +33,13 @@ class Decoded(NamedTuple):
     row: Row
     """The weights, by number; any numbering will do."""
 
-    def combined(self, combine: Hear) -> Tree:
+    def combined(self, combine: Combine) -> Tree:
         """What `combine` makes of them."""
         numbers = (j for j, _ in self.row if j != self.me)
         return combine(self.own, dict(zip(numbers, self.received, strict=True)), self.me, self.row)
 
 
-_Update = Callable[[Rule, Hear, Tensor, Tree, Decoded, Context], None]
+_Update = Callable[[Rule, Combine, Tensor, Tree, Decoded, Context], None]
 
 
 class Kernel(NamedTuple):
@@ -56,7 +56,7 @@ class Kernel(NamedTuple):
         return self.chunk if device.type == "cpu" else sys.maxsize
 
 
-def outer_update(rule: Rule, combine: Hear, x: Tensor, s: Tree, messages: Decoded, ctx: Context) -> None:
+def outer_update(rule: Rule, combine: Combine, x: Tensor, s: Tree, messages: Decoded, ctx: Context) -> None:
     """Combines the messages, and writes the outer update into `x` and `s`."""
     old = [x, *leaves(s), *leaves(messages.own)]
     # A rule may keep an input as new state, the old anchor as "previous" say: save it before it is written over.
@@ -100,7 +100,7 @@ def compiled() -> Kernel:
     must_have_compiler("run.compile")
     one = torch.ones(())
 
-    def fused(rule: Rule, combine: Hear, x: Tensor, s: Tree, messages: Decoded, ctx: Context) -> None:
+    def fused(rule: Rule, combine: Combine, x: Tensor, s: Tree, messages: Decoded, ctx: Context) -> None:
         # The compiler takes an input kept as state for that input's memory, even through a clone, and hands out what was
         # written there since; times a one it cannot see through is free inside the pass and changes no bit.
         updated = rule.recv(x, s, messages.own, messages.combined(combine), ctx)
@@ -110,7 +110,7 @@ def compiled() -> Kernel:
 
     in_one_pass: _Update = torch.compile(fused, dynamic=True)
 
-    def run(rule: Rule, combine: Hear, x: Tensor, s: Tree, messages: Decoded, ctx: Context) -> None:
+    def run(rule: Rule, combine: Combine, x: Tensor, s: Tree, messages: Decoded, ctx: Context) -> None:
         if rule.elementwise and rule.compiles:
             # The names in a layout would be compiled in.
             in_one_pass(rule, combine, x, s, messages, ctx._replace(layout=Layout((), 0)))

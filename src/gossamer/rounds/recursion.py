@@ -62,7 +62,7 @@ def of_rule(rule: Rule, merge: float) -> Recursion:
         x, s = refill(form, [torch.full_like(zero, value) for value in values])
         message = rule.send(x, s, ctx)
         peer = map_leaves(lambda t: t + 2 * pull, message)
-        result, s = rule.recv(x, s, message, rule.hear(message, {1: peer}, 0, ((0, 0.5), (1, 0.5))), ctx)
+        result, s = rule.recv(x, s, message, rule.combine(message, {1: peer}, 0, ((0, 0.5), (1, 0.5))), ctx)
         return message, [float(t) for t in leaves((merge * x + (1 - merge) * result, s))]
 
     def sent(values: Sequence[float]) -> float:

@@ -5,8 +5,8 @@ worker i takes the mean gradient over the slots S_i that it trains, and the mean
 
     mean = Σ_i |S_i| message_i / Σ_i |S_i|.
 
-Everything follows from over whom the means of the rounds before were taken, which all of them agreed on: so nobody needs to be
-told, and a slot's steps are part of the mean once, whatever each worker believes of the others.
+Everything follows from the workers over whom the means of earlier rounds were taken, on which all of them agreed: so no message
+is needed, and a slot's steps are part of the mean once, whatever each worker believes of the others.
 """
 
 from collections.abc import Collection

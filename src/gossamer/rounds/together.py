@@ -1,4 +1,4 @@
-"""A mean over all workers of one process: taken once, as all of them hear the same."""
+"""A mean over all workers of one process: taken once, as all of them receive the same."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ class _Mean:
 class Together:
     """The means of n workers of one process; threads may use it.
 
-    Through mailboxes every worker would send a part to every other and hear n sums: O(n²) messages a mean.
+    Through mailboxes every worker would send a part to every other and receive n sums: O(n²) messages a mean.
     Cost: one pass over the n messages for each mean, in one thread.
     """
 

@@ -67,12 +67,16 @@ def rule_of_updates(topology: Topology) -> Rule:
     def send(x: Tensor, s: MixedUpdate, ctx: Context) -> Tree:
         return own(x, s).to(x.dtype)
 
-    def gossiped(x: Tensor, s: MixedUpdate, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, Tree]:
-        return x, s._replace(mixed=own(x, s) + heard)
+    def gossiped(x: Tensor, s: MixedUpdate, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, Tree]:
+        return x, s._replace(mixed=own(x, s) + combined)
 
-    def averaged(x: Tensor, s: MixedUpdate, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, Tree]:
-        return x, s._replace(mixed=heard)
+    def averaged(x: Tensor, s: MixedUpdate, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, Tree]:
+        return x, s._replace(mixed=combined)
 
     if topology.everyone:
-        return Rule(init, send, mean, averaged, needs="everyone", n1_limit="inner", name="updates", compiles=False)
-    return Rule(init, send, pull, gossiped, needs="connected", n1_limit="inner", name="updates", compiles=False)
+        return Rule(
+            init, send, mean, averaged, needs="everyone", single_worker_limit="inner", name="updates", compiles=False
+        )
+    return Rule(
+        init, send, pull, gossiped, needs="connected", single_worker_limit="inner", name="updates", compiles=False
+    )

@@ -26,7 +26,7 @@ class _State(NamedTuple):
 def anchored(rule: Given[Rule]) -> Rule:
     """Lets a gossip rule send its parameters as their distance from a common anchor.
 
-    ŷ_i = A + decode(encode(y_i - A));   y_i is drawn by Σ_j w_ij (ŷ_j - ŷ_i);   A ← mean_j ŷ_j when everyone hears everyone
+    ŷ_i = A + decode(encode(y_i - A));   y_i is drawn by Σ_j w_ij (ŷ_j - ŷ_i);   A ← mean_j ŷ_j when all receive from all
 
     The anchor cancels in the pull, so an exact codec gives the unwrapped rule. With a lossy codec the error has the size of
     y - A instead of y, and the mean of the workers is kept whatever is lost. A begins at the common starting point. In rounds
@@ -42,7 +42,7 @@ def anchored(rule: Given[Rule]) -> Rule:
     >>> anchored(gossip()).state_copies
     1
     """
-    if rule.hear is not pull or not rule.elementwise or rule.delay_rounds:
+    if rule.combine is not pull or not rule.elementwise or rule.delay_rounds:
         raise ConfigError(
             f"an anchor cancels in gossip only, and rule '{rule.name}' does not gossip whole parameters at once; allowed are "
             "rules such as 'gasloc': for averaged pseudo-gradients use error_feedback"
@@ -55,15 +55,15 @@ def anchored(rule: Given[Rule]) -> Rule:
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:
         return rule.send(x, s.inner, ctx) - s.anchor
 
-    def recv(x: Tensor, s: _State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, _State]:
-        pulled, average = heard
-        x, inner = rule.recv(x, s.inner, s.anchor + told, pulled, ctx)
+    def recv(x: Tensor, s: _State, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, _State]:
+        pulled, average = combined
+        x, inner = rule.recv(x, s.inner, s.anchor + own_decoded, pulled, ctx)
         return x, _State(inner, s.anchor + average if ctx.everyone else s.anchor)
 
     return rule._replace(
         init=init,
         send=send,
-        hear=_pull_and_mean,
+        combine=_pull_and_mean,
         recv=recv,
         state_copies=rule.state_copies + 1,
         reset=None if reset is None else lambda x, s: s._replace(inner=reset(x, s.inner)),
@@ -93,5 +93,5 @@ def anchored_gasloc(*args: Any, **options: Any) -> Rule:
     return anchored(gasloc(*args, **options))
 
 
-def _pull_and_mean(told: Tree, heard: Mapping[int, Tree], i: int, row: Row) -> Tree:
-    return pull(told, heard, i, row), mean(told, heard, i, row)
+def _pull_and_mean(own_decoded: Tree, received: Mapping[int, Tree], i: int, row: Row) -> Tree:
+    return pull(own_decoded, received, i, row), mean(own_decoded, received, i, row)

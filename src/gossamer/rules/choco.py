@@ -46,8 +46,10 @@ def choco(alpha: Share = 0.3) -> Rule:
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:
         return x - s.public
 
-    def recv(x: Tensor, s: _State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, _State]:
-        drawn = s.drawn + heard
-        return x + alpha * drawn, _State(s.public + told, drawn)
+    def recv(x: Tensor, s: _State, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, _State]:
+        drawn = s.drawn + combined
+        return x + alpha * drawn, _State(s.public + own_decoded, drawn)
 
-    return Rule(init, send, pull, recv, needs="static", n1_limit="inner", mean_preserving=True, state_copies=2)
+    return Rule(
+        init, send, pull, recv, needs="static", single_worker_limit="inner", mean_preserving=True, state_copies=2
+    )

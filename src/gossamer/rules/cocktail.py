@@ -51,13 +51,13 @@ def cocktail(back: CodecSpec = "int4") -> Rule:
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:
         return x - s.shared
 
-    def recv(x: Tensor, s: _State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, _State]:
-        total = heard + s.dropped
+    def recv(x: Tensor, s: _State, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, _State]:
+        total = combined + s.dropped
         own = fitted(c2, ctx.layout)
         q = own.decode(own.encode(total, rng.key(0, "cocktail", ctx.round)), total)
         shared = s.shared + q
-        # θ - told + q, computed relative to c: with an exact C1 the difference is zero, and all workers are bitwise at c.
-        return shared + (send(x, s, ctx) - told), _State(shared, total - q)
+        # θ - q_i + Q, computed relative to c: with an exact C1 the difference is zero, and all workers are bitwise at c.
+        return shared + (send(x, s, ctx) - own_decoded), _State(shared, total - q)
 
     return Rule(
         init,
@@ -65,7 +65,7 @@ def cocktail(back: CodecSpec = "int4") -> Rule:
         mean,
         recv,
         needs="everyone",
-        n1_limit="inner" if c2.exact else "outer optimizer",
+        single_worker_limit="inner" if c2.exact else "outer optimizer",
         elementwise=c2.exact,
         mean_preserving=c2.exact,
         state_copies=2,

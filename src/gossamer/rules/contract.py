@@ -1,15 +1,17 @@
 """The interface of rules: four small functions for ONE worker, and tags that state their properties."""
 
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from gossamer.errors import ConfigError
 from gossamer.layout import Layout, Leaf
 from gossamer.settings.options import in_short
-from gossamer.topologies.mixing import Hear, mean
+from gossamer.topologies.mixing import Combine, mean
 from gossamer.tree import Tree, leaves
 
 __all__ = [
@@ -27,6 +29,8 @@ __all__ = [
     "sends_parameters",
 ]
 
+_RENAMED = {"hear": "combine", "n1_limit": "single_worker_limit"}
+T = TypeVar("T")
 Needs = Literal["everyone", "connected", "static", "tree", "push"]
 ActsOn = Literal["parameters", "gradients"]
 MomentumSite = Literal["pre", "post", "drift", "start"]
@@ -93,28 +97,48 @@ class Consensus(NamedTuple):
     site: MomentumSite
 
 
+def _naming_renamed_fields(rule: type[T]) -> type[T]:
+    """Lets a rule that was written with the names of earlier versions fail in a sentence with today's name."""
+
+    def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(one: Any, /, *args: Any, **fields: Any) -> Any:
+            for old in _RENAMED.keys() & fields.keys():
+                raise ConfigError(f"a Rule got {old} = ..., which is called {_RENAMED[old]} now; rename the keyword")
+            return function(one, *args, **fields)
+
+        return call
+
+    # NamedTuple forbids both names in the body of the class.
+    for name in ("__new__", "_replace"):
+        setattr(rule, name, checked(getattr(rule, name)))
+    return rule
+
+
+@_naming_renamed_fields
 class Rule(NamedTuple):
     """A communication rule: the message one worker sends after its local phase, and its update from the messages it receives.
 
     `init(x, ctx) -> s` makes the outer state before the first round, a (named) tuple of tensors that owns its memory;
-    `send(x, s, ctx) -> message` makes the tensors for the wire; `hear` combines the decoded messages (`pull`, `mean` or `each`
-    of `gossamer.topologies.mixing`); `recv(x, s, told, heard, ctx) -> (x, s)` is the outer update, where `told` is this worker's
-    own message as the others decoded it. All are pure: they never write into their arguments, and `send` may return views of
-    them. All workers begin with the same `x`.
+    `send(x, s, ctx) -> message` makes the tensors for the wire; `combine` makes one tree of the decoded messages (`pull`, `mean`
+    or `each` of `gossamer.topologies.mixing`); `recv(x, s, own_decoded, combined, ctx) -> (x, s)` is the outer update, where
+    `own_decoded` is this worker's own message as the others decoded it: a lossy codec keeps the mean of the workers only if
+    both ends subtract the same. All are pure: they never write into their arguments, and `send` may return views of them. All
+    workers begin with the same `x`.
 
     Shapes: `x` is the flat `[P]` vector of one worker (of one fragment); messages and states are trees of tensors.
     """
 
     init: Callable[[Tensor, Context], Tree]
     send: Callable[[Tensor, Tree, Context], Tree]
-    hear: Hear
+    combine: Combine
     recv: Callable[[Tensor, Tree, Tree, Tree, Context], tuple[Tensor, Tree]]
 
     needs: Needs
     """"everyone": all workers receive from all, with the same weights; "connected": any doubly stochastic mixing that connects
     the workers over time; "static": the same mixing in every round; "tree": a static tree; "push": the weights of the messages
     a worker sends sum to one, those of the messages it receives need not."""
-    n1_limit: Limit
+    single_worker_limit: Limit
     """What the rule reduces to with one worker: the plain inner optimizer, torch's SGD around it, or another outer optimizer."""
     name: str = ""
     """The name of its factory; the factory decorator fills in name and options."""
@@ -131,7 +155,7 @@ class Rule(NamedTuple):
     """How its disagreement evolves without drift and with exact messages; None where the replicas are always equal, or where
     no such recursion describes it."""
     amplifies: float = 1.0
-    """By how much more than a mean one exchange changes `x` by what was heard, where no consensus tells; see `amplification`."""
+    """How many times as much as a mean one exchange changes `x`, where no `consensus` says it; see `amplification`."""
     identical: bool = False
     """Whether workers that receive from everyone are bitwise equal after every round."""
     unsent: Callable[[Tree], Tensor] | None = None
@@ -142,8 +166,8 @@ class Rule(NamedTuple):
     copies_per_peer: int = 0
     """Further tensors of the size of `x` that the outer state holds for each of `ctx.peers`."""
     delay_rounds: int = 0
-    """How many rounds late messages are received: `recv` gets the current `x`, the `told` and `heard` of the earlier round,
-    and zeros in the first rounds, when no message has arrived yet."""
+    """How many rounds late messages are received: `recv` gets the current `x` with the messages of the earlier round, and zeros
+    in the first rounds, when no message has arrived yet."""
     sends_ahead: bool = False
     """Whether a worker sends right after its outer update what its next one receives, so that the message travels during the
     whole local phase and is not stale: only for rules with `delay_rounds` = 1, which otherwise send before they update."""
@@ -171,7 +195,7 @@ class Rule(NamedTuple):
     @property
     def averages(self) -> bool:
         """Whether every worker receives the mean of all messages, which chunk owners may then compute for the others."""
-        return self.hear is mean and self.needs == "everyone"
+        return self.combine is mean and self.needs == "everyone"
 
 
 def inside(access: Callable[[Any], Tensor] | None) -> Callable[[Any], Tensor] | None:
@@ -180,7 +204,7 @@ def inside(access: Callable[[Any], Tensor] | None) -> Callable[[Any], Tensor] | 
 
 
 def amplification(rule: Rule) -> float:
-    """By how much one exchange may amplify an error in what is heard: α (1 + γ) of gossip whose momentum remembers parameters.
+    """How many times one exchange may enlarge an error of the messages: α (1 + γ) of gossip whose momentum remembers parameters.
 
     Momentum that remembers drifts alone has no part in it.
     """

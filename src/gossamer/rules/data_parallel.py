@@ -32,8 +32,8 @@ def data_parallel() -> Rule:
     def send(x: Tensor, s: Tree, ctx: Context) -> Tree:
         return x
 
-    def recv(x: Tensor, s: Tree, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, Tree]:
-        return heard, s
+    def recv(x: Tensor, s: Tree, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, Tree]:
+        return combined, s
 
     return Rule(
         init,
@@ -41,7 +41,7 @@ def data_parallel() -> Rule:
         mean,
         recv,
         needs="everyone",
-        n1_limit="inner",
+        single_worker_limit="inner",
         site="gradients",
         mean_preserving=True,
         identical=True,

@@ -50,8 +50,8 @@ def diloco(
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:
         return s.anchor - x
 
-    def recv(x: Tensor, s: _State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, _State]:
-        d = heard
+    def recv(x: Tensor, s: _State, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, _State]:
+        d = combined
         if optimizer == "sgd":
             theta, b = s.anchor - eta * d, ()
         else:
@@ -66,7 +66,7 @@ def diloco(
         mean,
         recv,
         needs="everyone",
-        n1_limit=OuterSGD(lr, mu, optimizer == "nesterov" and mu > 0.0),
+        single_worker_limit=OuterSGD(lr, mu, optimizer == "nesterov" and mu > 0.0),
         mean_preserving=True,
         identical=True,
         state_copies=1 if optimizer == "sgd" else 2,

@@ -107,10 +107,10 @@ def dilocox(
         matrices = factored(ctx)
         return _factored(pending(x, s), _first_columns(s.basis, matrices, rank), matrices)
 
-    def recv(x: Tensor, s: _State, told: _Factors, heard: _Factors, ctx: Context) -> tuple[Tensor, _State]:
+    def recv(x: Tensor, s: _State, own_decoded: _Factors, combined: _Factors, ctx: Context) -> tuple[Tensor, _State]:
         matrices = factored(ctx)
-        c = _whole(told, matrices, x)
-        d = _mean(heard, told, matrices, x)
+        c = _whole(own_decoded, matrices, x)
+        d = _mean(combined, own_decoded, matrices, x)
         tally = _counted(s.tally, d, matrices, rank, adapt_every) if isinstance(s.tally, Tensor) else ()
         if form == "eager":
             d = d + (1.0 / ctx.n) * ((s.anchor - x) - c)
@@ -118,7 +118,7 @@ def dilocox(
         theta = s.anchor - eta * (d + mu * b)
         now = pending(x, s)
         unsent, flying = (s.flying - c, now) if delayed else (now - c, ())
-        return theta, _State(theta, b, unsent, flying, _with_columns(s.basis, told.right, matrices, rank), tally)
+        return theta, _State(theta, b, unsent, flying, _with_columns(s.basis, own_decoded.right, matrices, rank), tally)
 
     return Rule(
         init,
@@ -126,7 +126,7 @@ def dilocox(
         _gathered,
         recv,
         needs="everyone",
-        n1_limit="outer optimizer",
+        single_worker_limit="outer optimizer",
         elementwise=False,
         identical=form != "eager",
         unsent=lambda s: s.unsent,
@@ -145,9 +145,9 @@ def _drawn(matrices: Sequence[_Matrix]) -> Tensor:
     return torch.cat([torch.empty(0), *drawn])
 
 
-def _gathered(told: Tree, heard: Mapping[int, Tree], i: int, row: Row) -> Tree:
+def _gathered(own_decoded: Tree, received: Mapping[int, Tree], i: int, row: Row) -> Tree:
     """The messages of all workers in their order, one behind the other in each tensor."""
-    return map_leaves(lambda *each: torch.cat(each), *(told if j == i else heard[j] for j, _ in row))
+    return map_leaves(lambda *each: torch.cat(each), *(own_decoded if j == i else received[j] for j, _ in row))
 
 
 @lru_cache(maxsize=64)
@@ -239,13 +239,13 @@ def _whole(message: _Factors, matrices: Sequence[_Matrix], like: Tensor) -> Tens
     return x
 
 
-def _mean(heard: _Factors, own: _Factors, matrices: Sequence[_Matrix], like: Tensor) -> Tensor:
+def _mean(combined: _Factors, own: _Factors, matrices: Sequence[_Matrix], like: Tensor) -> Tensor:
     """The mean of the vectors that the gathered messages stand for, summed in their order."""
     sizes = [leaf.numel() for leaf in own]
-    n = max(gathered.numel() // size for gathered, size in zip(heard, sizes, strict=True) if size)
+    n = max(gathered.numel() // size for gathered, size in zip(combined, sizes, strict=True) if size)
     total: Tensor | None = None
     for k in range(n):
-        one = _Factors(*(leaf[k * size : (k + 1) * size] for leaf, size in zip(heard, sizes, strict=True)))
+        one = _Factors(*(leaf[k * size : (k + 1) * size] for leaf, size in zip(combined, sizes, strict=True)))
         share = (1.0 / n) * _whole(one, matrices, like)
         total = share if total is None else total + share
     assert total is not None

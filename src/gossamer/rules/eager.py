@@ -50,8 +50,8 @@ def eager(lr: Positive = 0.4, momentum: Decay = 0.9, fresh: bool = True) -> Rule
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:
         return s.anchor - x
 
-    def recv(x: Tensor, s: _State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, _State]:
-        d = heard + (1.0 / ctx.n) * ((s.anchor - x) - told) if fresh else heard
+    def recv(x: Tensor, s: _State, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, _State]:
+        d = combined + (1.0 / ctx.n) * ((s.anchor - x) - own_decoded) if fresh else combined
         b = mu * s.b + d
         theta = s.anchor - eta * (d + mu * b)
         return theta, _State(theta, b)
@@ -62,7 +62,7 @@ def eager(lr: Positive = 0.4, momentum: Decay = 0.9, fresh: bool = True) -> Rule
         mean,
         recv,
         needs="everyone",
-        n1_limit=OuterSGD(lr, momentum, momentum > 0.0) if fresh else "outer optimizer",
+        single_worker_limit=OuterSGD(lr, momentum, momentum > 0.0) if fresh else "outer optimizer",
         identical=not fresh,
         state_copies=2,
         delay_rounds=1,

@@ -42,8 +42,8 @@ def easgd(elasticity: Share = 0.9) -> Rule:
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:
         return x
 
-    def recv(x: Tensor, s: _State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, _State]:
+    def recv(x: Tensor, s: _State, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, _State]:
         a = elasticity / ctx.n
-        return x - a * (x - s.centre), _State(s.centre + elasticity * (heard - s.centre))
+        return x - a * (x - s.centre), _State(s.centre + elasticity * (combined - s.centre))
 
-    return Rule(init, send, mean, recv, needs="everyone", n1_limit="outer optimizer", state_copies=1)
+    return Rule(init, send, mean, recv, needs="everyone", single_worker_limit="outer optimizer", state_copies=1)

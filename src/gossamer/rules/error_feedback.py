@@ -58,9 +58,9 @@ def error_feedback(rule: Given[Rule], decay: Share = 1.0) -> Rule:
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:
         return decay * s.unsent + rule.send(x, s.inner, ctx)
 
-    def recv(x: Tensor, s: _State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, _State]:
-        unsent = send(x, s, ctx) - told
-        x, inner = rule.recv(x, s.inner, told, heard, ctx)
+    def recv(x: Tensor, s: _State, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, _State]:
+        unsent = send(x, s, ctx) - own_decoded
+        x, inner = rule.recv(x, s.inner, own_decoded, combined, ctx)
         return x, _State(inner, unsent)
 
     return rule._replace(
@@ -92,7 +92,7 @@ def sparseloco(lr: Positive = 1.0, decay: Share = 0.95) -> Rule:
         DiLoCo with outer SGD, whatever β.
     Fails when: a worker leaves: its unsent error is lost.
 
-    >>> sparseloco().n1_limit
+    >>> sparseloco().single_worker_limit
     OuterSGD(lr=1.0, momentum=0.0, nesterov=False)
     """
     return error_feedback(diloco(lr, optimizer="sgd"), decay)

@@ -59,8 +59,8 @@ def fedopt(
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:
         return s.anchor - x
 
-    def recv(x: Tensor, s: _State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, _State]:
-        d = heard
+    def recv(x: Tensor, s: _State, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, _State]:
+        d = combined
         square = d * d
         m = beta1 * s.m + (1.0 - beta1) * d
         if optimizer == "adagrad":
@@ -80,7 +80,7 @@ def fedopt(
         mean,
         recv,
         needs="everyone",
-        n1_limit="outer optimizer",
+        single_worker_limit="outer optimizer",
         mean_preserving=True,
         identical=True,
         state_copies=3,

@@ -67,10 +67,10 @@ def fgd(
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:
         return s.anchor
 
-    def recv(x: Tensor, s: _State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, _State]:
+    def recv(x: Tensor, s: _State, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, _State]:
         d = s.d if mixes else s.anchor - x
         b = mu * s.b + d
-        p = s.anchor + (heard - told if is_mean else heard)
+        p = s.anchor + (combined - own_decoded if is_mean else combined)
         theta = p - eta * (d + mu * b)
         return theta, _State(theta, b, s.d)
 
@@ -80,7 +80,7 @@ def fgd(
         mean if is_mean else pull,
         recv,
         needs="everyone" if is_mean else "connected",
-        n1_limit=OuterSGD(lr, momentum, momentum > 0.0),
+        single_worker_limit=OuterSGD(lr, momentum, momentum > 0.0),
         mean_preserving=not is_mean,  # a mean may come back through a codec of its own
         consensus=Consensus(1.0, momentum, "start"),
         state_copies=2 + mixes,

@@ -81,9 +81,9 @@ def gasloc(
             return s.anchor + eta * ((x - s.anchor) + gamma * _remembered(gamma, x, s))
         return x if eta == 1.0 else s.anchor + eta * (x - s.anchor)
 
-    def recv(x: Tensor, s: _State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, _State]:
+    def recv(x: Tensor, s: _State, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, _State]:
         y = send(x, s, ctx)
-        z = y + a * heard
+        z = y + a * combined
         if optimizer == "sgd":
             theta, prev = z, ()
         elif optimizer == "heavy_ball":
@@ -102,7 +102,7 @@ def gasloc(
         pull,
         recv,
         needs="connected",
-        n1_limit="inner" if eta == 1.0 and gamma == 0.0 else OuterSGD(lr, gamma, gamma > 0.0 and nesterov),
+        single_worker_limit="inner" if eta == 1.0 and gamma == 0.0 else OuterSGD(lr, gamma, gamma > 0.0 and nesterov),
         mean_preserving=True,
         consensus=Consensus(a, gamma, _SITES[form] if nesterov else "pre"),
         state_copies=keeps_anchor + (optimizer != "sgd"),

@@ -34,8 +34,8 @@ def gossip() -> Rule:
     def send(x: Tensor, s: Tree, ctx: Context) -> Tree:
         return x
 
-    def recv(x: Tensor, s: Tree, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, Tree]:
-        return x + heard, s
+    def recv(x: Tensor, s: Tree, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, Tree]:
+        return x + combined, s
 
     return Rule(
         init,
@@ -43,7 +43,7 @@ def gossip() -> Rule:
         pull,
         recv,
         needs="connected",
-        n1_limit="inner",
+        single_worker_limit="inner",
         mean_preserving=True,
         consensus=Consensus(1.0, 0.0, "post"),
     )

@@ -48,13 +48,21 @@ def jacobi(dimension: Annotated[float, Interval("(0, 64]")] = 1.0, every: Count 
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:
         return x
 
-    def recv(x: Tensor, s: _State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, _State]:
+    def recv(x: Tensor, s: _State, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, _State]:
         a, _, c = weights(ctx.round % every, dimension)
-        moved = a * heard + c * s.moved
+        moved = a * combined + c * s.moved
         return x + moved, _State(moved)
 
     return Rule(
-        init, send, pull, recv, needs="static", n1_limit="inner", compiles=False, mean_preserving=True, state_copies=1
+        init,
+        send,
+        pull,
+        recv,
+        needs="static",
+        single_worker_limit="inner",
+        compiles=False,
+        mean_preserving=True,
+        state_copies=1,
     )
 
 

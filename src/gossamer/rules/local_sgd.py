@@ -35,7 +35,7 @@ def local_sgd() -> Rule:
     def send(x: Tensor, s: Tree, ctx: Context) -> Tree:
         return x
 
-    def recv(x: Tensor, s: Tree, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, Tree]:
-        return heard, s
+    def recv(x: Tensor, s: Tree, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, Tree]:
+        return combined, s
 
-    return Rule(init, send, mean, recv, needs="everyone", n1_limit="inner", identical=True)
+    return Rule(init, send, mean, recv, needs="everyone", single_worker_limit="inner", identical=True)

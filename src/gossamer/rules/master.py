@@ -61,11 +61,13 @@ def with_master(rule: Rule) -> Rule:
             message = map_leaves(lambda leaf: leaf - rounded(x, s), message)
         return map_leaves(lambda leaf: leaf.to(x.dtype) if leaf.numel() > 1 else leaf, message)
 
-    def recv(x: Tensor, s: _State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, _State]:
-        told, heard = map_leaves(widen, told), map_leaves(widen, heard)
+    def recv(x: Tensor, s: _State, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, _State]:
+        own_decoded, combined = map_leaves(widen, own_decoded), map_leaves(widen, combined)
         if from_start:
-            told, heard = (map_leaves(lambda leaf: leaf + rounded(x, s), tree) for tree in (told, heard))
-        m, inner = rule.recv(whole(x, s), s.inner, told, heard, ctx)
+            own_decoded, combined = (
+                map_leaves(lambda leaf: leaf + rounded(x, s), tree) for tree in (own_decoded, combined)
+            )
+        m, inner = rule.recv(whole(x, s), s.inner, own_decoded, combined, ctx)
         return m.to(x.dtype), _State(inner, m if kept is None else ())
 
     return rule._replace(

@@ -48,8 +48,8 @@ def noloco(lr: Positive = 0.7, momentum: Decay = 0.5) -> Rule:
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:
         return x
 
-    def recv(x: Tensor, s: _State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, _State]:
-        group_mean = x + heard  # heard = mean_j θ_j - θ
+    def recv(x: Tensor, s: _State, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, _State]:
+        group_mean = x + combined  # combined = mean_j θ_j - θ
         delta = a * s.delta + b * (group_mean - s.phi)
         phi = s.phi + delta
         return phi, _State(phi, delta)
@@ -60,7 +60,7 @@ def noloco(lr: Positive = 0.7, momentum: Decay = 0.5) -> Rule:
         pull,
         recv,
         needs="connected",
-        n1_limit=OuterSGD(lr, momentum),
+        single_worker_limit=OuterSGD(lr, momentum),
         mean_preserving=True,
         consensus=Consensus(b, a, "pre"),
         state_copies=2,

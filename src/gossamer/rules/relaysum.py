@@ -52,12 +52,12 @@ def relaysum() -> Rule:
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:
         return _added(x - s.origin, s.came)
 
-    def recv(x: Tensor, s: _State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, _State]:
-        came = tuple(total - own for total, own in zip(heard, s.went, strict=True))
-        went = tuple(told - own for own in s.came)
+    def recv(x: Tensor, s: _State, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, _State]:
+        came = tuple(total - own for total, own in zip(combined, s.went, strict=True))
+        went = tuple(own_decoded - own for own in s.came)
         return s.origin + (1.0 / ctx.n) * _added(x - s.origin, came), _State(s.origin, came, went)
 
-    return Rule(init, send, each, recv, needs="tree", n1_limit="inner", state_copies=1, copies_per_peer=2)
+    return Rule(init, send, each, recv, needs="tree", single_worker_limit="inner", state_copies=1, copies_per_peer=2)
 
 
 def _added(x: Tensor, sums: tuple[Tensor, ...]) -> Tensor:

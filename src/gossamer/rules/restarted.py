@@ -41,11 +41,13 @@ def restarted(rule: Given[Rule], every: Count = 3) -> Rule:
             "gossamer.rounds.stability.resolve_alpha(rule, topology) first, or give a number"
         )
 
-    def recv(x: Tensor, s: Tree, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, Tree]:
-        x, s = rule.recv(x, s, told, heard, ctx)
+    def recv(x: Tensor, s: Tree, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, Tree]:
+        x, s = rule.recv(x, s, own_decoded, combined, ctx)
         return (x, reset(x, s)) if (ctx.round + 1) % every == 0 else (x, s)
 
-    return rule._replace(recv=recv, n1_limit="outer optimizer", consensus=None, amplifies=amplification(rule))
+    return rule._replace(
+        recv=recv, single_worker_limit="outer optimizer", consensus=None, amplifies=amplification(rule)
+    )
 
 
 @factory

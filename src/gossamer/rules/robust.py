@@ -25,7 +25,7 @@ def robust(
     faulty: Count = 1,
     best: Count = 1,
 ) -> Rule:
-    """Lets a rule hear a combination of all n messages that a few of them cannot move far, in place of their mean.
+    """Gives a rule, in place of the mean of all n messages, a combination that a few of them cannot move far.
 
     trimmed:           in every coordinate, the mean of what is left without the f smallest and the f largest; f < n / 2
     median:            in every coordinate, the median: trimmed with f = ⌈n/2⌉ - 1
@@ -61,18 +61,18 @@ def robust(
     one = combine[by]
     _must_average(rule)
 
-    def recv(x: Tensor, s: Tree, told: Tree, heard: tuple[Tree, ...], ctx: Context) -> tuple[Tensor, Tree]:
-        messages = _by_worker(told, heard, ctx)
-        return rule.recv(x, s, told, map_leaves(lambda *own: _narrow(one, own), *messages), ctx)
+    def recv(x: Tensor, s: Tree, own_decoded: Tree, received: tuple[Tree, ...], ctx: Context) -> tuple[Tensor, Tree]:
+        messages = _by_worker(own_decoded, received, ctx)
+        return rule.recv(x, s, own_decoded, map_leaves(lambda *own: _narrow(one, own), *messages), ctx)
 
     by_coordinate = by in ("trimmed", "median")
     return rule._replace(
-        hear=each, recv=recv, mean_preserving=False, compiles=False, elementwise=rule.elementwise and by_coordinate
+        combine=each, recv=recv, mean_preserving=False, compiles=False, elementwise=rule.elementwise and by_coordinate
     )
 
 
 class _State(NamedTuple):
-    """The state of the wrapped rule, the score of each worker `[n]`, and what was heard last."""
+    """The state of the wrapped rule, the score of each worker `[n]`, and the Δ̄ of the last round."""
 
     inner: Tree
     scores: Tensor
@@ -81,18 +81,18 @@ class _State(NamedTuple):
 
 @wrapper
 def trusted(rule: Given[Rule], keep: Decay = 0.9, temperature: Positive = 0.1) -> Rule:
-    """Lets a rule hear the directions of all messages, weighted by how well each worker agreed with what was heard before.
+    """Gives a rule the mean direction of all messages, weighted by how well each worker agreed with earlier means.
 
     s_k ← β s_k + (1 - β) cos(Δ_k, Δ̄_prev);   w = softmax(s / τ);   u = Σ_k w_k Δ_k / ||Δ_k||
     Δ̄ = u / ||u|| · (1/n) Σ_k ||Δ_k||,   and the mean of all in round 0
 
-    so that what is heard is as long as a message is on average. The scores are part of the outer state, equal on all workers.
+    so that Δ̄ is as long as a message is on average. The scores are part of the outer state, equal on all workers.
 
     Args:
         keep: β.
         temperature: τ.
-    Cost: a whole message to everyone, n - 1 per worker and round, and n models of memory; what was heard last and n numbers
-        kept (1 P more).
+    Cost: a whole message to everyone, n - 1 per worker and round, and n models of memory; the last Δ̄ and n numbers kept
+        (1 P more).
     Source: RoDiLoCo's public code, which has no results yet; uniform weights are the average of directions of
         `decoupled_diloco` (arXiv 2604.21428).
     Differs: a worker that sends zeros has no direction, and a cosine of zero.
@@ -113,8 +113,10 @@ def trusted(rule: Given[Rule], keep: Decay = 0.9, temperature: Positive = 0.1) -
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:
         return rule.send(x, s.inner, ctx)
 
-    def recv(x: Tensor, s: _State, told: Tensor, heard: tuple[Tensor, ...], ctx: Context) -> tuple[Tensor, _State]:
-        messages = [widen(one) for one in _by_worker(told, heard, ctx)]
+    def recv(
+        x: Tensor, s: _State, own_decoded: Tensor, received: tuple[Tensor, ...], ctx: Context
+    ) -> tuple[Tensor, _State]:
+        messages = [widen(one) for one in _by_worker(own_decoded, received, ctx)]
         workers = sorted((ctx.worker, *ctx.peers))
         norms = [_norm(one) for one in messages]
         before, scores = _norm(s.last), s.scores.tolist()
@@ -129,13 +131,13 @@ def trusted(rule: Given[Rule], keep: Decay = 0.9, temperature: Positive = 0.1) -
             u = _weighted(messages, [w / max(norm, 1e-30) for w, norm in zip(shares, norms, strict=True)])
             d = (sum(norms) / len(norms) / max(_norm(u), 1e-30)) * u
         d = d.to(x.dtype)
-        x, inner = rule.recv(x, s.inner, told, d, ctx)
+        x, inner = rule.recv(x, s.inner, own_decoded, d, ctx)
         return x, _State(inner, s.scores.new_tensor(scores), d)
 
     return rule._replace(
         init=init,
         send=send,
-        hear=each,
+        combine=each,
         recv=recv,
         mean_preserving=False,
         compiles=False,
@@ -148,18 +150,18 @@ def trusted(rule: Given[Rule], keep: Decay = 0.9, temperature: Positive = 0.1) -
 
 
 def _must_average(rule: Rule) -> None:
-    """Raises ConfigError unless a rule hears the mean of everybody's differences or gradients, in their own round."""
+    """Raises ConfigError unless a rule receives the mean of all differences or gradients in the round that made them."""
     if not (rule.averages and rule.identical) or rule.delay_rounds or sends_parameters(rule):
         raise ConfigError(
-            f"robust hearing needs a rule that averages the pseudo-gradients or gradients of a round, and got '{rule.name}'; "
-            "allowed are rules such as 'diloco' and 'data_parallel' (local SGD is 'diloco' with lr = 1 and optimizer = 'sgd')"
+            f"a robust combination needs a rule that averages the pseudo-gradients or gradients of a round, and got '{rule.name}'"
+            "; allowed are rules such as 'diloco' and 'data_parallel' (local SGD is 'diloco' with lr = 1 and optimizer = 'sgd')"
         )
 
 
-def _by_worker(told: Tree, heard: Sequence[Tree], ctx: Context) -> list[Tree]:
+def _by_worker(own_decoded: Tree, received: Sequence[Tree], ctx: Context) -> list[Tree]:
     """The messages of all workers in their order, this one's too: the same list on every worker."""
     own = sum(j < ctx.worker for j in ctx.peers)
-    return [*heard[:own], told, *heard[own:]]
+    return [*received[:own], own_decoded, *received[own:]]
 
 
 def _narrow(combine: Callable[[Sequence[Tensor]], Tensor], messages: Sequence[Tensor]) -> Tensor:

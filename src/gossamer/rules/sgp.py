@@ -47,11 +47,19 @@ def sgp() -> Rule:
     def send(x: Tensor, s: Mass, ctx: Context) -> Mass:
         return Mass(s.mass + (x - (s.mass / s.weight).to(x.dtype)), s.weight)
 
-    def recv(x: Tensor, s: Mass, told: Mass, heard: Mass, ctx: Context) -> tuple[Tensor, Mass]:
+    def recv(x: Tensor, s: Mass, own_decoded: Mass, combined: Mass, ctx: Context) -> tuple[Tensor, Mass]:
         own = send(x, s, ctx)
-        mass, weight = (h + (o - t) for h, o, t in zip(heard, own, told, strict=True))
+        mass, weight = (h + (o - t) for h, o, t in zip(combined, own, own_decoded, strict=True))
         return (mass / weight).to(x.dtype), Mass(mass.to(x.dtype), weight)
 
     return Rule(
-        init, send, mean, recv, needs="push", n1_limit="inner", elementwise=False, mean_preserving=True, state_copies=1
+        init,
+        send,
+        mean,
+        recv,
+        needs="push",
+        single_worker_limit="inner",
+        elementwise=False,
+        mean_preserving=True,
+        state_copies=1,
     )

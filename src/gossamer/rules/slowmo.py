@@ -23,7 +23,7 @@ def slowmo(lr: Positive = 1.0, momentum: Decay = 0.7) -> Rule:
         `diloco(lr, momentum, optimizer="heavy_ball")`. The inner buffers stay as they are.
     Fails when: α / (1 - β), the factor on steady progress, is large: at α = 1 and β = 0.9 it is ten.
 
-    >>> slowmo(momentum=0.5).n1_limit
+    >>> slowmo(momentum=0.5).single_worker_limit
     OuterSGD(lr=1.0, momentum=0.5, nesterov=False)
     """
     return diloco(lr, momentum, optimizer="heavy_ball")

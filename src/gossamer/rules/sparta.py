@@ -45,11 +45,13 @@ def sparta(one_in: Count = 200, disjoint: bool = False) -> Rule:
             return x.new_empty(_size_in_turn(x.numel(), one_in, ctx.round) if disjoint else -(-x.numel() // one_in))
         return x[chosen(x, one_in, ctx.round)]
 
-    def recv(x: Tensor, s: Tree, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, Tree]:
+    def recv(x: Tensor, s: Tree, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, Tree]:
         places = chosen(x, one_in, ctx.round)
-        return x.index_copy(0, places, (x[places] + heard).to(x.dtype)), s
+        return x.index_copy(0, places, (x[places] + combined).to(x.dtype)), s
 
-    return Rule(init, send, pull, recv, needs="connected", n1_limit="inner", elementwise=False, mean_preserving=True)
+    return Rule(
+        init, send, pull, recv, needs="connected", single_worker_limit="inner", elementwise=False, mean_preserving=True
+    )
 
 
 def _drawn(x: Tensor, one_in: int, round: int) -> Tensor:

@@ -72,8 +72,8 @@ def weighted(rule: Given[Rule]) -> Rule:
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:
         return rule.send(whole(x, s, ctx), s.inner, ctx)
 
-    def recv(x: Tensor, s: _State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, _State]:
-        x, inner = rule.recv(whole(x, s, ctx), s.inner, told, heard, ctx)
+    def recv(x: Tensor, s: _State, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, _State]:
+        x, inner = rule.recv(whole(x, s, ctx), s.inner, own_decoded, combined, ctx)
         return x, _State(inner, x if kept is None else ())
 
     return rule._replace(

@@ -42,8 +42,8 @@ class SomeRound(NamedTuple):
     """The x of `init`."""
     x: Tensor
     s: Tree
-    told: Tree
-    heard: Tree
+    own_decoded: Tree
+    combined: Tree
     ctx: Context
 
     def send(self) -> Tree:
@@ -52,7 +52,7 @@ class SomeRound(NamedTuple):
 
     def recv(self) -> tuple[Tensor, Tree]:
         """Its outer update."""
-        return self.rule.recv(self.x, self.s, self.told, self.heard, self.ctx)
+        return self.rule.recv(self.x, self.s, self.own_decoded, self.combined, self.ctx)
 
 
 def some_round(
@@ -67,9 +67,9 @@ def some_round(
     start, *xs = random_vectors(1 + n, P, seed, dtype)
     states = [rule.init(start, context(i)) for i in range(n)]
     messages = [map_leaves(torch.clone, rule.send(x, states[i], context(i))) for i, x in enumerate(xs)]
-    peers = {j: messages[j] for j in mixing.hears_from(worker)}
-    heard = map_leaves(lambda t: t.to(dtype), rule.hear(messages[worker], peers, worker, mixing.rows[worker]))
-    return SomeRound(rule, start, xs[worker], states[worker], messages[worker], heard, context(worker))
+    peers = {j: messages[j] for j in mixing.receives_from(worker)}
+    combined = map_leaves(lambda t: t.to(dtype), rule.combine(messages[worker], peers, worker, mixing.rows[worker]))
+    return SomeRound(rule, start, xs[worker], states[worker], messages[worker], combined, context(worker))
 
 
 def trees_keep_their_form_and_dtype(rule: Rule, graphs: Sequence[Topology]) -> None:
@@ -117,7 +117,7 @@ def arguments_are_never_written_into(rule: Rule, graphs: Sequence[Topology]) -> 
         calls: dict[str, tuple[Callable[[], object], Tree]] = {
             "init()": (lambda r=r: rule.init(r.start, r.ctx), (r.start,)),
             "send()": (r.send, (r.x, r.s)),
-            "recv()": (r.recv, (r.x, r.s, r.told, r.heard)),
+            "recv()": (r.recv, (r.x, r.s, r.own_decoded, r.combined)),
         }
         if rule.reset is not None:
             reset = rule.reset
@@ -189,10 +189,10 @@ def halves_updated_one_by_one_equal_the_whole_to_the_last_bit(rule: Rule, graphs
     if not rule.elementwise:
         return
     r = some_round(rule, graphs[0])
-    whole, trees = leaves(r.recv()), (r.x, r.s, r.told, r.heard)
+    whole, trees = leaves(r.recv()), (r.x, r.s, r.own_decoded, r.combined)
     for cut in (slice(0, 3), slice(3, P)):
-        x, s, told, heard = (map_leaves(lambda t, c=cut: t[c], tree) for tree in trees)
-        part = leaves(rule.recv(x, s, told, heard, r.ctx))
+        x, s, own_decoded, combined = (map_leaves(lambda t, c=cut: t[c], tree) for tree in trees)
+        part = leaves(rule.recv(x, s, own_decoded, combined, r.ctx))
         off = sum(not _same_bits(a[cut], b) for a, b in zip(whole, part, strict=True))
         assert not off, (
             f"recv() on elements {cut.start} to {cut.stop} of {P} gives other bits than on all of them in {off} of {len(part)} "

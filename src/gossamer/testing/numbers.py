@@ -128,7 +128,7 @@ def half_precision_follows_full_precision(rule: Rule, graphs: Sequence[Topology]
     off = float((middle - wanted).abs().max()) / SPACING
     assert off <= 0.6 * gain, (  # rounding once is 0.5
         f"the mean of {n} workers in bf16 is up to {off:.3g} spacings of bf16 away from that in fp32 after {rounds} rounds, and "
-        f"{0.6 * gain:.3g} are allowed; add to x only what was computed from x, told and heard in their own dtype"
+        f"{0.6 * gain:.3g} are allowed; add to x only what was computed from x, own_decoded and combined in their own dtype"
     )
     apart = max(float((a - b).abs().max()) for a, b in zip(halves, wides, strict=True)) / SPACING
     unstable = rule.consensus is not None and stability(rule.consensus, topology).radius >= 1.0
@@ -170,8 +170,8 @@ def changes_as_little_as_said(facts: Facts) -> None:
     limit, found = (2e-6, moved(facts, start[:HALF])) if share is None else (share, moved(facts, start))
     assert found <= limit, (
         f"codec '{facts.codec.name}' on topology '{facts.topology.name}' moved workers that agree and stand still by {found:.3g} "
-        f"of the norm of their parameters in one exchange, and at most {limit:.3g} are said; use told for this worker's own "
-        "message in recv()"
+        f"of the norm of their parameters in one exchange, and at most {limit:.3g} are said; let recv() "
+        "take own_decoded for this worker's own message"
     )
 
 

@@ -162,12 +162,12 @@ def _in_processes(run: _Run, folder: Path) -> list[Trail]:
             if process.pid is not None:
                 process.kill()
                 process.join()
-    told = {i: file for i in range(n) if codes[i] and (file := folder / f"{i}.txt").exists()}
-    texts = {i: file.read_text(encoding="utf-8") for i, file in told.items()}
-    mute = {i: code for i, code in enumerate(codes) if i not in told and not (folder / f"{i}.pt").exists()}
+    failed = {i: file for i in range(n) if codes[i] and (file := folder / f"{i}.txt").exists()}
+    texts = {i: file.read_text(encoding="utf-8") for i, file in failed.items()}
+    mute = {i: code for i, code in enumerate(codes) if i not in failed and not (folder / f"{i}.pt").exists()}
     ended = any(code is not None for code in mute.values())  # without a word, so that its peers say that it is gone
-    if told and not (ended and all("PeerError" in text for text in texts.values())):
-        first = min(told, key=lambda i: ("PeerError" in texts[i], told[i].stat().st_mtime_ns))
+    if failed and not (ended and all("PeerError" in text for text in texts.values())):
+        first = min(failed, key=lambda i: ("PeerError" in texts[i], failed[i].stat().st_mtime_ns))
         raise AssertionError(
             f"{_name(run)} failed in the process of worker {first} of {n}; correct what its traceback shows:\n{texts[first]}"
         )

@@ -54,7 +54,7 @@ def check_rule(rule: Rule, *, topology: str | Topology | None = None, workers: i
 
     >>> import gossamer
     >>> gossamer.testing.check_rule(gossamer.gasloc(lr=0.5))
-    >>> gossamer.testing.check_rule(gossamer.gossip()._replace(n1_limit=gossamer.rules.gasloc().n1_limit))
+    >>> gossamer.testing.check_rule(gossamer.gossip()._replace(single_worker_limit=gossamer.rules.gasloc().single_worker_limit))
     Traceback (most recent call last):
         ...
     AssertionError: rule 'gossip' breaks 'one worker is the declared limit': ...

@@ -77,7 +77,7 @@ def equal_workers_that_stand_still_stay(rule: Rule, graphs: Sequence[Topology]) 
     Vectors are short and long, as the forms of messages are found with numbers for some, and without data for others.
     """
     topology = next((one for one in graphs if one.doubly_stochastic and _binary(one)), graphs[0])
-    allowed = 1e-5 if rule.hear is mean and not (topology.doubly_stochastic and _binary(topology)) else 0.0
+    allowed = 1e-5 if rule.combine is mean and not (topology.doubly_stochastic and _binary(topology)) else 0.0
     for numel in (1, P, (1 << 14) + 1):
         x = random_vectors(1, numel, dtype=torch.float32)[0]
         on_gradients = rule.site == "gradients"
@@ -87,7 +87,7 @@ def equal_workers_that_stand_still_stay(rule: Rule, graphs: Sequence[Topology]) 
         moved = max(float((y - wanted).abs().max()) for y in xs)
         assert moved <= allowed, (
             f"{topology.n} workers that all began at the same {numel} parameters and did not train moved by up to {moved:.3g} "
-            f"in 3 rounds on topology '{topology.name}'; let recv() return x where heard and told say that nobody moved"
+            f"in 3 rounds on topology '{topology.name}'; let recv() return x where combined and own_decoded say that nobody moved"
         )
 
 
@@ -110,7 +110,7 @@ def replicas_that_receive_from_everyone_stay_bitwise_equal(rule: Rule, graphs: S
     apart = max(float((x - xs[0]).abs().max()) for x in xs)
     assert all(torch.equal(xs[0], x) for x in xs), (
         f"identical = True, and after 20 rounds on the complete graph the workers differ by up to {apart:.3g}; compute x from "
-        "what all workers have in common (the mean that `hear` makes, and the state), or set identical = False"
+        "what all workers have in common (the mean that `combine` makes, and the state), or set identical = False"
     )
     assert not torch.equal(xs[0], start), (
         "20 rounds of training left 3 workers at the parameters that they began with; let recv() apply what was trained"
@@ -132,7 +132,7 @@ def keeps_the_mean(
     moved = float((total(xs) - total(exactly)).abs().max()) / topology.n
     assert moved <= ROUNDING * max(1.0, spread(xs)), (
         f"mean_preserving = True, and codec '{codec.name}' moved the mean of {topology.n} workers by {moved:.3g} in "
-        f"{rounds} rounds on topology '{topology.name}'; use what others decoded (told) for this worker's own message in recv(), "
+        f"{rounds} rounds on topology '{topology.name}'; let recv() take own_decoded for this worker's own message, "
         "or set "
         "mean_preserving = False"
     )
@@ -220,28 +220,28 @@ def _apart(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> float:
 
 
 def one_worker_is_the_declared_limit(rule: Rule, graphs: Sequence[Topology]) -> None:
-    """The tag `n1_limit`: the plain inner optimizer, or torch's SGD around it."""
-    if rule.n1_limit == "outer optimizer":
+    """The tag `single_worker_limit`: the plain inner optimizer, or torch's SGD around it."""
+    if rule.single_worker_limit == "outer optimizer":
         return
     (start,), drift, rounds = random_vectors(1, P), random_drift(P), 6
     x = played(rule, make_topology("complete", 1), [start], rounds, drift).xs[0]
     moves = [drift(0, t, start) for t in range(rounds)]
     if rule.site == "gradients":
         wanted = moves[-1]
-    elif rule.n1_limit == "inner":
+    elif rule.single_worker_limit == "inner":
         wanted = start + total(moves)
     else:
-        wanted = torch_outer(start, [-move for move in moves], **rule.n1_limit._asdict())
+        wanted = torch_outer(start, [-move for move in moves], **rule.single_worker_limit._asdict())
     off = float((x - wanted).abs().max())
     assert off <= 1e-7 * max(1.0, float(wanted.abs().max())), (
-        f"n1_limit = {rule.n1_limit!r}, and one worker alone is {off:.3g} away from that after {rounds} rounds; correct the tag, "
-        "or set n1_limit = 'outer optimizer'"
+        f"single_worker_limit = {rule.single_worker_limit!r}, and one worker alone is {off:.3g} away from that after "
+        f"{rounds} rounds; correct the tag, or set single_worker_limit = 'outer optimizer'"
     )
 
 
 def after_a_reset_the_outer_optimizer_begins_afresh(rule: Rule, graphs: Sequence[Topology]) -> None:
     """The tag `reset`: what follows is that of a new outer optimizer."""
-    if rule.reset is None or rule.delay_rounds or not isinstance(rule.n1_limit, OuterSGD):
+    if rule.reset is None or rule.delay_rounds or not isinstance(rule.single_worker_limit, OuterSGD):
         return
     drift, alone = random_drift(P), make_topology("complete", 1)
     crew = played(rule, alone, random_vectors(1, P), 5, drift)
@@ -250,11 +250,11 @@ def after_a_reset_the_outer_optimizer_begins_afresh(rule: Rule, graphs: Sequence
     for own, new in zip(leaves(part.s), forgotten, strict=True):
         own.copy_(new)
     crew.train(range(5, 8), drift)
-    wanted = torch_outer(x, [-drift(0, t, x) for t in range(5, 8)], **rule.n1_limit._asdict())
+    wanted = torch_outer(x, [-drift(0, t, x) for t in range(5, 8)], **rule.single_worker_limit._asdict())
     off = float((crew.xs[0] - wanted).abs().max())
     assert off <= 1e-7 * max(1.0, float(wanted.abs().max())), (
-        f"three rounds after reset() a worker is {off:.3g} away from where a new outer optimizer ({rule.n1_limit}) takes it; let "
-        "reset(x, s) return the state that init() would make at x"
+        f"three rounds after reset() a worker is {off:.3g} away from where a new outer optimizer ({rule.single_worker_limit}) "
+        "takes it; let reset(x, s) return the state that init() would make at x"
     )
 
 

@@ -25,10 +25,10 @@ def draw_round(topology: Topology, round: int) -> str:
             .
             2
     <BLANKLINE>
-    0 hears 1, 2, 3 (0.25 each)
-    1 hears 0 (0.25)
-    2 hears 0 (0.25)
-    3 hears 0 (0.25)
+    0 receives from 1, 2, 3 (0.25 each)
+    1 receives from 0 (0.25)
+    2 receives from 0 (0.25)
+    3 receives from 0 (0.25)
     """
     mixing = topology.mixing(round)
     lines = [f"{topology.name}, {topology.n} worker{'s' * (topology.n != 1)}, round {round}", ""]
@@ -36,12 +36,12 @@ def draw_round(topology: Topology, round: int) -> str:
         lines += [*_circle(mixing), ""]
     listed = min(topology.n, 64)
     for i in range(listed):
-        heard = {j: f"{w:.3g}" for j, w in mixing.rows[i] if j != i}
-        if len(heard) > 1 and len(set(heard.values())) == 1:
-            told = f"{', '.join(map(str, heard))} ({heard.popitem()[1]} each)"
+        weights = {j: f"{w:.3g}" for j, w in mixing.rows[i] if j != i}
+        if len(weights) > 1 and len(set(weights.values())) == 1:
+            peers = f"{', '.join(map(str, weights))} ({weights.popitem()[1]} each)"
         else:
-            told = ", ".join(f"{j} ({w})" for j, w in heard.items()) or "nobody"
-        lines.append(f"{i} hears {told}")
+            peers = ", ".join(f"{j} ({w})" for j, w in weights.items()) or "nobody"
+        lines.append(f"{i} receives from {peers}")
     if topology.n > listed:
         lines.append(f"... and {topology.n - listed} more workers")
     return "\n".join(lines)
@@ -55,7 +55,7 @@ def _circle(mixing: Mixing) -> list[str]:
     # (line, column), rounded so that the last bit of a cosine cannot move a dot
     places = [(round(radius - radius * math.cos(a), 6), round(2 * radius + 2 * radius * math.sin(a), 6)) for a in turns]
     grid = [[" "] * (4 * radius + 2) for _ in range(2 * radius + 1)]
-    for i, j in sorted({(min(a, b), max(a, b)) for a in range(n) for b in mixing.hears_from(a)}):
+    for i, j in sorted({(min(a, b), max(a, b)) for a in range(n) for b in mixing.receives_from(a)}):
         (y, x), (to_y, to_x) = places[i], places[j]
         steps = math.ceil(max(abs(to_y - y), abs(to_x - x) / 2))
         for part in (s / steps for s in range(1, steps)):

@@ -40,7 +40,7 @@ def ring(n: Workers, *, seed: Seed = 0, edge_weight: Share | None = None) -> Top
     Cost: 2 messages per worker and round. The spectral gap decreases as 1/n².
     Fails when: there are many workers: the disagreement shrinks slowly.
 
-    >>> ring(4).mixing(0).hears_from(0)
+    >>> ring(4).mixing(0).receives_from(0)
     (1, 3)
     """
 
@@ -71,7 +71,7 @@ def torus(n: Workers, *, seed: Seed = 0, rows: Count | None = None) -> Topology:
     Fails when: the outer momentum is high: with 8 workers the disagreement of GASLoC stays bounded up to 0.5 only.
     Raises: ConfigError when n is a prime: a grid of one row is a ring.
 
-    >>> torus(9).mixing(0).hears_from(4)
+    >>> torus(9).mixing(0).receives_from(4)
     (1, 3, 5, 7)
     """
     if n > 1 and _most_square(n) == 1:
@@ -123,7 +123,7 @@ def chain(n: Workers, *, seed: Seed = 0) -> Topology:
     Cost: 2 messages per worker and round, 1 for the two at the ends. Spectral gap 2/3 (1 - cos(π/n)), a quarter of the ring's.
     Fails when: there are many workers: the disagreement shrinks slowly, as the spectral gap decreases as 1/n².
 
-    >>> [chain(4).mixing(0).hears_from(i) for i in range(4)]
+    >>> [chain(4).mixing(0).receives_from(i) for i in range(4)]
     [(1,), (0, 2), (1, 3), (2,)]
     """
     return planned_topology(
@@ -147,7 +147,7 @@ def tree(n: Workers, *, seed: Seed = 0, branching: Count = 2) -> Topology:
     Fails when: plain gossip runs on it: the disagreement shrinks slowly, with 8 workers by 5 % a round. `relaysum` is made for
         trees.
 
-    >>> [tree(6).mixing(0).hears_from(i) for i in range(6)]
+    >>> [tree(6).mixing(0).receives_from(i) for i in range(6)]
     [(1, 2), (0, 3, 4), (0, 5), (1,), (1,), (2,)]
     """
 
@@ -173,7 +173,7 @@ def exponential(n: Workers, *, seed: Seed = 0) -> Topology:
     Source: arXiv 2110.13363.
     Fails when: uplinks are slow: each worker sends L messages per round, where `one_peer_exponential` sends one.
 
-    >>> exponential(8).mixing(0).hears_from(0)
+    >>> exponential(8).mixing(0).receives_from(0)
     (1, 2, 4)
     """
 
@@ -197,7 +197,7 @@ def graph(n: Workers, *, seed: Seed = 0, edges: Sequence[Sequence[float]]) -> To
     Cost: as many messages per worker and round as it has links.
     Raises: ConfigError when a link is impossible, the graph is not connected, or the weights of a worker exceed one.
 
-    >>> graph(4, edges=[(0, 1), (1, 2), (2, 3)]) .mixing(0).hears_from(1)
+    >>> graph(4, edges=[(0, 1), (1, 2), (2, 3)]) .mixing(0).receives_from(1)
     (0, 2)
     """
     links = _links(n, edges)

@@ -35,7 +35,7 @@ def grid(n: Workers, *, seed: Seed = 0, side: Size | None = None, dimension: Cou
     Fails when: one worker of a group is slow: the group waits for it.
     Raises: ConfigError when n workers do not fit.
 
-    >>> [grid(9).mixing(t).hears_from(5) for t in range(3)]
+    >>> [grid(9).mixing(t).receives_from(5) for t in range(3)]
     [(3, 4), (2, 8), (3, 4)]
     """
     if side is not None and n > side**dimension:
@@ -89,7 +89,7 @@ def groups(n: Workers, *, seed: Seed = 0, size: Size = 4) -> Topology:
     Differs: a group exchanges whole messages, where theirs are reduced in 2 (M-1)/M of one.
     Fails when: one worker of a group is slow: the group waits for it.
 
-    >>> sorted(len(groups(10, size=4).mixing(0).hears_from(i)) for i in range(10))
+    >>> sorted(len(groups(10, size=4).mixing(0).receives_from(i)) for i in range(10))
     [2, 2, 2, 2, 2, 2, 3, 3, 3, 3]
     """
 

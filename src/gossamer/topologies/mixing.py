@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # which topology to take is found without torch
     from torch import Tensor
 
 __all__ = [
-    "Hear",
+    "Combine",
     "Mixing",
     "each",
     "from_edges",
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 Row = tuple[tuple[int, float], ...]
-Hear = Callable[[Tree, Mapping[int, Tree], int, Row], Any]
+Combine = Callable[[Tree, Mapping[int, Tree], int, Row], Any]
 
 
 class Mixing(NamedTuple):
@@ -53,7 +53,7 @@ class Mixing(NamedTuple):
         """Number of workers."""
         return len(self.rows)
 
-    def hears_from(self, i: int) -> tuple[int, ...]:
+    def receives_from(self, i: int) -> tuple[int, ...]:
         """The peers whose messages worker i needs, ascending."""
         return tuple(j for j, _ in self.rows[i] if j != i)
 
@@ -80,18 +80,18 @@ def from_edges(n: int, edges: Iterable[tuple[int, int, float]], sums: Literal["r
     >>> from_edges(2, [(0, 1, 0.5), (1, 0, 0.5)]).rows
     (((0, 0.5), (1, 0.5)), ((0, 0.5), (1, 0.5)))
     """
-    heard: list[dict[int, float]] = [{} for _ in range(n)]
-    hearers: list[list[int]] = [[] for _ in range(n)]
+    received: list[dict[int, float]] = [{} for _ in range(n)]
+    receivers: list[list[int]] = [[] for _ in range(n)]
     for i, j, w in edges:
-        assert i != j and j not in heard[i] and w != 0.0, (i, j, w)
-        heard[i][j] = w
-        hearers[j].append(i)
+        assert i != j and j not in received[i] and w != 0.0, (i, j, w)
+        received[i][j] = w
+        receivers[j].append(i)
     if sums == "rows":
-        own = [1.0 - sum(row[j] for j in sorted(row)) for row in heard]
+        own = [1.0 - sum(row[j] for j in sorted(row)) for row in received]
     else:
-        own = [1.0 - sum(heard[i][j] for i in sorted(column)) for j, column in enumerate(hearers)]
-    rows = tuple(tuple(sorted({**row, i: own[i]}.items())) for i, row in enumerate(heard))
-    return Mixing(rows, tuple(tuple(sorted(column)) for column in hearers))
+        own = [1.0 - sum(received[i][j] for i in sorted(column)) for j, column in enumerate(receivers)]
+    rows = tuple(tuple(sorted({**row, i: own[i]}.items())) for i, row in enumerate(received))
+    return Mixing(rows, tuple(tuple(sorted(column)) for column in receivers))
 
 
 def in_groups(n: int, groups: Iterable[Sequence[int]]) -> Mixing:
@@ -203,10 +203,10 @@ def _added(terms: "Iterator[Tensor]", like: "Tensor") -> "Tensor":
     return total
 
 
-def pull(told: Tree, heard: Mapping[int, Tree], i: int, row: Row) -> Tree:
-    """The pull of the neighbourhood on worker i: `pull_i = Σ_j w_ij (told_j - told_i)`, j ascending.
+def pull(own_decoded: Tree, received: Mapping[int, Tree], i: int, row: Row) -> Tree:
+    """The pull of the neighbourhood on worker i: `pull_i = Σ_j w_ij (m_j - m_i)`, j ascending, of the decoded messages m.
 
-    Args: `told` is i's message as the others decoded it, `heard[j]` the message i decoded from j; both have the same shape.
+    Args: `own_decoded` is m_i as the others decoded it, `received[j]` is m_j as i decoded it; both have the same shape.
     Cost: reads 1 + |row| messages, writes one.
     """
 
@@ -216,11 +216,11 @@ def pull(told: Tree, heard: Mapping[int, Tree], i: int, row: Row) -> Tree:
 
     peers = [j for j, _ in row if j != i]
     weights = [w for j, w in row if j != i]
-    return map_leaves(one, told, *(heard[j] for j in peers))
+    return map_leaves(one, own_decoded, *(received[j] for j in peers))
 
 
-def mean(told: Tree, heard: Mapping[int, Tree], i: int, row: Row) -> Tree:
-    """The weighted mean `mean_i = Σ_j w_ij told_j` with j ascending, i's own message in its place.
+def mean(own_decoded: Tree, received: Mapping[int, Tree], i: int, row: Row) -> Tree:
+    """The weighted mean `mean_i = Σ_j w_ij m_j` with j ascending, i's own message in its place.
 
     Bitwise the same on every worker whose row is the same. Cost: reads |row| messages, writes one.
     """
@@ -228,9 +228,9 @@ def mean(told: Tree, heard: Mapping[int, Tree], i: int, row: Row) -> Tree:
     def one(*messages: "Tensor") -> "Tensor":
         return _added((w * widen(message) for (_, w), message in zip(row, messages, strict=True)), messages[0])
 
-    return map_leaves(one, *(told if j == i else heard[j] for j, _ in row))
+    return map_leaves(one, *(own_decoded if j == i else received[j] for j, _ in row))
 
 
-def each(told: Tree, heard: Mapping[int, Tree], i: int, row: Row) -> Any:
+def each(own_decoded: Tree, received: Mapping[int, Tree], i: int, row: Row) -> Any:
     """The messages of the peers, in ascending order of senders, which are `ctx.peers` of a rule."""
-    return tuple(heard[j] for j, _ in row if j != i)
+    return tuple(received[j] for j, _ in row if j != i)

@@ -28,7 +28,7 @@ def pga(n: Workers, *, seed: Seed = 0, every: Count = 6, graph: Graph = "one_pee
     Fails when: one link is slow: global rounds wait for it. On a random `graph` the predicted stability is an estimate that
         treats the global rounds as random too.
 
-    >>> [len(pga(8, every=3).mixing(t).hears_from(0)) for t in range(6)]
+    >>> [len(pga(8, every=3).mixing(t).receives_from(0)) for t in range(6)]
     [1, 1, 7, 1, 1, 7]
     """
     spec = {"name": graph} if isinstance(graph, str) else graph

@@ -23,7 +23,7 @@ def one_peer_exponential(n: Workers, *, seed: Seed = 0) -> Topology:
     Source: arXiv 2110.13363.
     Fails when: the outer momentum is high: with 8 workers the disagreement of GASLoC stays bounded up to 0.618 only.
 
-    >>> [one_peer_exponential(8).mixing(t).hears_from(0) for t in range(4)]
+    >>> [one_peer_exponential(8).mixing(t).receives_from(0) for t in range(4)]
     [(1,), (2,), (4,), (1,)]
     """
 
@@ -55,7 +55,7 @@ def hypercube(n: Workers, *, seed: Seed = 0) -> Topology:
     Fails when: the outer momentum is high: with 8 workers the disagreement of GASLoC stays bounded up to 0.618 only.
     Raises: ConfigError when n is not a power of two.
 
-    >>> [hypercube(8).mixing(t).hears_from(5) for t in range(3)]
+    >>> [hypercube(8).mixing(t).receives_from(5) for t in range(3)]
     [(4,), (7,), (1,)]
     """
     length = len(powers_of_two(n))
@@ -167,7 +167,7 @@ def random_push(n: Workers, *, seed: Seed = 0, peers: Count = 1) -> Topology:
     Fails when: the rule sends no weights: rows do not sum to one, so the mean is lost. Such rules are refused.
 
     >>> mixing = random_push(4, seed=1).mixing(1)
-    >>> [mixing.sends_to(i) for i in range(4)], [len(mixing.hears_from(i)) for i in range(4)]
+    >>> [mixing.sends_to(i) for i in range(4)], [len(mixing.receives_from(i)) for i in range(4)]
     ([(2,), (2,), (1,), (2,)], [0, 1, 3, 0])
     """
     _fewer("random_push", peers, n)

@@ -224,7 +224,7 @@ def test_a_method_trains_and_sends_and_keeps_what_the_page_counts_and_a_check_sa
     assert len(trace.messages.bytes) + means == pytest.approx(counted.messages * run.rounds * run.workers)
     m = in_rounds(run).method
     wide = 2 if run.inner.averaging is not None and m.rule.site == "parameters" else 1
-    most_peers = max(len(m.topology.mixing(0).hears_from(i)) for i in range(run.workers))
+    most_peers = max(len(m.topology.mixing(0).receives_from(i)) for i in range(run.workers))
     copies = m.rule.state_copies + most_peers * m.rule.copies_per_peer
     some = 1e-4 if m.rule.elementwise else 0.2  # whole tensors may have state of another size, such as factors
     assert counted.state_copies == pytest.approx(held * wide * copies, abs=some)

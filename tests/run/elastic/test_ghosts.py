@@ -48,7 +48,7 @@ class Gossiper:
     def begin(self, round: int) -> Exchange:
         alive = self.members.alive(round) | {self.worker}
         mixing = self.topology.mixing(round, alive)
-        self.core.enter(round, alive, mixing.hears_from(self.worker))
+        self.core.enter(round, alive, mixing.receives_from(self.worker))
         setup = Setup(self.rule, exact(), self, Part(self.x, self.s, LAYOUT), seed=0)
         return begin(setup, mixing, self.context(round))
 

@@ -210,7 +210,7 @@ def test_a_graph_is_a_topology():
     assert simulated(topology=weighted).config.topology.options["edges"] == [[0, 1, 0.5], [1, 2, 0.25]]
     assert graph(3, edges=[(0, 1, 0.5), (1, 2, 0.25)]).mixing(0).rows[1] == ((0, 0.5), (1, 0.25), (2, 0.25))
     alive = graph(4, edges=edges).mixing(0, frozenset({0, 1, 3}))
-    assert [alive.hears_from(i) for i in range(4)] == [(1, 3), (0,), (), (0,)]
+    assert [alive.receives_from(i) for i in range(4)] == [(1, 3), (0,), (), (0,)]
 
 
 @pytest.mark.parametrize(

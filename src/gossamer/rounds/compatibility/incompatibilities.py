@@ -185,7 +185,7 @@ _RULES = (
         lambda f: (
             f.kind == "no waiting"
             and (
-                f.rule.hear is not pull
+                f.rule.combine is not pull
                 or f.rule.needs != "connected"
                 or f.rule.site != "parameters"
                 or f.rule.delay_rounds > 0

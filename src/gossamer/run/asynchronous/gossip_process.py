@@ -48,7 +48,7 @@ class GossipParticipant(AsyncParticipant[GossipWorker]):
         start_s, mixing = self.now_s(), self._topology.mixing(number, alive)
         replica = self.replica
         replica.steps_taken = number * replica.local_steps
-        report = replica.train(round, 0, replica.local_steps, self._asking(mixing.hears_from(self.slot)))
+        report = replica.train(round, 0, replica.local_steps, self._asking(mixing.receives_from(self.slot)))
         self._step_s, ended_s = report.compute_s / replica.local_steps, self.now_s()
         own, packed = self._messages.pack(self.core.message(number, mixing), number)
         self.log.write(Published(number, round, start_s, ended_s))  # whoever gets the message finds it in the log

@@ -58,7 +58,7 @@ class PairParticipant(AsyncParticipant[PairWorker]):
             tell=lambda one: self._guarded(lambda: self._tell_it(one)),
             meet=lambda one, payload: self._guarded(lambda: self._meet(one, payload)),
         )  # fmt: skip
-        self._neighbours = settled.topology.mixing(0).hears_from(self.slot)
+        self._neighbours = settled.topology.mixing(0).receives_from(self.slot)
         self._started_per_phase = (config.events.meetings or 1.0) / 2
         self._first_s = self._last_s = 0.0
         self._before: dict[int, int] = {}

@@ -332,7 +332,7 @@ class _Participant:
         return lambda alive: tuple(sorted({j for p in every for j in self._hears_from(round, p, alive)}))
 
     def _hears_from(self, of: int, fragment: int, alive: frozenset[int]) -> tuple[int, ...]:
-        return self._topology_of(fragment).mixing(of, alive).hears_from(self.slot)
+        return self._topology_of(fragment).mixing(of, alive).receives_from(self.slot)
 
     def _or_all(self, alive: frozenset[int]) -> frozenset[int] | None:
         return None if len(alive) == self.config.workers else alive

@@ -369,7 +369,7 @@ class _Gossip(_Run[GossipWorker]):
     def take(self, i: Name, event: OrderEvent) -> Iterable[tuple[str, int]]:
         assert isinstance(event, Mixed)
         mixing, peers = self._mixing(i, event.number), [j for j, _, _ in event.heard]
-        known = mixing.hears_from(i[0])
+        known = mixing.receives_from(i[0])
         if not {*peers} <= {*known}:
             _impossible(
                 i[0], f"after phase {event.number} it heard workers {sorted(peers)}, and {known} were its peers"

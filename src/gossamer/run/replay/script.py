@@ -200,7 +200,7 @@ class _Reader:
         self._send(sender, message)
 
     def _hears_from(self, i: int, of: int, fragment: int, alive: frozenset[int] | None) -> tuple[int, ...]:
-        return self._topology_of(fragment).mixing(of, alive).hears_from(i)
+        return self._topology_of(fragment).mixing(of, alive).receives_from(i)
 
     def _sender(self, i: int, j: int, outcome: ExchangeOutcome) -> Process:
         """Which process of slot j sent what worker i counted in an exchange."""

@@ -28,10 +28,10 @@ def halfway(share: float = 0.5) -> Rule:
     def send(x: Tensor, s: Tree, ctx: Context) -> Tree:
         return x
 
-    def recv(x: Tensor, s: Tree, told: Tree, heard: Any, ctx: Context) -> tuple[Tensor, Tree]:
-        return x + share * heard, s
+    def recv(x: Tensor, s: Tree, own_decoded: Tree, combined: Any, ctx: Context) -> tuple[Tensor, Tree]:
+        return x + share * combined, s
 
-    return Rule(init, send, pull, recv, needs="connected", n1_limit="inner", mean_preserving=True)
+    return Rule(init, send, pull, recv, needs="connected", single_worker_limit="inner", mean_preserving=True)
 
 
 def line(n: int) -> Topology:
