@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gossamer.record.logs.outcomes import Begun, Life, RoundOutcome
-from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import method_of
 from gossamer.run.replay.script import script_of
 from gossamer.topologies import Topology
@@ -71,7 +71,7 @@ def counted(lives: Mapping[int, Sequence[Life]], topology: Topology, alive: Coll
     n, rounds = topology.n, max(ends, default=0)
     if not alive or not rounds:
         return Counted(0, 0.0)
-    script = script_of(lives, method_of(Facts(topology=topology)), rounds + 1, seed=0)
+    script = script_of(lives, method_of(Combination(topology=topology)), rounds + 1, seed=0)
     held, kept = np.zeros((n, n * rounds)), dict[tuple[int, int], np.ndarray]()
     needed = script.taken_over()
 

@@ -11,8 +11,8 @@ from gossamer.rounds.exchange import Each, Exchange, finish_all
 from gossamer.rounds.kernel import PLAIN, Kernel
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Context, Rule
-from gossamer.testing.crew import Drift, random_drift, random_vectors, simulated
-from gossamer.testing.crew import flat_layout as layout
+from gossamer.testing.drifted_workers import Drift, random_drift, random_vectors, simulated_workers
+from gossamer.testing.drifted_workers import flat_layout as layout
 from gossamer.topologies import Topology
 from gossamer.topologies.mixing import Mixing
 from gossamer.tree import Tree
@@ -42,15 +42,15 @@ def play(
     codec: Codec | None = None, states: list[Tree] | None = None, first: int = 0, kernel: Kernel | None = None,
     schedule: Schedule | None = None, steps: int | Sequence[int] = 1, spans: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[list[Tensor], list[Tree]]:  # fmt: skip
-    """The workers after `rounds` rounds from `start`, see `gossamer.testing.crew`.
+    """The workers after `rounds` rounds from `start`, see `gossamer.testing.drifted_workers`.
 
     What is under way after the last round is heard as at the end of a run.
     """
     m = Method(rule, topology, codec or exact(), schedule or Schedule(), kernel or PLAIN)
-    crew = simulated(m, start, steps=steps, spans=spans)
-    for loop, s in zip(crew.loops, states or (), strict=states is not None):
+    workers = simulated_workers(m, start, steps=steps, spans=spans)
+    for loop, s in zip(workers.loops, states or (), strict=states is not None):
         own = loop.fragments[0]
         loop.fragments[0] = own._replace(part=own.part._replace(s=s))
-    crew.train(range(first, first + rounds), drift)
-    crew.finish()
-    return crew.xs, [s[0] if spans is None else s for s in crew.states]
+    workers.train(range(first, first + rounds), drift)
+    workers.finish()
+    return workers.xs, [s[0] if spans is None else s for s in workers.states]

@@ -23,7 +23,7 @@ WITHOUT_A_VALUE = {  # beginning of the sentence: why it has none to show
     "no run was given to watch": "the same",
     "this page prices no other methods": "it was asked for nothing else",
     "run.device = 'cuda' but torch sees 0 GPUs": "the only value that leads here is in the sentence",
-    "PairingError(sentence)": "it comes from the table of pairings, whose rows are looked at here too",
+    "PairingError(sentence)": "it comes from the table of incompatibilities, whose rows are looked at here too",
 }
 
 names = st.text("abcdefgh_", min_size=1, max_size=8)
@@ -58,8 +58,8 @@ def test_a_slip_of_one_letter_is_answered_with_the_name_that_was_meant(name: str
 
 
 def messages() -> list[tuple[str, ast.Call, ast.Module]]:
-    """Every place in the sources where one of our errors is made, and every row of the table of pairings."""
-    makers = {*ERRORS, "Pairing"}
+    """Every place in the sources where one of our errors is made, and every row of the table of incompatibilities."""
+    makers = {*ERRORS, "Incompatibility"}
     return [
         (f"{path.relative_to(SOURCE)}:{node.lineno}", node, module)
         for path in sorted(SOURCE.rglob("*.py"))

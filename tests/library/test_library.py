@@ -17,7 +17,7 @@ from gossamer.errors import CheckpointError, ConfigError, PairingError, PeerErro
 from gossamer.library.metrics import Meter
 from gossamer.library.peers import common_of, must_agree
 from gossamer.optimizers.inner import build_optimizer
-from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import FITTING, Method
 from gossamer.rounds.compatibility.incompatibilities import faults
 from gossamer.rounds.exchange import finish_all
@@ -136,8 +136,8 @@ def test_a_state_that_does_not_fit_is_refused_in_a_sentence_whatever_is_wrong_wi
         *({**good, "rounds": rounds} for rounds in (-1, 2.5, "x", None, 1 << 40)),
         *({**good, "outer": outer} for outer in (3, None, [3], [], [t.double() for t in good["outer"]])),
         *(
-            {**good, "under_way": under_way}
-            for under_way in (3, [3], [{"round": 0}], [one, one], [{**one, "sent": [3]}])
+            {**good, "under_way": in_flight}
+            for in_flight in (3, [3], [{"round": 0}], [one, one], [{**one, "sent": [3]}])
         ),
         *(
             {**good, "under_way": [{**one, key: value}]}
@@ -368,7 +368,7 @@ def compared():
             continue
         topology = make_topology(FITTING[make().needs], 4)
         for codec in ("exact", "int8"):
-            if not faults(Facts(rule=make(), topology=topology, codec=CODECS[codec]())):
+            if not faults(Combination(rule=make(), topology=topology, codec=CODECS[codec]())):
                 yield pytest.param(make(), topology, CODECS[codec](), id=f"{name}-{codec}")
 
 

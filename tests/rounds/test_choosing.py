@@ -14,7 +14,7 @@ from gossamer.rounds.kernel import PLAIN
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import diloco
 from gossamer.run.simulated.simulate import simulate
-from gossamer.testing.crew import random_drift, random_vectors, simulated
+from gossamer.testing.drifted_workers import random_drift, random_vectors, simulated_workers
 from gossamer.topologies import complete
 from tiny import tiny
 
@@ -58,13 +58,13 @@ def test_the_fragment_that_changes_fastest_is_sent_more_often_than_once_a_round(
     assert counts[1] > counts[2] >= counts[0] >= 5
 
 
-def crew(schedule, numel=9, n=2, dtype=torch.float32):
+def make_workers(schedule, numel=9, n=2, dtype=torch.float32):
     m = Method(diloco(0.7, 0.9), complete(n), exact(), schedule, PLAIN)
-    return simulated(m, [random_vectors(1, numel, dtype=dtype)[0]] * n, steps=6, spans=SPANS)
+    return simulated_workers(m, [random_vectors(1, numel, dtype=dtype)[0]] * n, steps=6, spans=SPANS)
 
 
 def test_while_rates_are_unknown_the_bits_are_those_of_streaming_in_turn():
-    one, other = crew(Schedule(fragments=3)), crew(Schedule(fragments=3, sends=3))
+    one, other = make_workers(Schedule(fragments=3)), make_workers(Schedule(fragments=3, sends=3))
     for each in (one, other):
         each.train(range(1), random_drift(9, dtype=torch.float32))
     assert all(torch.equal(x, y) for x, y in zip(one.xs, other.xs, strict=True))
@@ -72,7 +72,7 @@ def test_while_rates_are_unknown_the_bits_are_those_of_streaming_in_turn():
 
 def test_the_rate_of_a_fragment_is_how_far_its_outer_value_moved_for_each_send_between_two():
     drift = random_drift(9)
-    one = crew(Schedule(fragments=3, sends=3), dtype=torch.float64)
+    one = make_workers(Schedule(fragments=3, sends=3), dtype=torch.float64)
     start = one.xs[0].clone()
     one.train(range(1), drift)
     rates, last, between = one.states[0][-1].tolist()
@@ -83,7 +83,9 @@ def test_the_rate_of_a_fragment_is_how_far_its_outer_value_moved_for_each_send_b
 
 @pytest.mark.parametrize("overlap", [0, 2])
 def test_all_workers_choose_alike_though_their_own_steps_differ(overlap):
-    some = crew(Schedule(fragments=3, sends=4, overlap_steps=overlap, merge="taylor" if overlap else "keep"), n=3)
+    some = make_workers(
+        Schedule(fragments=3, sends=4, overlap_steps=overlap, merge="taylor" if overlap else "keep"), n=3
+    )
     chosen = []
     for t in range(6):
         some.train(range(t, t + 1), random_drift(9, dtype=torch.float32))

@@ -12,8 +12,8 @@ import gossamer
 from drifted_rounds import drive, layout, play, random_drift, random_vectors, serially
 from gossamer.codecs import CODECS, Codec, bf16, both_ways, exact, fp4, int8, make_codec, randomk, topk
 from gossamer.errors import ConfigError, PairingError
-from gossamer.rounds.compatibility import incompatibilities as pairing
-from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility import incompatibilities
+from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.exchange import begin, initial_state
 from gossamer.rounds.forms import Sizes
 from gossamer.rounds.kernel import PLAIN, Kernel, compiled, outer_update
@@ -162,7 +162,7 @@ def test_a_way_back_without_a_mean_over_everyone_is_refused():
         with pytest.raises(
             PairingError, match=f"the second leg of a mean over all workers, and rule '{rule.name}' takes no such mean"
         ):
-            pairing.check(Facts(rule=rule, topology=make_topology(topology, 4), codec=codec))
+            incompatibilities.check(Combination(rule=rule, topology=make_topology(topology, 4), codec=codec))
     with pytest.raises(ConfigError, match="only one return leg"):
         make_codec("int8", back={"name": "int8", "back": "int8"})
 

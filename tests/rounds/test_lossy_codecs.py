@@ -8,7 +8,7 @@ from gossamer.asynchronous import ad_psgd
 from gossamer.codecs import bf16, both_ways, exact, fp4, int4, int8, randomk, topk
 from gossamer.codecs.error import relative_error
 from gossamer.rounds.compatibility import lossy_codecs as coding
-from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import FITTING, warnings_of
 from gossamer.rounds.compatibility.incompatibilities import faults
 from gossamer.rules import (
@@ -48,7 +48,7 @@ def test_workers_that_agree_and_stand_still_stay(name, request):
         if full or topology.name == FITTING[rule.needs] or (turn + place - k) % len(codecs) == 0
     ]
     for topology, codec in pairs:
-        facts = Facts(rule=rule, topology=topology, codec=codec)
+        facts = Combination(rule=rule, topology=topology, codec=codec)
         changes_as_little_as_said(facts)
         if not faults(facts):
             share, sentence = coding.change(facts), coding.warning(facts) or ""
@@ -61,7 +61,7 @@ def test_workers_that_agree_and_stand_still_stay(name, request):
     "codec", [int8(), int8(rounding="stochastic"), bf16()], ids=lambda codec: f"{codec.name}-{codec.draws}"
 )
 def test_the_number_of_the_warning_holds_for_workers_that_nearly_agree_and_is_not_far_off(rule, codec):
-    facts = Facts(rule=rule, topology=random(4), codec=codec)
+    facts = Combination(rule=rule, topology=random(4), codec=codec)
     apart = [START + 0.01 * noise for noise in random_vectors(4, START.numel(), dtype=torch.float32)]
     share = coding.change(facts)
     assert share is not None and share / 4 < moved(facts, apart) <= share
@@ -82,13 +82,16 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_codec_that_destroys_the_model_is_refused_with_a_way_out(name):
     rule, topology, codec, way = REFUSED[name]
-    (sentence,) = faults(Facts(rule=rule, topology=topology, codec=codec))
+    (sentence,) = faults(Combination(rule=rule, topology=topology, codec=codec))
     assert way in sentence
-    assert not faults(Facts(rule=rule, topology=topology))
+    assert not faults(Combination(rule=rule, topology=topology))
 
 
 def test_pairs_send_whole_parameters_and_servers_receive_differences():
-    pair, server = Facts(kind="pair", pair=ad_psgd(), topology=complete(4)), Facts(kind="server", server="heloco")
+    pair, server = (
+        Combination(kind="pair", pair=ad_psgd(), topology=complete(4)),
+        Combination(kind="server", server="heloco"),
+    )
     assert "'ad_psgd' sends whole parameters" in faults(pair._replace(codec=topk()))[0]
     assert "use a [server]" in warnings_of(pair._replace(codec=int8()))[0]
     assert not faults(server._replace(codec=topk())) and coding.change(server._replace(codec=topk())) is None
@@ -107,7 +110,7 @@ def test_a_small_drift_survives_a_mean_of_parameters_only_in_a_fine_codec():
 
 
 def test_sparse_codecs_under_rules_that_lose_the_rest_are_warned_of():
-    sparse = Facts(topology=complete(4), codec=topk())
+    sparse = Combination(topology=complete(4), codec=topk())
     assert "error_feedback" in warnings_of(sparse._replace(rule=diloco()))[0]
     assert "'choco'" in warnings_of(sparse._replace(rule=anchored_gasloc()))[0]
     for rule in (sparseloco(), error_feedback(diloco())):

@@ -11,8 +11,8 @@ from drifted_rounds import play, random_drift, random_vectors
 from gossamer.codecs import exact, fp4
 from gossamer.errors import ConfigError, PairingError
 from gossamer.layout import Layout, Leaf, arrange
-from gossamer.rounds.compatibility import incompatibilities as pairing
-from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility import incompatibilities
+from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import RULES, data_parallel, diloco, eager, gasloc, gossip, local_sgd
 from gossamer.topologies import make_topology
@@ -227,16 +227,16 @@ def test_an_impossible_schedule_is_refused_in_a_sentence(wrong, says):
 
 def test_a_round_too_short_for_its_schedule_is_refused():
     with pytest.raises(ConfigError, match="fragment"):
-        pairing.check(Facts(schedule=Schedule(fragments=4), local_steps=3))
+        incompatibilities.check(Combination(schedule=Schedule(fragments=4), local_steps=3))
     with pytest.raises(ConfigError, match="received before it is sent again"):
-        pairing.check(Facts(schedule=Schedule(overlap_steps=4), local_steps=3))
+        incompatibilities.check(Combination(schedule=Schedule(overlap_steps=4), local_steps=3))
 
 
 def test_rules_that_cannot_be_late_are_refused():
     with pytest.raises(PairingError, match="exchanges gradients"):
-        pairing.check(Facts(rule=data_parallel(), topology=complete(2), schedule=Schedule(fragments=2)))
+        incompatibilities.check(Combination(rule=data_parallel(), topology=complete(2), schedule=Schedule(fragments=2)))
     with pytest.raises(PairingError, match="already receives 1 round late"):
-        pairing.check(Facts(rule=eager(), topology=complete(2), schedule=Schedule(overlap_steps=1)))
+        incompatibilities.check(Combination(rule=eager(), topology=complete(2), schedule=Schedule(overlap_steps=1)))
 
 
 @pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule().site == "parameters"])
@@ -261,7 +261,7 @@ def test_any_rule_on_parameters_streams_its_fragments_and_overlaps(name):
 
 def _refused(rule, topology):
     try:
-        pairing.check(Facts(rule=rule, topology=topology))
+        incompatibilities.check(Combination(rule=rule, topology=topology))
     except PairingError:
         return True
     return False

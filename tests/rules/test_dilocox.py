@@ -171,7 +171,7 @@ def adaptive_rounds(drifts, *, n=1, rank=3, every=1):
         (stop,) = loops[0].stops(t)
         for loop in loops:
             loop.announce(t, stop)
-        ranks = {loop.under_way[t, 0].ctx.rank for loop in loops}
+        ranks = {loop.in_flight[t, 0].ctx.rank for loop in loops}
         for x, drift in zip(xs, some, strict=True):
             x.sub_(drift)
         sent = [loop.post(t, stop) for loop in loops]

@@ -15,7 +15,7 @@ from gossamer.rules import anchored, diloco, fgd, weighted
 from gossamer.run.config.settle import in_rounds
 from gossamer.run.planning.check import examine
 from gossamer.testing import check_parity
-from gossamer.testing.crew import Crew, simulated
+from gossamer.testing.drifted_workers import DriftedWorkers, simulated_workers
 from gossamer.testing.numbers import half_precision_follows_full_precision
 from gossamer.testing.tags import torch_outer
 from gossamer.topologies import complete, make_topology, random, ring
@@ -70,9 +70,9 @@ def test_a_message_that_is_dropped_on_both_ends_is_a_self_loop_and_the_mean_is_k
     found = {}
     for kind in (MemoryTransport, Deaf):
         network = MemoryNetwork(4)
-        crew = Crew(m, [kind(network, i) for i in range(4)], random_vectors(4, P))
-        crew.train(range(rounds), drift)
-        found[kind] = torch.stack(crew.xs)
+        workers = DriftedWorkers(m, [kind(network, i) for i in range(4)], random_vectors(4, P))
+        workers.train(range(rounds), drift)
+        found[kind] = torch.stack(workers.xs)
     assert not torch.equal(found[Deaf], found[MemoryTransport])
     close(found[Deaf].mean(0), found[MemoryTransport].mean(0))
 
@@ -141,10 +141,10 @@ def test_it_contracts_like_the_slower_of_gossip_and_momentum(topology):
 
 def test_workers_that_drift_are_as_far_apart_as_predicted():
     rule, topology, numel, apart = fgd(1.0, 0.5, mix_updates="random"), random(8), 500, []
-    crew = simulated(Method(rule, topology, exact(), Schedule(), PLAIN), [torch.zeros(numel)] * 8)
+    workers = simulated_workers(Method(rule, topology, exact(), Schedule(), PLAIN), [torch.zeros(numel)] * 8)
     for t in range(160):
-        crew.train(range(t, t + 1), random_drift(numel, dtype=torch.float32))
-        apart.append(float(torch.stack(crew.xs).var(0).mean()))
+        workers.train(range(t, t + 1), random_drift(numel, dtype=torch.float32))
+        apart.append(float(torch.stack(workers.xs).var(0).mean()))
     found = stability_of(rule, topology)
     assert found is not None and sum(apart[40:]) / 120 == pytest.approx(found.variance, rel=0.05)
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from drifted_rounds import play, random_drift, random_vectors
 from gossamer.codecs import CODECS, bf16
 from gossamer.errors import PairingError
-from gossamer.rounds.compatibility import incompatibilities as pairing
-from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility import incompatibilities
+from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rules import local_sgd, relaysum
 from gossamer.topologies import TOPOLOGIES, make_topology
 from gossamer.topologies.mixing import from_edges, matrix, metropolis
@@ -134,4 +134,4 @@ def test_a_graph_that_is_no_tree_is_refused(name):
     with pytest.raises(
         PairingError, match=f"'relaysum' on topology '{name}'.* relays sums along a tree; use topology 'tree'"
     ):
-        pairing.check(Facts(rule=relaysum(), topology=make_topology(name, 8)))
+        incompatibilities.check(Combination(rule=relaysum(), topology=make_topology(name, 8)))

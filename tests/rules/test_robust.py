@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from drifted_rounds import layout, play, random_drift, random_vectors
 from gossamer.codecs import bf16, both_ways, exact
 from gossamer.errors import ConfigError, PairingError
-from gossamer.rounds.compatibility import incompatibilities as pairing
-from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility import incompatibilities
+from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rules import data_parallel, diloco, eager, gossip, local_sgd, make_rule, robust, trusted
 from gossamer.rules.contract import Context
 from gossamer.topologies import make_topology
@@ -153,13 +153,13 @@ def test_a_run_with_a_liar_stays_near_the_run_without(wrapped):
 def test_robust_rules_send_whole_messages_and_are_refused_where_others_would_sum():
     complete = make_topology("complete", 4)
     for rule in (robust(diloco()), trusted(diloco())):
-        pairing.check(Facts(rule=rule, topology=complete, codec=bf16()))
+        incompatibilities.check(Combination(rule=rule, topology=complete, codec=bf16()))
         with pytest.raises(PairingError, match="takes no such mean"):
-            pairing.check(Facts(rule=rule, topology=complete, codec=both_ways(bf16(), bf16())))
+            incompatibilities.check(Combination(rule=rule, topology=complete, codec=both_ways(bf16(), bf16())))
         with pytest.raises(PairingError, match="takes no mean"):
-            pairing.check(Facts(rule=rule, topology=complete, codec=exact(), reduction="all_reduce"))
+            incompatibilities.check(Combination(rule=rule, topology=complete, codec=exact(), reduction="all_reduce"))
         with pytest.raises(PairingError, match="every worker to receive from all"):
-            pairing.check(Facts(rule=rule, topology=make_topology("ring", 4)))
+            incompatibilities.check(Combination(rule=rule, topology=make_topology("ring", 4)))
     for wrong, wrap in itertools.product((eager(), gossip(), local_sgd(), robust(diloco())), (robust, trusted)):
         with pytest.raises(ConfigError, match=f"averages the pseudo-gradients.*'{wrong.name}'"):
             wrap(wrong)

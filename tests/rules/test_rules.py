@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from drifted_rounds import layout, play, random_drift, random_vectors
 from gossamer.codecs import CODECS, exact
 from gossamer.errors import ConfigError, PairingError
-from gossamer.rounds.compatibility import incompatibilities as pairing
-from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility import incompatibilities
+from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.stability import stability
 from gossamer.rules import (
     RULES,
@@ -423,15 +423,15 @@ def test_every_pairing_is_either_allowed_by_the_tags_or_refused_in_a_sentence(ru
     for name in TOPOLOGIES:
         topology, codec = make_topology(name, 8), exact()
         if allowed(rule, topology):
-            pairing.check(Facts(rule=rule, topology=topology, codec=codec))
+            incompatibilities.check(Combination(rule=rule, topology=topology, codec=codec))
         else:
             with pytest.raises(PairingError, match=f"{rule.name}.*{name}.*use"):
-                pairing.check(Facts(rule=rule, topology=topology, codec=codec))
+                incompatibilities.check(Combination(rule=rule, topology=topology, codec=codec))
 
 
 def test_a_rule_with_unsettled_alpha_is_refused():
     with pytest.raises(PairingError, match="auto"):
-        pairing.check(Facts(rule=gasloc(alpha="auto"), topology=make_topology("random", 8)))
+        incompatibilities.check(Combination(rule=gasloc(alpha="auto"), topology=make_topology("random", 8)))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from drifted_rounds import context, play, random_drift, random_vectors
 from gossamer.codecs import CODECS, int4, randomk, topk, topk2bit
 from gossamer.errors import ConfigError, PairingError
-from gossamer.rounds.compatibility import incompatibilities as pairing
-from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility import incompatibilities
+from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rules import (
     RULES,
     anchored,
@@ -285,13 +285,13 @@ def test_only_push_rules_are_let_onto_a_push_topology():
     topology = make_topology("random_push", 6)
     for name, factory in RULES.items():
         if factory().needs == "push":
-            pairing.check(Facts(rule=factory(), topology=topology))
+            incompatibilities.check(Combination(rule=factory(), topology=topology))
         else:
             with pytest.raises(PairingError, match=f"{name}.*random_push"):
-                pairing.check(Facts(rule=factory(), topology=topology))
+                incompatibilities.check(Combination(rule=factory(), topology=topology))
     rows = topology._replace(column_stochastic=False)
     with pytest.raises(PairingError, match=r"sgp.*does not sum to one.*random_push"):
-        pairing.check(Facts(rule=sgp(), topology=rows))
+        incompatibilities.check(Combination(rule=sgp(), topology=rows))
 
 
 def test_the_running_sum_of_choco_is_the_pull_of_the_public_copies():

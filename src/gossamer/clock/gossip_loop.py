@@ -16,7 +16,7 @@ from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, PhaseEnd, Phas
 from gossamer.clock.saved import plain, rebuilt, within
 from gossamer.codecs import exact
 from gossamer.network.links import Network
-from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.incompatibilities import check
 from gossamer.rules import Rule
 from gossamer.topologies import Topology
@@ -72,7 +72,7 @@ class GossipRun:
         options: LoopOptions = DEFAULTS,
     ) -> None:  # fmt: skip
         codec = options.codec or exact()
-        check(Facts(kind="no waiting", workers=len(learners), rule=rule, topology=topology, codec=codec))
+        check(Combination(kind="no waiting", workers=len(learners), rule=rule, topology=topology, codec=codec))
         self.rule, self.topology, self.learners = rule, topology, learners
         self._options, self._agenda, self._durations = options, Agenda(self._perform), Durations(network, len(learners))
         self._phases = Phases(self._agenda, self._durations, learners, options, self._publish, self._change)

@@ -17,7 +17,7 @@ from gossamer.clock.saved import plain, rebuilt, within
 from gossamer.clock.server_core import WAITS, CoreState, Send, ServerAction, ServerCore
 from gossamer.clock.server_worker import ServerWorker, ServerWorkerState
 from gossamer.network.links import Network
-from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.incompatibilities import check
 from gossamer.tree import must_fit, nbytes
 
@@ -110,7 +110,7 @@ class ServerRun:
     ) -> None:  # fmt: skip
         x, layout = learners[0].x, learners[0].layout
         self.spans = ((0, layout.numel),) if spans is None else spans
-        check(Facts(kind="server", server=rule.name, fragments=len(self.spans), overlap=overlap))
+        check(Combination(kind="server", server=rule.name, fragments=len(self.spans), overlap=overlap))
         self.learners = learners
         self._options, self._durations = options, Durations(network, len(learners))
         self._agenda = Agenda(self._perform, self._flush)

@@ -19,7 +19,7 @@ from gossamer.library.metrics import Meter, OuterMetrics
 from gossamer.library.parts import LOCAL_STEPS, OuterMethod, Reduction, ranks_of, settled_parts
 from gossamer.library.peers import Peers, common_of
 from gossamer.rounds.compatibility.combine import method_of, settled_rule, warnings_of
-from gossamer.rounds.loop import OuterLoop, UnderWay
+from gossamer.rounds.loop import InFlight, OuterLoop
 from gossamer.rounds.mean_model import mean_over_workers
 from gossamer.rounds.schedule import Schedule, Stop
 from gossamer.rules import Rule
@@ -39,7 +39,7 @@ class OuterState(TypedDict):
 
     outer: list[Tensor]
     """The state of the rule."""
-    under_way: list[UnderWay]
+    under_way: list[InFlight]
     """The exchanges in flight."""
     rounds: int
     steps: int
@@ -327,7 +327,7 @@ class Outer(Generic[M]):
         self._must_hold_its_own("state_dict")
         return {
             "outer": [leaf.clone() for leaf in leaves(self._loop.state)],
-            "under_way": self._loop.state_under_way(),
+            "under_way": self._loop.state_in_flight(),
             "rounds": self.rounds,
             "steps": self.steps,
         }
@@ -339,9 +339,9 @@ class Outer(Generic[M]):
             has exchanges in flight: load it before the first step of a round.
         """
         self._must_be_open("load_state_dict")
-        if self._loop.under_way:
+        if self._loop.in_flight:
             raise CheckpointError(
-                f"a state was given after {self.steps} steps of round {self.rounds}, with {len(self._loop.under_way)} exchanges "
+                f"a state was given after {self.steps} steps of round {self.rounds}, with {len(self._loop.in_flight)} exchanges "
                 "in flight; load it into a new Outer"
             )
         mine = leaves(self._loop.state)
@@ -352,12 +352,12 @@ class Outer(Generic[M]):
                 "a saved outer state", "steps", steps, Annotated[int, Interval(f"[0, {self.local_steps - 1}]")]
             )
             must_fit(saved, mine)
-            under_way = {(one["round"], one["fragment"]) for one in state["under_way"]}
-            if under_way and under_way != (expected := self._sent_by(rounds, steps)):  # none after `finish`
-                raise ValueError(f"{sorted(under_way)} are in flight where the schedule has {sorted(expected)}")
-            self._loop.restore_under_way(state["under_way"])
+            in_flight = {(one["round"], one["fragment"]) for one in state["under_way"]}
+            if in_flight and in_flight != (expected := self._sent_by(rounds, steps)):  # none after `finish`
+                raise ValueError(f"{sorted(in_flight)} are in flight where the schedule has {sorted(expected)}")
+            self._loop.restore_in_flight(state["under_way"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            self._loop.under_way.clear()
+            self._loop.in_flight.clear()
             raise CheckpointError(
                 f"the outer state does not fit rule '{self.method.rule.name}' with {self.local_steps} local steps on this model "
                 f"({error!r:.200}); load it with the rule, the model, the schedule and the local steps it was saved with"
@@ -380,7 +380,7 @@ class Outer(Generic[M]):
     def close(self) -> None:
         """Ends the outer loop and its connections; your own process group stays open. A second call does nothing."""
         self._closed = True
-        self._loop.under_way.clear()
+        self._loop.in_flight.clear()
         self._peers.close()
 
     def __enter__(self) -> "Outer[M]":

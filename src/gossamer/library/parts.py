@@ -8,7 +8,7 @@ import torch.distributed as dist
 from gossamer.codecs import Codec, codec_of, exact
 from gossamer.errors import ConfigError
 from gossamer.optimizers.inner import InnerConfig
-from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import FITTING
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Rule, make_rule
@@ -43,7 +43,7 @@ class OuterMethod(NamedTuple):
 def settled_parts(
     rule: object, topology: object, codec: object, schedule: object, local_steps: int | None, *, reduction: Reduction,
     n: int, seed: int,
-) -> Facts:  # fmt: skip
+) -> Combination:  # fmt: skip
     """The parts that run, with everything that was not given filled in: by the method, or by what fits the rule.
 
     Raises: ConfigError for what is no rule, topology, codec or schedule, and for a method of another number of workers.
@@ -59,7 +59,7 @@ def settled_parts(
         local_steps = local_steps or rule.local_steps
         rule = rule.rule
     rule = _rule(rule)
-    return Facts(
+    return Combination(
         driver="library", workers=n, rule=rule, topology=_topology(topology, rule, n, seed), codec=_codec(codec),
         schedule=_schedule(schedule), local_steps=local_steps or LOCAL_STEPS, reduction=reduction,
     )  # fmt: skip

@@ -34,10 +34,10 @@ from gossamer.topologies.mixing import Mixing
 from gossamer.transport.contract import Closes, IncompleteError, Reduce, Transport
 from gossamer.tree import Tree, leaves
 
-__all__ = ["OuterLoop", "UnderWay"]
+__all__ = ["InFlight", "OuterLoop"]
 
 
-class UnderWay(TypedDict):
+class InFlight(TypedDict):
     """What a checkpoint keeps of an exchange that is under way."""
 
     round: int
@@ -102,16 +102,16 @@ class OuterLoop:
         """Decides over whom the mean of a round is taken, in an elastic run of a rule that needs everyone."""
         self.sharing: Sharing | None = None
         """How the workers of an elastic run share all slots; None where each trains its own."""
-        self.under_way: dict[tuple[int, int], Exchange] = {}
+        self.in_flight: dict[tuple[int, int], Exchange] = {}
         """Exchanges that were announced and not finished, by round and fragment or place (see `Stop.sends`), oldest first."""
-        self._entered: int | None = None
+        self._begun: int | None = None
 
-    def enter(self, round: int) -> None:
+    def begin_round(self, round: int) -> None:
         """Begins a round. Of a worker that has skipped some, what is under way is received as if it had not."""
-        skipped = 0 if self._entered is None else round - self._entered - 1
+        skipped = 0 if self._begun is None else round - self._begun - 1
         if skipped > 0:
-            self.under_way = {(sent + skipped, p): exchange for (sent, p), exchange in self.under_way.items()}
-        self._entered = round
+            self.in_flight = {(sent + skipped, p): exchange for (sent, p), exchange in self.in_flight.items()}
+        self._begun = round
         if self.sharing is not None:
             self.sharing = self.sharing.begun()
 
@@ -146,22 +146,22 @@ class OuterLoop:
             return  # with whom is known only when the local phase is over
         for p in filter(self._holds, stop.sends):
             if self._choice is not None:
-                self._choice.pick(round, p, [self.fragment_of(flying) for _, flying in self.under_way])
+                self._choice.pick(round, p, [self.fragment_of(flying) for _, flying in self.in_flight])
             if not self._ahead(p) or self.next(round) is not None:
-                self.under_way[round, p] = self._begin(round, p)
+                self.in_flight[round, p] = self._begin(round, p)
 
     def send_ahead(self, round: int) -> None:
         """Sends what this worker's first round needs and a rule that sends ahead would have sent after the one before it."""
         sends = self._ahead(0) and self.next(round - 1) is not None
         for p in range(self.method.schedule.fragments) if sends else ():
-            self.under_way[round - 1, p] = self._begin(round - 1, p)
-            self.under_way[round - 1, p].post()
+            self.in_flight[round - 1, p] = self._begin(round - 1, p)
+            self.in_flight[round - 1, p].post()
 
     def post(self, round: int, stop: Stop) -> list[Operation]:
         """Sends what is due at this stop."""
         if self.closes is not None and stop.sends:
             return self._close(self.closes, round, stop)
-        operations = [self.under_way[round, p].post() for p in stop.sends if (round, p) in self.under_way]
+        operations = [self.in_flight[round, p].post() for p in stop.sends if (round, p) in self.in_flight]
         if self._choice is not None:
             for p in stop.sends:
                 self._choice.sent(round, p)
@@ -184,18 +184,18 @@ class OuterLoop:
             except IncompleteError:
                 whole = False
             if closes.concluded(attempt, whole=whole):
-                self.under_way.update(exchanges)
+                self.in_flight.update(exchanges)
                 return operations
 
     def advance(self) -> None:
         """Continues every exchange under way as far as it goes without waiting; cheap, and never an update."""
-        for exchange in self.under_way.values():
+        for exchange in self.in_flight.values():
             if exchange.sent is not None:
                 exchange.advance()
 
     def pop_due(self, round: int, stop: Stop) -> list[Exchange]:
         """The exchanges to finish at this stop; it is the caller who finishes them."""
-        return [self.under_way.pop(key) for key in self.due(round, stop) if key in self.under_way]
+        return [self.in_flight.pop(key) for key in self.due(round, stop) if key in self.in_flight]
 
     def receive(self, round: int, stop: Stop) -> None:
         """Waits for what is due at this stop, and makes its outer updates."""
@@ -216,7 +216,7 @@ class OuterLoop:
 
     def pop_rest(self) -> list[Exchange]:
         """What is under way after the last round and still to be finished; it is the caller who finishes it."""
-        return [self.under_way.pop(key) for key in self.rest()]
+        return [self.in_flight.pop(key) for key in self.rest()]
 
     def rest(self) -> list[tuple[int, int]]:
         """Round and fragment of what is under way after the last round and still to be finished, oldest first.
@@ -226,7 +226,7 @@ class OuterLoop:
         """
         if self.method.rule.delay_rounds:
             return []
-        return [key for key, exchange in self.under_way.items() if exchange.sent is not None]
+        return [key for key, exchange in self.in_flight.items() if exchange.sent is not None]
 
     def end(self) -> None:
         """Finishes the rest, and waits for everything else, so that every peer receives its messages.
@@ -235,7 +235,7 @@ class OuterLoop:
         """
         for exchange in self.pop_rest():
             exchange.finish()
-        for exchange in self.under_way.values():
+        for exchange in self.in_flight.values():
             if exchange.sent is not None:
                 exchange.receive()
 
@@ -261,28 +261,28 @@ class OuterLoop:
         chosen = () if self._choice is None else (self._choice.state,)
         return (*(setup.part.s for setup in self.fragments), *chosen)
 
-    def state_under_way(self) -> list[UnderWay]:
+    def state_in_flight(self) -> list[InFlight]:
         """What a checkpoint needs of the exchanges that are under way."""
         return [
             {
                 "round": round, "fragment": p, "local_steps": exchange.ctx.local_steps, "rank": exchange.ctx.rank,
                 "chosen": self.fragment_of(p), "sent": leaves(exchange.sent),
             }
-            for (round, p), exchange in self.under_way.items()
+            for (round, p), exchange in self.in_flight.items()
             if exchange.sent is not None
         ]  # fmt: skip
 
-    def restore_under_way(self, saved: Sequence[Mapping[str, Any]]) -> None:
+    def restore_in_flight(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Sends again what was under way; all workers must resume from the same round.
 
         Raises: KeyError, TypeError, ValueError for what is no such state.
         """
-        self.under_way.clear()
-        self._entered = None
+        self.in_flight.clear()
+        self._begun = None
         for one in saved:
             round, p, tensors = int(one["round"]), int(one["fragment"]), list(one["sent"])
             exchanges = len(self.fragments) if self._choice is None else self._choice.sends
-            if not 0 <= p < exchanges or round < 0 or (round, p) in self.under_way:
+            if not 0 <= p < exchanges or round < 0 or (round, p) in self.in_flight:
                 raise ValueError(f"an exchange of fragment {p} in round {round} is under way")
             local_steps, rank = int(one.get("local_steps", self.local_steps)), int(one.get("rank", 0))
             if not 1 <= local_steps <= self.full_steps or rank < 0:
@@ -296,8 +296,8 @@ class OuterLoop:
             mixing, ctx = self._place(round, p)
             ctx = ctx._replace(local_steps=local_steps, rank=rank)
             setup = self._setup(p)._replace(compare=self.compare)
-            self.under_way[round, p] = begin(setup, mixing, ctx, sent_again(setup, mixing, ctx, tensors))
-        for exchange in self.under_way.values():
+            self.in_flight[round, p] = begin(setup, mixing, ctx, sent_again(setup, mixing, ctx, tensors))
+        for exchange in self.in_flight.values():
             exchange.post()
 
     def forget_unsent(self) -> None:

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from gossamer.rounds.exchange import with_mixing
 from gossamer.rules import Context, Rule
-from gossamer.testing.crew import flat_layout, random_vectors
+from gossamer.testing.drifted_workers import flat_layout, random_vectors
 from gossamer.topologies import Topology
 from gossamer.tree import Tree, leaves, map_leaves
 

@@ -8,14 +8,14 @@ from torch import Tensor
 from gossamer.codecs import CODECS, Codec, exact, fp4, int8, randomk
 from gossamer.errors import TrainingError
 from gossamer.rounds.compatibility import lossy_codecs as coding
-from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.compatibility.incompatibilities import faults
 from gossamer.rounds.kernel import PLAIN
 from gossamer.rounds.schedule import Schedule
 from gossamer.rounds.stability import stability
 from gossamer.rules import Rule
-from gossamer.testing.crew import Crew, Drift, random_drift, random_vectors, simulated
+from gossamer.testing.drifted_workers import Drift, DriftedWorkers, random_drift, random_vectors, simulated_workers
 from gossamer.testing.functions import P
 from gossamer.testing.tags import played, total
 from gossamer.topologies import Topology
@@ -44,10 +44,10 @@ def saved_and_resumed_it_goes_on_with_the_same_bits(rule: Rule, graphs: Sequence
     topology, drift = graphs[0], random_drift(P, dtype=torch.float32)
     method = Method(rule, topology, exact(), Schedule(), PLAIN)
     start = [random_vectors(1, P, dtype=torch.float32)[0]] * topology.n
-    whole, again = simulated(method, start), simulated(method, start)
+    whole, again = simulated_workers(method, start), simulated_workers(method, start)
     whole.train(range(3), drift)
     saved = [
-        ([x.clone(), *map(torch.clone, leaves(loop.state))], loop.state_under_way())
+        ([x.clone(), *map(torch.clone, leaves(loop.state))], loop.state_in_flight())
         for x, loop in zip(whole.xs, whole.loops, strict=True)
     ]
     saved = [
@@ -57,7 +57,7 @@ def saved_and_resumed_it_goes_on_with_the_same_bits(rule: Rule, graphs: Sequence
     for x, loop, (tensors, flying) in zip(again.xs, again.loops, saved, strict=True):
         for own, kept in zip([x, *leaves(loop.state)], tensors, strict=True):
             own.copy_(kept)
-        loop.restore_under_way(flying)
+        loop.restore_in_flight(flying)
     again.train(range(3, 6), drift)
     different = _different(whole, again)
     assert not different, (
@@ -112,11 +112,11 @@ def half_precision_follows_full_precision(rule: Rule, graphs: Sequence[Topology]
     topology, draw = graphs[0], torch.Generator().manual_seed(0)
     n, x = topology.n, 1.5 + SPACING * torch.randint(-5, 6, (HALF,), generator=draw).float()
     method = Method(rule, topology, exact(), Schedule(), PLAIN)
-    wide, half = simulated(method, [x] * n), simulated(method, [x.bfloat16()] * n)
+    wide, half = simulated_workers(method, [x] * n), simulated_workers(method, [x.bfloat16()] * n)
     wides, halves, rounds = wide.xs, half.xs, 0
     for t in range(30):
-        for crew in (wide, half):
-            crew.train(range(t, t + 1), quarter_spacings)
+        for workers in (wide, half):
+            workers.train(range(t, t + 1), quarter_spacings)
         if not all(1.0 < float(y.min()) <= float(y.max()) < 2.0 for y in wide.xs):
             break
         wides, halves, rounds = [y.clone() for y in wide.xs], [y.clone() for y in half.xs], t + 1
@@ -145,37 +145,37 @@ def every_codec() -> list[Codec]:
     return [*(make() for make in CODECS.values()), *drawn]
 
 
-def moved(facts: Facts, start: Tensor | list[Tensor]) -> float:
+def moved(c: Combination, start: Tensor | list[Tensor]) -> float:
     """The largest distance of a worker from where exact messages would have left it, as a share of the norm of the start."""
-    rule, starts = facts.rule, start if isinstance(start, list) else [start] * facts.topology.n
+    rule, starts = c.rule, start if isinstance(start, list) else [start] * c.topology.n
     still: Drift | None = (lambda i, t, x: torch.zeros_like(x)) if rule.site == "gradients" else None
-    xs = played(rule, facts.topology, starts, 1, still, codec=facts.codec).xs
+    xs = played(rule, c.topology, starts, 1, still, codec=c.codec).xs
     expected = [torch.zeros_like(xs[0])] * len(xs) if still else starts
     if not still and any(x is not starts[0] for x in starts):
-        expected = played(rule, facts.topology, starts, 1).xs
+        expected = played(rule, c.topology, starts, 1).xs
     return max(float((x - e).norm() / starts[0].norm()) for x, e in zip(xs, expected, strict=True))
 
 
 def allowed_codecs_change_equal_workers_as_little_as_said(rule: Rule, graphs: Sequence[Topology]) -> None:
     """To the rounding of fp32 where nothing is warned of, and else within the number of the warning."""
     for codec in every_codec():
-        changes_as_little_as_said(Facts(rule=rule, topology=graphs[0], codec=codec))
+        changes_as_little_as_said(Combination(rule=rule, topology=graphs[0], codec=codec))
 
 
-def changes_as_little_as_said(facts: Facts) -> None:
+def changes_as_little_as_said(c: Combination) -> None:
     """The same for one combination, unless it is refused."""
-    if faults(facts):
+    if faults(c):
         return
-    share, start = coding.change(facts), random_vectors(1, CODED, seed=3, dtype=torch.float32)[0]
-    limit, found = (2e-6, moved(facts, start[:HALF])) if share is None else (share, moved(facts, start))
+    share, start = coding.change(c), random_vectors(1, CODED, seed=3, dtype=torch.float32)[0]
+    limit, found = (2e-6, moved(c, start[:HALF])) if share is None else (share, moved(c, start))
     assert found <= limit, (
-        f"codec '{facts.codec.name}' on topology '{facts.topology.name}' moved workers that agree and stand still by {found:.3g} "
+        f"codec '{c.codec.name}' on topology '{c.topology.name}' moved workers that agree and stand still by {found:.3g} "
         f"of the norm of their parameters in one exchange, and at most {limit:.3g} are said; let recv() "
         "take own_decoded for this worker's own message"
     )
 
 
-def _different(a: Crew, b: Crew) -> list[int]:
+def _different(a: DriftedWorkers, b: DriftedWorkers) -> list[int]:
     """The workers whose parameters or states differ."""
-    mine, theirs = ([[x, *leaves(s)] for x, s in zip(crew.xs, crew.states, strict=True)] for crew in (a, b))
+    mine, theirs = ([[x, *leaves(s)] for x, s in zip(workers.xs, workers.states, strict=True)] for workers in (a, b))
     return [i for i, both in enumerate(zip(mine, theirs, strict=True)) if not all(map(torch.equal, *both))]

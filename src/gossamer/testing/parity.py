@@ -26,11 +26,11 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 
 from gossamer.codecs import Codec, codec_of, exact
 from gossamer.errors import ConfigError
-from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import Method, method_of, settled_rule
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Rule
-from gossamer.testing.crew import Crew, random_drift, random_vectors, simulated
+from gossamer.testing.drifted_workers import DriftedWorkers, random_drift, random_vectors, simulated_workers
 from gossamer.testing.specification import must_be_rule
 from gossamer.topologies import Topology, make_topology
 from gossamer.transport.processes.group import GroupTransport
@@ -94,8 +94,8 @@ def _settled(
 ) -> _Run:  # fmt: skip
     """The run, with as many inner steps in a round as the schedule needs. Raises PairingError."""
     steps = 1 if rule.site == "gradients" else max(2, schedule.slots, schedule.overlap_steps)
-    facts = Facts(rule=rule, topology=topology, codec=codec, schedule=schedule, local_steps=steps)
-    return _Run(method_of(facts._replace(rule=settled_rule(facts))), steps, rounds, timeout_s)
+    combination = Combination(rule=rule, topology=topology, codec=codec, schedule=schedule, local_steps=steps)
+    return _Run(method_of(combination._replace(rule=settled_rule(combination))), steps, rounds, timeout_s)
 
 
 def _must_fork() -> None:
@@ -117,15 +117,15 @@ def _must_fork() -> None:
         )
 
 
-def _rounds(run: _Run, crew: Crew) -> list[Trail]:
-    """Trains a crew, and returns the trail of each of its workers."""
+def _rounds(run: _Run, workers: DriftedWorkers) -> list[Trail]:
+    """Trains the workers, and returns the trail of each."""
     noise = random_drift(NUMEL, dtype=torch.float32)
-    trails: list[Trail] = [[] for _ in crew.xs]
+    trails: list[Trail] = [[] for _ in workers.xs]
     for t in range(run.rounds):
-        crew.train(range(t, t + 1), lambda worker, step, x: noise(worker, step, x) - 0.1 * x)
+        workers.train(range(t, t + 1), lambda worker, step, x: noise(worker, step, x) - 0.1 * x)
         if t + 1 == run.rounds:
-            crew.finish()
-        for trail, x, state in zip(trails, crew.xs, crew.states, strict=True):
+            workers.finish()
+        for trail, x, state in zip(trails, workers.xs, workers.states, strict=True):
             trail.append([x.clone(), *(leaf.clone() for leaf in leaves(state))])
     return trails
 
@@ -140,7 +140,7 @@ def _start(run: _Run) -> tuple[Tensor, list[tuple[int, int]]]:
 def _simulated(run: _Run) -> list[Trail]:
     start, spans = _start(run)
     with torch.no_grad():
-        return _rounds(run, simulated(run.m, [start] * run.m.topology.n, steps=run.local_steps, spans=spans))
+        return _rounds(run, simulated_workers(run.m, [start] * run.m.topology.n, steps=run.local_steps, spans=spans))
 
 
 def _in_processes(run: _Run, folder: Path) -> list[Trail]:
@@ -207,7 +207,7 @@ def _worker(run: _Run, rank: int, port: int, folder: Path) -> None:
         member = Member.at(rank, n, torch.device("cpu"), PrefixStore("run", store))
         transport, (start, spans) = GroupTransport(member, run=0, timeout_s=timeout_s), _start(run)
         with torch.no_grad():
-            (trail,) = _rounds(run, Crew(run.m, [transport], [start], steps=run.local_steps, spans=spans))
+            (trail,) = _rounds(run, DriftedWorkers(run.m, [transport], [start], steps=run.local_steps, spans=spans))
         torch.save(trail, folder / f"{rank}.pt")
     except Exception:
         (folder / f"{rank}.txt").write_text(traceback.format_exc(), encoding="utf-8")

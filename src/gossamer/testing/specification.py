@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 from gossamer.errors import ConfigError, GossamerError, PairingError, first_line
-from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import FITTING
 from gossamer.rounds.compatibility.incompatibilities import faults
 from gossamer.rounds.stability import resolve_alpha
@@ -113,4 +113,6 @@ def must_be_rule(caller: str, given: object) -> Rule:
 
 
 def _faults(rule: Rule, topology: Topology) -> list[str]:
-    return faults(Facts(rule=resolve_alpha(rule, topology) if topology.doubly_stochastic else rule, topology=topology))
+    return faults(
+        Combination(rule=resolve_alpha(rule, topology) if topology.doubly_stochastic else rule, topology=topology)
+    )

@@ -15,7 +15,7 @@ from gossamer.rounds.schedule import Schedule
 from gossamer.rounds.updates import topology_of_updates
 from gossamer.rules import Rule
 from gossamer.rules.contract import Consensus, OuterSGD
-from gossamer.testing.crew import Crew, Drift, random_drift, random_vectors, simulated
+from gossamer.testing.drifted_workers import Drift, DriftedWorkers, random_drift, random_vectors, simulated_workers
 from gossamer.testing.functions import P
 from gossamer.topologies import Topology, make_topology
 from gossamer.topologies.mixing import mean
@@ -42,12 +42,12 @@ ROUNDING = 1e-12  # of sums in fp64
 def played(
     rule: Rule, topology: Topology, start: Sequence[Tensor], rounds: int, drift: Drift | None = None, *,
     codec: Codec | None = None, steps: int | Sequence[int] = 1, kernel: Kernel = PLAIN,
-) -> Crew:  # fmt: skip
+) -> DriftedWorkers:  # fmt: skip
     """The workers after some rounds."""
-    crew = simulated(Method(rule, topology, codec or exact(), Schedule(), kernel), start, steps=steps)
-    crew.train(range(rounds), drift)
-    crew.finish()
-    return crew
+    workers = simulated_workers(Method(rule, topology, codec or exact(), Schedule(), kernel), start, steps=steps)
+    workers.train(range(rounds), drift)
+    workers.finish()
+    return workers
 
 
 def spread(xs: Sequence[Tensor]) -> float:
@@ -163,35 +163,37 @@ def disagreement_follows_the_declared_recursion(rule: Rule, graphs: Sequence[Top
         return
     follow = _with_momentum_of_drifts if rule.consensus.site in ("drift", "start") else _with_momentum_of_parameters
     for topology in (topology for topology in graphs if topology.doubly_stochastic):
-        crew = simulated(Method(rule, topology, exact(), Schedule(), PLAIN), [random_vectors(1, P)[0]] * topology.n)
-        off = follow(rule.consensus, crew, topology)
-        assert off <= 1e-9 * max(1.0, spread(crew.xs)), (
+        workers = simulated_workers(
+            Method(rule, topology, exact(), Schedule(), PLAIN), [random_vectors(1, P)[0]] * topology.n
+        )
+        off = follow(rule.consensus, workers, topology)
+        assert off <= 1e-9 * max(1.0, spread(workers.xs)), (
             f"consensus = {rule.consensus} takes {topology.n} workers that stand still on topology '{topology.name}' "
             f"elsewhere than they are, by up to {off:.3g} in a round; correct the tag, from which stability is computed, or set "
             "consensus = None"
         )
 
 
-def _with_momentum_of_parameters(consensus: Consensus, crew: Crew, topology: Topology) -> float:
+def _with_momentum_of_parameters(consensus: Consensus, workers: DriftedWorkers, topology: Topology) -> float:
     """How far workers that begin alike, part in a round and then stand still are from the recursion at "pre" and "post"."""
     alpha, gamma, site = consensus
-    xs, zs, off = crew.xs, crew.xs, 0.0
+    xs, zs, off = workers.xs, workers.xs, 0.0
     for t in range(6):
         before, z_before = xs, zs
-        xs = [x.clone() for x in crew.xs]
+        xs = [x.clone() for x in workers.xs]
         zs = [x + pulled for x, pulled in zip(xs, _pulls(xs, alpha, topology, t), strict=True)]
-        crew.train(range(t, t + 1), random_drift(P) if t == 0 else None)
+        workers.train(range(t, t + 1), random_drift(P) if t == 0 else None)
         now, then = (zs, z_before) if site == "post" else (xs, before)
         wanted = [z + gamma * (a - b) for z, a, b in zip(zs, now, then, strict=True)]
         if t >= 2:  # two rounds before it, all stood still
-            off = max(off, _apart(crew.xs, wanted))
+            off = max(off, _apart(workers.xs, wanted))
     return off
 
 
-def _with_momentum_of_drifts(consensus: Consensus, crew: Crew, topology: Topology) -> float:
+def _with_momentum_of_drifts(consensus: Consensus, workers: DriftedWorkers, topology: Topology) -> float:
     """The same at the other sites, whose momentum nobody sees: what one drift makes of a worker alone says how large it is."""
     alpha, gamma, site = consensus
-    rule, start, drift, off = crew.loops[0].method.rule, crew.xs[0].clone(), random_drift(P), 0.0
+    rule, start, drift, off = workers.loops[0].method.rule, workers.xs[0].clone(), random_drift(P), 0.0
     xs, momenta = [start] * topology.n, list[Tensor]()
     for i in range(topology.n):
         alone = played(rule, make_topology("complete", 1), [start], 1, lambda _, t, x, i=i: drift(i, t, x)).xs[0]
@@ -204,8 +206,8 @@ def _with_momentum_of_drifts(consensus: Consensus, crew: Crew, topology: Topolog
         ys = [x + step for x, step in zip(xs, steps, strict=True)]
         pulls = _pulls(ys if site == "drift" else xs, alpha, topology, t)
         xs = [y + pulled for y, pulled in zip(ys, pulls, strict=True)]
-        crew.train(range(t, t + 1), drift if t == 0 else None)
-        off = max(off, _apart(crew.xs, xs))
+        workers.train(range(t, t + 1), drift if t == 0 else None)
+        off = max(off, _apart(workers.xs, xs))
         fresh, momenta = [torch.zeros_like(start)] * topology.n, [gamma * m for m in momenta]
     return off
 
@@ -244,14 +246,14 @@ def after_a_reset_the_outer_optimizer_begins_afresh(rule: Rule, graphs: Sequence
     if rule.reset is None or rule.delay_rounds or not isinstance(rule.single_worker_limit, OuterSGD):
         return
     drift, alone = random_drift(P), make_topology("complete", 1)
-    crew = played(rule, alone, random_vectors(1, P), 5, drift)
-    x, part = crew.xs[0].clone(), crew.loops[0].fragments[0].part
+    workers = played(rule, alone, random_vectors(1, P), 5, drift)
+    x, part = workers.xs[0].clone(), workers.loops[0].fragments[0].part
     forgotten = leaves(map_leaves(torch.clone, rule.reset(x, part.s)))
     for own, new in zip(leaves(part.s), forgotten, strict=True):
         own.copy_(new)
-    crew.train(range(5, 8), drift)
+    workers.train(range(5, 8), drift)
     wanted = torch_outer(x, [-drift(0, t, x) for t in range(5, 8)], **rule.single_worker_limit._asdict())
-    off = float((crew.xs[0] - wanted).abs().max())
+    off = float((workers.xs[0] - wanted).abs().max())
     assert off <= 1e-7 * max(1.0, float(wanted.abs().max())), (
         f"three rounds after reset() a worker is {off:.3g} away from where a new outer optimizer ({rule.single_worker_limit}) "
         "takes it; let reset(x, s) return the state that init() would make at x"
@@ -262,8 +264,8 @@ def the_declared_start_is_where_the_round_began(rule: Rule, graphs: Sequence[Top
     """The tag `start`: a tensor of the state that holds the parameters with which training went on."""
     if rule.start is None:
         return
-    crew = played(rule, graphs[0], [random_vectors(1, P)[0]] * graphs[0].n, 4, random_drift(P))
-    for x, (s,) in zip(crew.xs, crew.states, strict=True):
+    workers = played(rule, graphs[0], [random_vectors(1, P)[0]] * graphs[0].n, 4, random_drift(P))
+    for x, (s,) in zip(workers.xs, workers.states, strict=True):
         kept = rule.start(s)
         assert any(kept is leaf for leaf in leaves(s)), "start(s) returned a new tensor; return the one in the state"
         off = float((kept - x).abs().max())

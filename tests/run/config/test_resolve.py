@@ -10,9 +10,9 @@ from gossamer.codecs import both_ways, int8, topk, topk2bit
 from gossamer.errors import ConfigError, PairingError
 from gossamer.library import Outer
 from gossamer.network.links import Network
-from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import FITTING
-from gossamer.rounds.compatibility.incompatibilities import PAIRINGS, check, faults
+from gossamer.rounds.compatibility.incompatibilities import INCOMPATIBILITIES, check, faults
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import RULES, data_parallel, diloco, dilocox, eager, easgd, fgd, gasloc, relaysum, sgp, sparseloco
 from gossamer.run.config.recipes import missing
@@ -23,151 +23,163 @@ from tiny import TEXT, tiny
 
 LINK = Network(uplink_bps=1e6, downlink_bps=1e6, step_s=1.0)
 LATE = Network(uplink_bps=1e6, downlink_bps=1e6)
-SERVER = Facts(kind="server", server="heloco", networks={"a": LINK})
-PAIR = Facts(kind="pair", pair=a2cid2(), topology=complete(4), networks={"a": LINK})
-GOSSIP = Facts(kind="no waiting", rule=gasloc(), topology=random(4), networks={"a": LINK})
-EXPERTS = Facts(
+SERVER = Combination(kind="server", server="heloco", networks={"a": LINK})
+PAIR = Combination(kind="pair", pair=a2cid2(), topology=complete(4), networks={"a": LINK})
+GOSSIP = Combination(kind="no waiting", rule=gasloc(), topology=random(4), networks={"a": LINK})
+EXPERTS = Combination(
     rule=diloco(), topology=complete(4), holders=(frozenset(range(4)), frozenset({0, 1}), frozenset({2, 3}))
 )
-FREE = Facts(topology=random_push(4), rule=sgp())
+FREE = Combination(topology=random_push(4), rule=sgp())
 
 MEETS = {  # name of the row: what meets it, and what its sentence names
-    "[server] with [rule]": (Facts(tables=frozenset({"server", "rule"})), ["[server]", "[rule]"]),
-    "[server] with [pair]": (Facts(tables=frozenset({"server", "pair"})), ["[server]", "[pair]"]),
-    "[server] with [topology]": (Facts(tables=frozenset({"server", "topology"})), ["[server]", "[topology]"]),
-    "[pair] with [rule]": (Facts(tables=frozenset({"pair", "rule"})), ["[pair]", "[rule]"]),
-    "workers of the topology": (Facts(topology=ring(5), workers=4), ["for 5 workers", "the run has 4"]),
-    "everyone": (Facts(rule=diloco(), topology=random(4)), ["'diloco'", "'random'", "'complete'"]),
-    "static": (Facts(rule=RULES["choco"](), topology=random(4)), ["'choco'", "'random'", "'ring'"]),
-    "tree": (Facts(rule=relaysum(), topology=ring(4)), ["'relaysum'", "'ring'", "'tree'"]),
-    "push": (Facts(rule=sgp(), topology=random(4)._replace(column_stochastic=False)), ["'sgp'", "'random_push'"]),
-    "doubly stochastic": (Facts(rule=gasloc(), topology=random_push(4)), ["'gasloc'", "'random_push'", "'sgp'"]),
-    "alpha": (Facts(rule=gasloc(alpha="auto"), topology=random(4)), ["alpha = 'auto'"]),
+    "[server] with [rule]": (Combination(tables=frozenset({"server", "rule"})), ["[server]", "[rule]"]),
+    "[server] with [pair]": (Combination(tables=frozenset({"server", "pair"})), ["[server]", "[pair]"]),
+    "[server] with [topology]": (Combination(tables=frozenset({"server", "topology"})), ["[server]", "[topology]"]),
+    "[pair] with [rule]": (Combination(tables=frozenset({"pair", "rule"})), ["[pair]", "[rule]"]),
+    "workers of the topology": (Combination(topology=ring(5), workers=4), ["for 5 workers", "the run has 4"]),
+    "everyone": (Combination(rule=diloco(), topology=random(4)), ["'diloco'", "'random'", "'complete'"]),
+    "static": (Combination(rule=RULES["choco"](), topology=random(4)), ["'choco'", "'random'", "'ring'"]),
+    "tree": (Combination(rule=relaysum(), topology=ring(4)), ["'relaysum'", "'ring'", "'tree'"]),
+    "push": (Combination(rule=sgp(), topology=random(4)._replace(column_stochastic=False)), ["'sgp'", "'random_push'"]),
+    "doubly stochastic": (Combination(rule=gasloc(), topology=random_push(4)), ["'gasloc'", "'random_push'", "'sgp'"]),
+    "alpha": (Combination(rule=gasloc(alpha="auto"), topology=random(4)), ["alpha = 'auto'"]),
     "pushed mass and codec": (FREE._replace(codec=int8()), ["'sgp'", "'random_push'", "'int8'", "'anchored_gasloc'"]),
-    "parameters and codec": (Facts(rule=gasloc(), topology=random(4), codec=topk()), ["'gasloc'", "'topk'", "'choco'"]),
-    "codec.back": (Facts(rule=gasloc(), topology=random(4), codec=both_ways(int8(), int8())), ["codec.back = 'int8'"]),
+    "parameters and codec": (
+        Combination(rule=gasloc(), topology=random(4), codec=topk()),
+        ["'gasloc'", "'topk'", "'choco'"],
+    ),
+    "codec.back": (
+        Combination(rule=gasloc(), topology=random(4), codec=both_ways(int8(), int8())),
+        ["codec.back = 'int8'"],
+    ),
     "codec.back and tiles": (
-        Facts(rule=diloco(), topology=complete(4), codec=both_ways(int8(), topk2bit())),
+        Combination(rule=diloco(), topology=complete(4), codec=both_ways(int8(), topk2bit())),
         ["'int8'", "codec.back = 'topk2bit'", "tiles = false"],
     ),
     "gradients and local steps": (
-        Facts(rule=data_parallel(), topology=complete(4), local_steps=2),
+        Combination(rule=data_parallel(), topology=complete(4), local_steps=2),
         ["run.local_steps is 2", "run.local_steps = 1"],
     ),
     "gradients and schedule": (
-        Facts(rule=data_parallel(), topology=complete(4), schedule=Schedule(fragments=2)),
+        Combination(rule=data_parallel(), topology=complete(4), schedule=Schedule(fragments=2)),
         ["[schedule]", "fragments=2"],
     ),
     "asynchronous in somebody else's loop": (GOSSIP._replace(driver="library"), ["'gasloc'", "in rounds"]),
-    "averaging in somebody else's loop": (Facts(driver="library", averaging="gpa"), ["'gpa'", "gossamer.GPA"]),
-    "adapt in somebody else's loop": (Facts(driver="library", adapt=True), ["run.adapt is True", "local_steps"]),
+    "averaging in somebody else's loop": (Combination(driver="library", averaging="gpa"), ["'gpa'", "gossamer.GPA"]),
+    "adapt in somebody else's loop": (Combination(driver="library", adapt=True), ["run.adapt is True", "local_steps"]),
     "chosen fragments and rule": (
-        Facts(rule=gasloc(), topology=random(4), schedule=Schedule(fragments=2, sends=3)),
+        Combination(rule=gasloc(), topology=random(4), schedule=Schedule(fragments=2, sends=3)),
         ["schedule.sends is 3", "'gasloc'", "'diloco'"],
     ),
     "chosen fragments and overlap": (
-        Facts(
+        Combination(
             rule=diloco(), topology=complete(4), local_steps=6, schedule=Schedule(fragments=2, sends=3, overlap_steps=4)
         ),
         ["schedule.overlap_steps is 4", "all 2 fragments"],
     ),
     "adapt and a rule that adapts": (
-        Facts(rule=dilocox(adapt_every=2), topology=complete(4), weigh_steps=True),
+        Combination(rule=dilocox(adapt_every=2), topology=complete(4), weigh_steps=True),
         ["'dilocox' with adapt_every = 2", "run.weigh_steps"],
     ),
     "a rule that adapts in somebody else's loop": (
-        Facts(driver="library", rule=dilocox(adapt_every=2), topology=complete(4)),
+        Combination(driver="library", rule=dilocox(adapt_every=2), topology=complete(4)),
         ["'dilocox' with adapt_every = 2", "Outer"],
     ),
     "gradients in somebody else's loop": (
-        Facts(driver="library", rule=data_parallel(), topology=complete(4)),
+        Combination(driver="library", rule=data_parallel(), topology=complete(4)),
         ["'data_parallel'", "DistributedDataParallel"],
     ),
     "no waiting": (GOSSIP._replace(rule=easgd(), topology=complete(4)), ["'easgd'", "without waiting", "'gasloc'"]),
     "fragments and local steps": (
-        Facts(schedule=Schedule(fragments=4), local_steps=3),
+        Combination(schedule=Schedule(fragments=4), local_steps=3),
         ["schedule.fragments is 4", "3 inner steps"],
     ),
     "overlap and local steps": (
-        Facts(schedule=Schedule(overlap_steps=4), local_steps=(3, 2)),
+        Combination(schedule=Schedule(overlap_steps=4), local_steps=(3, 2)),
         ["schedule.overlap_steps is 4", "at most 3"],
     ),
     "delayed rule and overlap": (
-        Facts(rule=eager(), topology=complete(4), schedule=Schedule(overlap_steps=1)),
+        Combination(rule=eager(), topology=complete(4), schedule=Schedule(overlap_steps=1)),
         ["'eager'", "1 round late", "schedule.overlap_steps = 1"],
     ),
     "adapt and mixed updates": (
-        Facts(rule=fgd(mix_updates="random"), topology=random(4), adapt=True),
+        Combination(rule=fgd(mix_updates="random"), topology=random(4), adapt=True),
         ["run.adapt", "'fgd'", "mix_updates = 'random'"],
     ),
     "averaging and fragments": (
-        Facts(averaging="gpa", schedule=Schedule(fragments=2)),
+        Combination(averaging="gpa", schedule=Schedule(fragments=2)),
         ["'gpa'", "schedule.fragments is 2"],
     ),
     "moments and inner optimizer": (
-        Facts(optimizer="sgd", schedule=Schedule(inner_every=(1, 1))),
+        Combination(optimizer="sgd", schedule=Schedule(inner_every=(1, 1))),
         ["inner.optimizer = 'sgd'", "schedule.inner_every"],
     ),
     "moments in somebody else's loop": (
-        Facts(driver="library", schedule=Schedule(inner_every=(1, 2))),
+        Combination(driver="library", schedule=Schedule(inner_every=(1, 2))),
         ["inner_every is [1, 2]", "your inner optimizer"],
     ),
     "all-reduce and overlap": (
-        Facts(rule=diloco(), topology=complete(4), reduction="all_reduce", schedule=Schedule(overlap_steps=2)),
+        Combination(rule=diloco(), topology=complete(4), reduction="all_reduce", schedule=Schedule(overlap_steps=2)),
         ["'all_reduce'", "schedule.overlap_steps is 2"],
     ),
     "all-reduce and rule": (
-        Facts(rule=diloco(), topology=complete(4), codec=topk(), reduction="all_reduce"),
+        Combination(rule=diloco(), topology=complete(4), codec=topk(), reduction="all_reduce"),
         ["'all_reduce'", "'diloco'", "'topk'"],
     ),
     "pipeline and adapting steps": (
-        Facts(stages=2, driver="train", adapt=True),
+        Combination(stages=2, driver="train", adapt=True),
         ["pipeline.stages is 2", "run.adapt is True"],
     ),
-    "pipeline and all-reduce": (Facts(stages=2, driver="train", reduction="all_reduce"), ["'all_reduce'", "'ordered'"]),
+    "pipeline and all-reduce": (
+        Combination(stages=2, driver="train", reduction="all_reduce"),
+        ["'all_reduce'", "'ordered'"],
+    ),
     "pipeline and an optimizer of yours": (
-        Facts(stages=2, driver="train", optimizer="mine:one"),
+        Combination(stages=2, driver="train", optimizer="mine:one"),
         ["'mine:one'", "'muon'"],
     ),
     "pipeline and hashes": (
-        Facts(stages=2, driver="train", hashes=True),
+        Combination(stages=2, driver="train", hashes=True),
         ["pipeline.stages is 2", "record.hash is true"],
     ),
     "pipeline and asynchronous": (GOSSIP._replace(stages=2), ["pipeline.stages is 2", "set run.wait to true"]),
-    "pipeline and elastic": (Facts(stages=2, elastic=True), ["pipeline.stages is 2", "run.elastic is true"]),
-    "pipeline and rule": (Facts(stages=2, rule=RULES["sparta"](), topology=random(4)), ["'sparta'", "'diloco'"]),
+    "pipeline and elastic": (Combination(stages=2, elastic=True), ["pipeline.stages is 2", "run.elastic is true"]),
+    "pipeline and rule": (Combination(stages=2, rule=RULES["sparta"](), topology=random(4)), ["'sparta'", "'diloco'"]),
     "pipeline and codec": (
-        Facts(stages=2, rule=diloco(), topology=complete(4), codec=both_ways(int8(), int8())),
+        Combination(stages=2, rule=diloco(), topology=complete(4), codec=both_ways(int8(), int8())),
         ["'int8'", "codec.back"],
     ),
-    "batched and real processes": (Facts(batched=8, driver="train"), ["run.batched is 8", "gossamer train"]),
+    "batched and real processes": (Combination(batched=8, driver="train"), ["run.batched is 8", "gossamer train"]),
     "batched and asynchronous": (GOSSIP._replace(batched=8), ["run.batched is 8", "'gasloc'", "no waiting"]),
     "batched and rule": (
-        Facts(batched=8, rule=dilocox(adapt_every=2), topology=complete(4)),
+        Combination(batched=8, rule=dilocox(adapt_every=2), topology=complete(4)),
         ["run.batched is 8", "'dilocox'"],
     ),
     "scattered stages of some workers": (
-        Facts(stages=2, driver="train", partly=True, averaging="gpa"),
+        Combination(stages=2, driver="train", partly=True, averaging="gpa"),
         ["pipeline.workers", "each of 2 stages", "inner.averaging = 'gpa'"],
     ),
     "pipeline and schedule": (
-        Facts(stages=2, schedule=Schedule(fragments=2, sends=3)),
+        Combination(stages=2, schedule=Schedule(fragments=2, sends=3)),
         ["pipeline.stages is 2", "schedule.sends = 3"],
     ),
     "elastic and decisions of all": (
-        Facts(
+        Combination(
             elastic=True, rule=diloco(), topology=complete(4), schedule=Schedule(fragments=2, sends=2), local_steps=4
         ),
         ["run.elastic is true", "schedule.sends is 2"],
     ),
-    "adapt and one local step": (Facts(adapt=True, local_steps=1, networks={"a": LINK}), ["run.local_steps is 1"]),
+    "adapt and one local step": (
+        Combination(adapt=True, local_steps=1, networks={"a": LINK}),
+        ["run.local_steps is 1"],
+    ),
     "adapt, weigh_steps and a delayed rule": (
-        Facts(driver="train", rule=eager(), topology=complete(4), adapt=True, weigh_steps=True),
+        Combination(driver="train", rule=eager(), topology=complete(4), adapt=True, weigh_steps=True),
         ["run.adapt", "run.weigh_steps", "'eager'", "1 round late"],
     ),
-    "adapt and an unknown network": (Facts(adapt="slaw", networks={"slow": LINK}), ["did you mean 'slow'"]),
-    "adapt and several networks": (Facts(adapt=True, networks={"a": LINK, "b": LINK}), ["2 networks (a, b)"]),
-    "adapt without seconds": (Facts(adapt=True, networks={"a": LATE}), ["step_s = None"]),
+    "adapt and an unknown network": (Combination(adapt="slaw", networks={"slow": LINK}), ["did you mean 'slow'"]),
+    "adapt and several networks": (Combination(adapt=True, networks={"a": LINK, "b": LINK}), ["2 networks (a, b)"]),
+    "adapt without seconds": (Combination(adapt=True, networks={"a": LATE}), ["step_s = None"]),
     "asynchronous with [schedule]": (SERVER._replace(schedule=Schedule(fragments=2)), ["[schedule]", "asynchronous"]),
     "asynchronous with inner.averaging": (PAIR._replace(averaging="gpa"), ["inner.averaging", "asynchronous"]),
     "asynchronous with run.adapt": (GOSSIP._replace(adapt=True), ["run.adapt", "asynchronous"]),
@@ -189,54 +201,60 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     "dylu and local steps": (SERVER._replace(dylu=True, local_steps=(2, 1)), ["events.dylu", "[2, 1]"]),
     "elastic and asynchronous": (PAIR._replace(elastic=True), ["run.elastic", "'a2cid2'", "(pair)"]),
     "elastic and rule": (
-        Facts(elastic=True, rule=relaysum(), topology=tree(3)),
+        Combination(elastic=True, rule=relaysum(), topology=tree(3)),
         ["run.elastic", "'relaysum'", "'gasloc'"],
     ),
     "elastic and site": (
-        Facts(elastic=True, rule=data_parallel(), topology=complete(3)),
+        Combination(elastic=True, rule=data_parallel(), topology=complete(3)),
         ["'data_parallel'", "gradients"],
     ),
     "elastic and topology": (
-        Facts(elastic=True, rule=gasloc(), topology=exponential(5)),
+        Combination(elastic=True, rule=gasloc(), topology=exponential(5)),
         ["'exponential'", "symmetric"],
     ),
     "elastic and overlap": (
-        Facts(elastic=True, rule=diloco(), topology=complete(4), schedule=Schedule(overlap_steps=2)),
+        Combination(elastic=True, rule=diloco(), topology=complete(4), schedule=Schedule(overlap_steps=2)),
         ["'diloco'", "schedule.overlap_steps = 0", "'gasloc'"],
     ),
     "elastic and delay": (
-        Facts(elastic=True, rule=eager()._replace(needs="connected"), topology=random(4)),
+        Combination(elastic=True, rule=eager()._replace(needs="connected"), topology=random(4)),
         ["'eager'", "take over", "'fgd'"],
     ),
     "elastic and mixed updates": (
-        Facts(elastic=True, rule=fgd(mix_updates="complete"), topology=random(4)),
+        Combination(elastic=True, rule=fgd(mix_updates="complete"), topology=random(4)),
         ["'fgd'", "rule.mix_updates", "'random'"],
     ),
-    "elastic and adapt": (Facts(elastic=True, rule=gasloc(), topology=random(4), adapt=True), ["run.adapt is True"]),
+    "elastic and adapt": (
+        Combination(elastic=True, rule=gasloc(), topology=random(4), adapt=True),
+        ["run.adapt is True"],
+    ),
     "elastic and all-reduce": (
-        Facts(elastic=True, rule=diloco(), topology=complete(4), reduction="all_reduce"),
+        Combination(elastic=True, rule=diloco(), topology=complete(4), reduction="all_reduce"),
         ["run.reduction is 'all_reduce'", "'ordered'"],
     ),
     "experts without rounds": (EXPERTS._replace(elastic=True), ["2 of 4 workers", "run.elastic = true"]),
     "experts and rule": (EXPERTS._replace(rule=eager()), ["2 of 4 workers", "'eager'", "'diloco'"]),
     "experts and schedule": (EXPERTS._replace(averaging="gpa"), ["2 of 4 workers", "inner.averaging = 'gpa'"]),
     "experts and all-reduce": (EXPERTS._replace(reduction="all_reduce"), ["2 of 4 workers", "'ordered'"]),
-    "constant batch and deaths": (Facts(constant_batch=True), ["data.constant_batch is true", "run.elastic = true"]),
+    "constant batch and deaths": (
+        Combination(constant_batch=True),
+        ["data.constant_batch is true", "run.elastic = true"],
+    ),
     "constant batch and rule": (
-        Facts(constant_batch=True, elastic=True, rule=gasloc(), topology=random(4)),
+        Combination(constant_batch=True, elastic=True, rule=gasloc(), topology=random(4)),
         ["data.constant_batch is true", "'gasloc'", "'diloco'"],
     ),
     "constant batch and error feedback": (
-        Facts(constant_batch=True, elastic=True, rule=sparseloco(), topology=complete(3)),
+        Combination(constant_batch=True, elastic=True, rule=sparseloco(), topology=complete(3)),
         ["data.constant_batch is true", "'sparseloco'", "'diloco'"],
     ),
     "constant batch and local steps": (
-        Facts(constant_batch=True, elastic=True, rule=diloco(), topology=complete(2), local_steps=(4, 2)),
+        Combination(constant_batch=True, elastic=True, rule=diloco(), topology=complete(2), local_steps=(4, 2)),
         ["data.constant_batch is true", "run.local_steps is (4, 2)"],
     ),
-    "ghosts and newcomers": (Facts(ghost_rounds=2), ["run.ghost_rounds is 2", "run.elastic = true"]),
+    "ghosts and newcomers": (Combination(ghost_rounds=2), ["run.ghost_rounds is 2", "run.elastic = true"]),
     "ghosts and inner optimizer": (
-        Facts(ghost_rounds=2, elastic=True, rule=gasloc(), topology=random(4), averaging="gpa"),
+        Combination(ghost_rounds=2, elastic=True, rule=gasloc(), topology=random(4), averaging="gpa"),
         ["run.ghost_rounds is 2", "inner.averaging = 'gpa'"],
     ),
     "real processes and virtual time": (SERVER._replace(driver="train", absences=2), ["2 events.absences"]),
@@ -248,13 +266,13 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
 
 
 def test_every_row_of_the_table_has_a_combination_here():
-    assert set(MEETS) == {row.name for row in PAIRINGS} and len(MEETS) == len(PAIRINGS)
+    assert set(MEETS) == {row.name for row in INCOMPATIBILITIES} and len(MEETS) == len(INCOMPATIBILITIES)
 
 
 @pytest.mark.parametrize("name", MEETS)
 def test_a_row_refuses_what_meets_it_in_one_sentence_that_names_what_was_given(name):
     facts, parts = MEETS[name]
-    (row,) = [row for row in PAIRINGS if row.name == name]
+    (row,) = [row for row in INCOMPATIBILITIES if row.name == name]
     assert row.fails(facts) and row.sentence(facts) in faults(facts)
     assert all(part in row.sentence(facts) for part in parts), row.sentence(facts)
     assert "\n" not in row.sentence(facts)
@@ -263,7 +281,15 @@ def test_a_row_refuses_what_meets_it_in_one_sentence_that_names_what_was_given(n
 
 
 def test_what_is_not_known_is_in_nobodys_way():
-    for facts in (Facts(), SERVER, PAIR, GOSSIP, FREE, Facts(kind="server", server="cgad"), Facts(kind="no waiting")):
+    for facts in (
+        Combination(),
+        SERVER,
+        PAIR,
+        GOSSIP,
+        FREE,
+        Combination(kind="server", server="cgad"),
+        Combination(kind="no waiting"),
+    ):
         assert faults(facts) == []
 
 
@@ -326,7 +352,7 @@ def test_every_rule_goes_with_the_topology_that_is_chosen_where_nobody_names_one
         if missing(factory):
             continue
         rule = factory()
-        assert not faults(Facts(rule=rule, topology=make_topology(FITTING[rule.needs], 8))), name
+        assert not faults(Combination(rule=rule, topology=make_topology(FITTING[rule.needs], 8))), name
         if rule.site == "parameters":
             assert Outer(torch.nn.Linear(2, 1), rule, local_steps=2).method.topology.name == FITTING[rule.needs]
 

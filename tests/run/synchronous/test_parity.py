@@ -17,7 +17,7 @@ from gossamer import rng
 from gossamer.errors import ConfigError, PairingError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
-from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.incompatibilities import check
 from gossamer.rules import RULES, WRAPPERS, make_rule
 from gossamer.run.config.run_file import digest, parse
@@ -99,7 +99,7 @@ MIXTURES = {  # experts that some workers hold: workers, rule, topology, codec, 
 def allowed(rule, topology, n):
     """Whether this rule runs on this topology of n workers."""
     try:
-        check(Facts(workers=n, rule=rule, topology=make_topology(topology, n)))
+        check(Combination(workers=n, rule=rule, topology=make_topology(topology, n)))
     except (ConfigError, PairingError):
         return False
     return True

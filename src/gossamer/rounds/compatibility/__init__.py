@@ -1,3 +1,3 @@
-"""What may go with what: the facts of a run, and one table of the combinations that cannot work."""
+"""What may go with what: the combination that a run is, and one table of the incompatibilities."""
 
 __all__: list[str] = []

@@ -1,62 +1,62 @@
 """What cannot be combined with decisions that follow from received numbers, on rank, steps or fragments: rows for the table."""
 
-from gossamer.rounds.compatibility.combination import Pairing
+from gossamer.rounds.compatibility.combination import Incompatibility
 
 __all__ = ["ADAPTING"]
 
 ADAPTING = (
-    Pairing(
+    Incompatibility(
         "adapt and a rule that adapts",
-        lambda f: f.rule.adapted is not None and (bool(f.adapt) or f.weigh_steps),
-        lambda f: (
-            f"rule '{f.rule.name}' with adapt_every = {f.rule.options.get('adapt_every')} decides on the local steps of all "
-            f"workers, and {'run.adapt' if f.adapt else 'run.weigh_steps'} is set, which "
-            f"{'decides on them too' if f.adapt else 'would scale what they trained back up'}; remove one of the two"
+        lambda c: c.rule.adapted is not None and (bool(c.adapt) or c.weigh_steps),
+        lambda c: (
+            f"rule '{c.rule.name}' with adapt_every = {c.rule.options.get('adapt_every')} decides on the local steps of all "
+            f"workers, and {'run.adapt' if c.adapt else 'run.weigh_steps'} is set, which "
+            f"{'decides on them too' if c.adapt else 'would scale what they trained back up'}; remove one of the two"
         ),
     ),
-    Pairing(
+    Incompatibility(
         "a rule that adapts in somebody else's loop",
-        lambda f: f.driver == "library" and f.rule.adapted is not None,
-        lambda f: (
-            f"rule '{f.rule.name}' with adapt_every = {f.rule.options.get('adapt_every')} changes the local steps of a round, "
+        lambda c: c.driver == "library" and c.rule.adapted is not None,
+        lambda c: (
+            f"rule '{c.rule.name}' with adapt_every = {c.rule.options.get('adapt_every')} changes the local steps of a round, "
             "and Outer counts the same number in each; set adapt_every = 0, or use gossamer train"
         ),
     ),
-    Pairing(
+    Incompatibility(
         "elastic and decisions of all",
-        lambda f: f.elastic and (f.rule.adapted is not None or f.schedule.sends > 0),
-        lambda f: (
+        lambda c: c.elastic and (c.rule.adapted is not None or c.schedule.sends > 0),
+        lambda c: (
             "run.elastic is true, and "
             + (
-                f"schedule.sends is {f.schedule.sends}"
-                if f.schedule.sends
-                else f"rule '{f.rule.name}' adapts its rank and steps"
+                f"schedule.sends is {c.schedule.sends}"
+                if c.schedule.sends
+                else f"rule '{c.rule.name}' adapts its rank and steps"
             )
             + ", which follows from what all workers have received since the start; remove one of the two"
         ),
     ),
-    Pairing(
+    Incompatibility(
         "chosen fragments and rule",
-        lambda f: (
-            f.schedule.sends > 0
-            and (not f.rule.identical or f.rule.start is None or f.rule.delay_rounds > 0 or not f.topology.everyone)
+        lambda c: (
+            c.schedule.sends > 0
+            and (not c.rule.identical or c.rule.start is None or c.rule.delay_rounds > 0 or not c.topology.everyone)
         ),
-        lambda f: (
-            f"schedule.sends is {f.schedule.sends}, for which all workers must choose the same fragment, by how far its updates "
-            f"have led, and {f.where} does not lead all of them to the same point in the same round; use one such as 'diloco', "
+        lambda c: (
+            f"schedule.sends is {c.schedule.sends}, for which all workers must choose the same fragment, by how far its updates "
+            f"have led, and {c.where} does not lead all of them to the same point in the same round; use one such as 'diloco', "
             "or remove schedule.sends"
         ),
     ),
-    Pairing(
+    Incompatibility(
         "chosen fragments and overlap",
-        lambda f: (
-            f.schedule.sends > 0
-            and f.full_steps is not None
-            and f.schedule.overlap_steps >= f.schedule.fragments * max(1, f.full_steps // f.schedule.sends)
+        lambda c: (
+            c.schedule.sends > 0
+            and c.full_steps is not None
+            and c.schedule.overlap_steps >= c.schedule.fragments * max(1, c.full_steps // c.schedule.sends)
         ),
-        lambda f: (
-            f"schedule.overlap_steps is {f.schedule.overlap_steps}, so all {f.schedule.fragments} fragments may be in flight "
-            f"when one of {f.schedule.sends} sends in {f.full_steps} inner steps is due; lower schedule.overlap_steps or "
+        lambda c: (
+            f"schedule.overlap_steps is {c.schedule.overlap_steps}, so all {c.schedule.fragments} fragments may be in flight "
+            f"when one of {c.schedule.sends} sends in {c.full_steps} inner steps is due; lower schedule.overlap_steps or "
             "schedule.sends"
         ),
     ),

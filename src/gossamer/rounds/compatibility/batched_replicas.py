@@ -1,31 +1,31 @@
 """What cannot be trained as one computation of several replicas: rows for the table."""
 
-from gossamer.rounds.compatibility.combination import Pairing
+from gossamer.rounds.compatibility.combination import Incompatibility
 
 __all__ = ["BATCHED"]
 
 BATCHED = (
-    Pairing(
+    Incompatibility(
         "batched and real processes",
-        lambda f: f.batched > 1 and f.driver == "train",
-        lambda f: (
-            f"run.batched is {f.batched}, and each process of gossamer train has a replica of its own; set run.batched to 1, or "
+        lambda c: c.batched > 1 and c.driver == "train",
+        lambda c: (
+            f"run.batched is {c.batched}, and each process of gossamer train has a replica of its own; set run.batched to 1, or "
             "use gossamer simulate"
         ),
     ),
-    Pairing(
+    Incompatibility(
         "batched and asynchronous",
-        lambda f: f.batched > 1 and f.asynchronous,
-        lambda f: (
-            f"run.batched is {f.batched} and {f.who} runs asynchronously ({f.kind}), so that replicas do not train at the same "
+        lambda c: c.batched > 1 and c.asynchronous,
+        lambda c: (
+            f"run.batched is {c.batched} and {c.who} runs asynchronously ({c.kind}), so that replicas do not train at the same "
             "time; set run.batched to 1"
         ),
     ),
-    Pairing(
+    Incompatibility(
         "batched and rule",
-        lambda f: f.batched > 1 and f.rule.adapted is not None,
-        lambda f: (
-            f"run.batched is {f.batched}, and rule '{f.rule.name}' decides on the local steps, which replicas in one computation "
+        lambda c: c.batched > 1 and c.rule.adapted is not None,
+        lambda c: (
+            f"run.batched is {c.batched}, and rule '{c.rule.name}' decides on the local steps, which replicas in one computation "
             "have in common; set run.batched to 1"
         ),
     ),

@@ -1,4 +1,4 @@
-"""The facts of a run that decide, before it starts, whether its parts can be combined, and conditions on them."""
+"""What decides, before a run starts, whether its parts can be combined, and the form of a row that says when they cannot."""
 
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
@@ -10,7 +10,7 @@ from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Rule, gossip
 from gossamer.topologies import Topology, complete
 
-__all__ = ["INSTEAD", "Driver", "Facts", "Kind", "Pairing"]
+__all__ = ["INSTEAD", "Combination", "Driver", "Incompatibility", "Kind"]
 
 Kind = Literal["rounds", "server", "pair", "no waiting"]
 """The four ways in which a run communicates; all but the first are asynchronous."""
@@ -23,8 +23,8 @@ INSTEAD: dict[str, tuple[str, ...]] = {
 """The tables of a run file that each of the three kinds of method excludes."""
 
 
-class Facts(NamedTuple):
-    """The facts of a combination. A default stands for something unused or unknown, and fails no check."""
+class Combination(NamedTuple):
+    """The parts and settings of one run. A default stands for something unused or unknown, and fails no check."""
 
     kind: Kind = "rounds"
     driver: Driver = "simulate"
@@ -118,9 +118,9 @@ class Facts(NamedTuple):
         return next(iter(self.networks.values())) if len(self.networks) == 1 else None
 
 
-class Pairing(NamedTuple):
-    """A row of the table of what cannot work: a condition on the facts, and the sentence for it."""
+class Incompatibility(NamedTuple):
+    """A row of the table of what cannot work: a condition on the combination, and the sentence for it."""
 
     name: str
-    fails: Callable[[Facts], bool]
-    sentence: Callable[[Facts], str]
+    fails: Callable[[Combination], bool]
+    sentence: Callable[[Combination], str]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from gossamer.codecs import Codec
 from gossamer.rounds import stability
 from gossamer.rounds.compatibility import lossy_codecs as coding
-from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.incompatibilities import check
 from gossamer.rounds.kernel import PLAIN, Kernel, compiled
 from gossamer.rounds.schedule import Schedule
@@ -58,26 +58,26 @@ class Method(NamedTuple):
         return lambda fragment: self.topology if updates is None or fragment < first else updates
 
 
-def settled_rule(facts: Facts) -> Rule:
+def settled_rule(c: Combination) -> Rule:
     """The rule as it will run: `alpha = "auto"` found for the topology, and drifts weighted by local steps if asked for.
 
     Raises: ConfigError for a rule that cannot be weighted, or that mixes updates where that is not possible.
     """
-    rule, topology = facts.rule, facts.topology
+    rule, topology = c.rule, c.topology
     topology_of_updates(rule, topology.n, seed=0)
     if topology.doubly_stochastic:  # on any other, the rule is refused by the table
         rule = stability.resolve_alpha(rule, topology)
-    return weighted(rule) if facts.weigh_steps else rule
+    return weighted(rule) if c.weigh_steps else rule
 
 
-def warnings_of(facts: Facts) -> tuple[str, ...]:
+def warnings_of(c: Combination) -> tuple[str, ...]:
     """A sentence for everything that will probably go wrong, once the rule is settled."""
-    unstable = None if facts.kind == "pair" else stability.warning(facts.rule, facts.topology, facts.schedule.merge)
-    return tuple(sentence for sentence in (unstable, coding.warning(facts)) if sentence is not None)
+    unstable = None if c.kind == "pair" else stability.warning(c.rule, c.topology, c.schedule.merge)
+    return tuple(sentence for sentence in (unstable, coding.warning(c)) if sentence is not None)
 
 
-def method_of(facts: Facts, *, compile: bool = False) -> Method:
+def method_of(c: Combination, *, compile: bool = False) -> Method:
     """What runs in rounds, once the rule is settled (`settled_rule`). Raises PairingError when something cannot work."""
-    check(facts)
+    check(c)
     kernel = compiled() if compile else PLAIN
-    return Method(facts.rule, facts.topology, facts.codec, facts.schedule, kernel, facts.holders)
+    return Method(c.rule, c.topology, c.codec, c.schedule, kernel, c.holders)

@@ -7,7 +7,7 @@ workers that agree.
 
 from gossamer.codecs import Codec
 from gossamer.codecs.error import relative_error
-from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rules.contract import amplification, sends_parameters
 
 __all__ = [
@@ -29,54 +29,54 @@ lost."""
 _SPARSE = 0.5  # a codec that keeps less than this share of a message's square norm is sparse
 
 
-def loses_mass(f: Facts) -> bool:
+def loses_mass(c: Combination) -> bool:
     """Whether a codec rounds the mass that workers push, and not its weight: the ratio moves without end."""
-    pushes = f.kind == "rounds" and f.rule.needs == "push" and not f.topology.doubly_stochastic
-    return pushes and f.topology.n > 1 and not f.codec.exact
+    pushes = c.kind == "rounds" and c.rule.needs == "push" and not c.topology.doubly_stochastic
+    return pushes and c.topology.n > 1 and not c.codec.exact
 
 
-def destroys(f: Facts) -> bool:
+def destroys(c: Combination) -> bool:
     """Whether the error of the codec on whole parameters is beyond what a model stands."""
-    return not loses_mass(f) and _carries_parameters(f) and not _error(f.codec) <= _limit(f)
+    return not loses_mass(c) and _carries_parameters(c) and not _error(c.codec) <= _limit(c)
 
 
-def too_much(f: Facts) -> str:
+def too_much(c: Combination) -> str:
     """The error of the codec, and what is allowed."""
     return (
-        f"codec '{_worst(f.codec).name}' is off by {_error(f.codec):.2g} of their norm in every exchange, where at most "
-        f"{_limit(f):g} can be allowed"
+        f"codec '{_worst(c.codec).name}' is off by {_error(c.codec):.2g} of their norm in every exchange, where at most "
+        f"{_limit(c):g} can be allowed"
     )
 
 
-def instead(f: Facts) -> str:
+def instead(c: Combination) -> str:
     """What sends differences in the place of a rule on parameters."""
-    if f.kind == "pair":
+    if c.kind == "pair":
         return "use a [server], to which differences are sent"
-    if f.rule.needs == "everyone":
+    if c.rule.needs == "everyone":
         return "use 'diloco', which sends differences (with lr = 1 and optimizer = 'sgd' it is 'local_sgd')"
     return "use 'anchored_gasloc' on topology 'pga', or 'choco' on a static one, which send differences"
 
 
-def change(f: Facts) -> float | None:
+def change(c: Combination) -> float | None:
     """By how much of their norm an exchange may change parameters although the workers agree; None where codecs do no harm.
 
     ε max(1, α (1 + γ)) for a codec of relative error ε on Gaussian numbers, and gossip with step α and momentum γ.
     """
-    if not _carries_parameters(f):
+    if not _carries_parameters(c):
         return None
-    return _error(f.codec) * (1.0 if f.kind == "pair" else amplification(f.rule))
+    return _error(c.codec) * (1.0 if c.kind == "pair" else amplification(c.rule))
 
 
-def warning(f: Facts) -> str | None:
+def warning(c: Combination) -> str | None:
     """A sentence for a codec that the run can bear at a price; None for one without."""
-    if (share := change(f)) is not None:
+    if (share := change(c)) is not None:
         return (
-            f"{f.who} sends whole parameters through codec '{_worst(f.codec).name}': each exchange brings an error of up to "
+            f"{c.who} sends whole parameters through codec '{_worst(c.codec).name}': each exchange brings an error of up to "
             f"{share:.2%} of their norm, also between workers that agree, or nearly do; "
-            f"{instead(f)}"
+            f"{instead(c)}"
         )
-    codec, rule = f.codec, f.rule
-    if f.kind not in ("rounds", "no waiting") or f.topology.n == 1 or rule.feeds_back or rule.start is None:
+    codec, rule = c.codec, c.rule
+    if c.kind not in ("rounds", "no waiting") or c.topology.n == 1 or rule.feeds_back or rule.start is None:
         return None
     if codec.exact or codec.contraction is None or codec.contraction >= _SPARSE:
         return None
@@ -87,15 +87,15 @@ def warning(f: Facts) -> str | None:
     )
 
 
-def _carries_parameters(f: Facts) -> bool:
-    lossy = not f.codec.exact or (f.codec.back is not None and not f.codec.back.exact)
-    if f.kind == "server" or f.topology.n == 1 or not lossy:
+def _carries_parameters(c: Combination) -> bool:
+    lossy = not c.codec.exact or (c.codec.back is not None and not c.codec.back.exact)
+    if c.kind == "server" or c.topology.n == 1 or not lossy:
         return False
-    return f.kind == "pair" or sends_parameters(f.rule)
+    return c.kind == "pair" or sends_parameters(c.rule)
 
 
-def _limit(f: Facts) -> float:
-    return LIMIT if f.kind == "pair" or f.rule.mean_preserving else LIMIT_OF_MEANS
+def _limit(c: Combination) -> float:
+    return LIMIT if c.kind == "pair" or c.rule.mean_preserving else LIMIT_OF_MEANS
 
 
 def _worst(codec: Codec) -> Codec:

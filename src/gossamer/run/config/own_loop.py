@@ -8,7 +8,7 @@ from gossamer.asynchronous import PAIRS
 from gossamer.codecs import make_codec
 from gossamer.errors import PairingError
 from gossamer.library import OuterMethod
-from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.foreign_loops import OWN_LOOP
 from gossamer.rules import make_rule
 from gossamer.run.config.document import flat, with_settings
@@ -51,7 +51,7 @@ def method(
     given = {"rule": rule, "topology": topology, "codec": codec, "schedule": schedule}
     config = parse(with_settings({}, {"method": name, **flat({k: v for k, v in given.items() if v is not None})}))
     made = make_rule(config.rule.name, **config.rule.options)
-    facts = Facts(
+    facts = Combination(
         kind=config.kind, driver="library", rule=made, schedule=config.schedule, adapt=config.run.adapt,
         server=config.server.name if config.server else "", averaging=config.inner.averaging,
         pair=PAIRS[config.pair.name](**config.pair.options) if config.pair else None,

@@ -19,8 +19,8 @@ from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, to_options
 from gossamer.optimizers.inner import InnerConfig
 from gossamer.record.folder import RecordConfig
-from gossamer.rounds.compatibility import incompatibilities as pairing
-from gossamer.rounds.compatibility.combination import INSTEAD, Facts, Kind
+from gossamer.rounds.compatibility import incompatibilities
+from gossamer.rounds.compatibility.combination import INSTEAD, Combination, Kind
 from gossamer.rounds.schedule import Schedule
 from gossamer.run.config.choice import Choice, NamedIn
 from gossamer.run.config.document import DIRECTIONS, EXPERIMENT, TABLES, flat, with_settings
@@ -319,7 +319,7 @@ def _foreign(document: Mapping[str, Any]) -> list[ConfigError]:
 
 def _exclusive(document: Mapping[str, Any]) -> Sequence[ConfigError]:
     """Kinds of methods that exclude each other."""
-    return [PairingError(sentence) for sentence in pairing.faults(Facts(tables=frozenset(document)))]
+    return [PairingError(sentence) for sentence in incompatibilities.faults(Combination(tables=frozenset(document)))]
 
 
 def _completed(document: dict[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from gossamer.codecs import Codec
 from gossamer.errors import ConfigError, PairingError
 from gossamer.models.holders import holders_of
 from gossamer.network.links import Network, links_of
-from gossamer.rounds.compatibility import incompatibilities as pairing
-from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility import incompatibilities
+from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import Method, method_of, settled_rule, warnings_of
 from gossamer.run.config.pipeline import by_stage, must_come_again
 from gossamer.run.config.run_file import RunConfig
@@ -102,7 +102,7 @@ def settle(config: RunConfig, parts: Parts = OURS, *, real: bool = False) -> Set
     Cost: the stability of the rule on its topology, some milliseconds, up to a second for hundreds of workers.
     """
     facts, errors = _facts(config, parts, real)
-    for error in [*errors, *map(PairingError, pairing.faults(facts))]:
+    for error in [*errors, *map(PairingError, incompatibilities.faults(facts))]:
         raise error
     if facts.kind == "rounds":
         for network in () if real else config.network.values():
@@ -174,13 +174,13 @@ def faults(config: RunConfig, *, real: bool = False) -> list[str]:
 def pairing_faults(config: RunConfig, *, real: bool = False) -> list[str]:
     """A sentence for every part that cannot be made, and for every combination that cannot work."""
     facts, errors = _facts(config, OURS, real)
-    return [*map(str, errors), *pairing.faults(facts)]
+    return [*map(str, errors), *incompatibilities.faults(facts)]
 
 
 _T = TypeVar("_T")
 
 
-def _facts(config: RunConfig, parts: Parts, real: bool) -> tuple[Facts, list[ConfigError]]:
+def _facts(config: RunConfig, parts: Parts, real: bool) -> tuple[Combination, list[ConfigError]]:
     """The facts for the table of pairings, and the errors of parts that cannot be made or used, which the facts omit."""
     errors: list[ConfigError] = []
 
@@ -191,10 +191,10 @@ def _facts(config: RunConfig, parts: Parts, real: bool) -> tuple[Facts, list[Con
             errors.append(error)
             return None
 
-    run, events, nothing = config.run, config.events, Facts()
+    run, events, nothing = config.run, config.events, Combination()
     attempt(lambda: must_come_again(config.pipeline, config.data, run.steps))
     codec, holders = attempt(lambda: make(parts, "codec", config)), holders_of(config.model.experts, config.workers)
-    facts = Facts(
+    facts = Combination(
         kind=config.kind, driver="train" if real else "simulate", wait=run.wait, codec=codec or nothing.codec,
         schedule=config.schedule, local_steps=run.local_steps,
         server=config.server.name if config.server else "", optimizer=config.inner.optimizer,
@@ -220,7 +220,7 @@ def _facts(config: RunConfig, parts: Parts, real: bool) -> tuple[Facts, list[Con
     return facts._replace(rule=attempt(lambda: settled_rule(facts)) or rule), errors
 
 
-def _clocked(config: RunConfig, facts: Facts) -> tuple[str | None, Network | None, RunConfig]:
+def _clocked(config: RunConfig, facts: Combination) -> tuple[str | None, Network | None, RunConfig]:
     """The network whose seconds count, with its name, and the run with the local steps that go with it."""
     if not facts.clocked:
         return None, None, config

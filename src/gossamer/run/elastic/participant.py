@@ -317,7 +317,7 @@ class _Participant:
 
     def _end(self, round: int, finished: int, log: OutcomeWriter) -> None:
         """Receives what is under way, saves and says goodbye."""
-        if self._worker.loop.under_way:
+        if self._worker.loop.in_flight:
             self._worker.receive_rest()
             self._note(finished, log)
         left = self._asked.is_set() and round < self.config.rounds
@@ -370,10 +370,10 @@ class _Participant:
 
     def _settle(self, round: int, log: OutcomeWriter) -> None:
         """Waits for what is under way and drops it, before another's state is taken over: other ends may count it."""
-        under_way = self._worker.loop.under_way
-        for exchange in under_way.values():
+        in_flight = self._worker.loop.in_flight
+        for exchange in in_flight.values():
             exchange.receive()
-        under_way.clear()
+        in_flight.clear()
         self._note(round, log)
 
     def _save(self, finished: int) -> None:

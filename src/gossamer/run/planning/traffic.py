@@ -104,8 +104,8 @@ def played(config: RunConfig, m: Method, layout: Layout, rounds: int) -> tuple[T
             part += bool(stop.sends)
             for loop in loops:
                 loop.pop_due(t, stop)  # and never finished: what is received changes no byte
-            under_way = [sum(nbytes(tuple(one["sent"])) for one in loop.state_under_way()) for loop in loops]
-            flight = max(flight, *under_way)
+            in_flight = [sum(nbytes(tuple(one["sent"])) for one in loop.state_in_flight()) for loop in loops]
+            flight = max(flight, *in_flight)
     totals = [sum(b for operation in mine for _, b in operation.sends) / rounds for mine in sent]
     every = [operation for mine in sent for operation in mine]
     counted = Traffic(

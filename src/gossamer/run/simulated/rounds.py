@@ -240,7 +240,7 @@ def train_together(
 
 def _finish(key: tuple[int, int], workers: Sequence[Worker], each: Each) -> None:
     """Finishes the exchange of this round and fragment of all workers that have it under way."""
-    flying = [worker.loop.under_way for worker in workers]
+    flying = [worker.loop.in_flight for worker in workers]
     finish_all([one.pop(key) for one in flying if key in one], each)
 
 

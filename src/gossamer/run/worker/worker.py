@@ -96,7 +96,7 @@ class Worker:
         if self.loop.method.rule.adapted is not None:
             self.set_local_steps(self.loop.adapted(self.config.local_steps_of(self.index)))
         start = 0
-        self.loop.enter(round)
+        self.loop.begin_round(round)
         if self.loop.sharing is not None:
             self.replica.places = self.loop.sharing.places(self.index)
         for stop in self.loop.stops(round):
@@ -179,7 +179,7 @@ class Worker:
         return {
             "x": self.replica.evaluated,
             "outer": leaves(self.loop.state),
-            "under_way": self.loop.state_under_way(),
+            "under_way": self.loop.state_in_flight(),
             "steps_taken": self.replica.steps_taken,
             "pace": None if self.pacer is None else self.pacer.state(),
             **({} if sharing is None else {"sharing": sharing.state()}),
@@ -198,7 +198,7 @@ class Worker:
                 self.pacer.restore(state["pace"])
                 self.set_local_steps(self.pacer.steps)
             self.replica.restore(state)
-            self.loop.restore_under_way(state["under_way"])
+            self.loop.restore_in_flight(state["under_way"])
             if self.loop.sharing is not None:
                 self.loop.sharing = self.loop.sharing.restored(state["sharing"])
                 self._count_steps()

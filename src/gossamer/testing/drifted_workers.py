@@ -14,7 +14,7 @@ from gossamer.transport.contract import Transport
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import Tree
 
-__all__ = ["Crew", "Drift", "flat_layout", "random_drift", "random_vectors", "simulated"]
+__all__ = ["Drift", "DriftedWorkers", "flat_layout", "random_drift", "random_vectors", "simulated_workers"]
 
 Drift = Callable[[int, int, Tensor], Tensor]
 """`drift(worker, step, x)` is added to x in an inner step; for a rule on gradients it is the gradient itself."""
@@ -41,7 +41,7 @@ def random_drift(numel: int, seed: int = 1, dtype: torch.dtype = torch.float64) 
     return drift
 
 
-class Crew:
+class DriftedWorkers:
     """The workers of one process, all of them in a simulation and one among others: their parameters and outer loops.
 
     Args:
@@ -94,12 +94,12 @@ class Crew:
             finish_all(due, _serially)
 
 
-def simulated(
+def simulated_workers(
     m: Method, start: Sequence[Tensor], *, steps: int | Sequence[int] = 1, spans: Sequence[tuple[int, int]] | None = None
-) -> Crew:  # fmt: skip
+) -> DriftedWorkers:  # fmt: skip
     """All workers in this process."""
     network = MemoryNetwork(len(start))
-    return Crew(m, [network.transport(i) for i in range(len(start))], start, steps=steps, spans=spans)
+    return DriftedWorkers(m, [network.transport(i) for i in range(len(start))], start, steps=steps, spans=spans)
 
 
 def _serially(fn: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
