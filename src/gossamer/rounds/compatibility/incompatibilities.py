@@ -429,7 +429,7 @@ _ASYNCHRONOUS = (
             "gossamer simulate"
         ),
     ),
-    Pairing(
+    Incompatibility(
         "real processes and regions",
         lambda f: f.driver == "train" and f.regions,
         lambda f: (
