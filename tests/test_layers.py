@@ -92,7 +92,6 @@ LIGHT = [  # work without torch
     "report.table",
     "report.charts",
     "report.page.page",
-    "report.page.panels",
     "report.reading.tail",
     "report.reading.thinning",
     "report.reading.lines",

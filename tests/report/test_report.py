@@ -18,7 +18,7 @@ from gossamer.errors import ConfigError, DataError
 from gossamer.network.links import Network, to_toml
 from gossamer.record.folder import RecordConfig, RunFolder
 from gossamer.record.logs.trace import Entry, Operation
-from gossamer.report.page.page import pictures, write_report
+from gossamer.report.page.page import write_report
 from gossamer.report.table import MANY, markdown_table, render_table, summary_rows
 
 PLAIN = RecordConfig(tensorboard=False)
@@ -303,17 +303,6 @@ def test_many_runs_are_ranked_by_where_they_ended_and_few_stay_in_their_order(
     assert [text for text in page.texts if text in runs] == expected
     few = dict(list(runs.items())[:3])
     assert [line.split("|")[1].strip() for line in markdown_table(summary_rows(few, {})).splitlines()[2:]] == list(few)
-
-
-def test_many_runs_have_a_picture_of_their_ranks_and_a_small_chart_each_and_few_have_none(
-    many_runs: dict[str, Path], tmp_path: Path
-) -> None:
-    images = pictures(many_runs)
-    assert sorted(images) == ["curves.png", "ranking.png"]
-    assert all(image.startswith(b"\x89PNG") and 1000 < len(image) < 500_000 for image in images.values())
-    assert images == pictures(many_runs)
-    assert pictures(dict(list(many_runs.items())[:3])) == {}
-    assert [view["label"] for view in contents(page_of(many_runs, tmp_path))["runs"]][-1] == "begun"
 
 
 def test_a_page_of_many_long_runs_stays_small(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def _labels(folders: Sequence[Path], documents: Sequence[Mapping[str, Any]]) -> 
 def publish(
     runs: Mapping[str, Path], page: Path, networks: "Mapping[str, Network] | None", command: str
 ) -> list[dict[str, Any]]:
-    """Writes the page, its table and its pictures; returns the rows of the table."""
+    """Writes the page and its table; returns the rows of the table."""
     from gossamer.report.page.page import write_pages
 
     return write_pages(runs, page, networks, command=command)

@@ -1,11 +1,11 @@
-"""Pictures by matplotlib: their style, and figures as SVG or PNG."""
+"""Pictures by matplotlib: their style, and figures as SVG."""
 
 import contextlib
 import io
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["FAINT", "INK", "drawing", "line_style", "plain_axes", "png", "svg"]
+__all__ = ["FAINT", "INK", "drawing", "line_style", "plain_axes", "svg"]
 
 INK, FAINT = "#2b2b2b", "#d9d9d9"
 _COLOURS = ("#1f6f9f", "#d2691e", "#3f8f5b", "#8a5aa8", "#b8476b", "#8c7a3d", "#4a4a4a", "#2aa3a3")
@@ -44,11 +44,3 @@ def line_style(place: int) -> tuple[str, Any]:
     """Colour and line style of the run at this place: all colours solid first, then dashed."""
     dashes = _DASHES[place // len(_COLOURS) % len(_DASHES)]
     return _COLOURS[place % len(_COLOURS)], (0, dashes) if dashes else "-"
-
-
-def png(figure: Any) -> bytes:
-    """A matplotlib figure as PNG; equal figures give equal bytes."""
-    image = io.BytesIO()
-    with drawing():
-        figure.savefig(image, format="png", dpi=100, metadata={"Software": None})
-    return image.getvalue()

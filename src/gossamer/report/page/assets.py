@@ -16,7 +16,7 @@ class Asset(NamedTuple):
 
     def read(self) -> bytes:
         """What is in it."""
-        return (resources.files("gossamer.report") / "page_files" / self.name).read_bytes()
+        return (resources.files("gossamer.report.page") / "files" / self.name).read_bytes()
 
 
 _STYLE = Asset("page.css", "text/css; charset=utf-8")

@@ -1,6 +1,5 @@
 """Runs side by side as one HTML page that needs no other file: the parts of the live page, frozen, with settings and samples."""
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -8,23 +7,18 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from gossamer.errors import MissingPackageError, require
 from gossamer.network.links import Network, to_toml
 from gossamer.record.folder import finite
 from gossamer.record.whole_files import atomic_write, make_folder
-from gossamer.report.charts import png
 from gossamer.report.page.assets import whole_page
 from gossamer.report.page.contents import page_contents
-from gossamer.report.page.panels import ranking, small_charts
 from gossamer.report.page.view import run_view
 from gossamer.report.reading.follow import FollowedRun
 from gossamer.report.reading.moment import moment_of
-from gossamer.report.reading.runs import RunData, loss_curves, read_runs, summary_row
+from gossamer.report.reading.runs import RunData, read_runs, summary_row
 from gossamer.report.table import MANY, html_table, loss_rank, markdown_table, summary_rows
 
-__all__ = ["pictures", "table_of", "write_pages", "write_report"]
-
-log = logging.getLogger("gossamer")
+__all__ = ["table_of", "write_pages", "write_report"]
 
 _FIRST, _LAST = 24, 4
 """Rounds of each run whose pairs and seconds are on the page."""
@@ -67,19 +61,11 @@ def write_report(
 def write_pages(
     runs: Mapping[str, Path], page: Path, networks: Mapping[str, Network] | None, *, command: str = ""
 ) -> list[dict[str, Any]]:
-    """Writes the page, and next to it its table and the pictures of many runs, named after it; returns the rows of the table.
-
-    Without matplotlib there are no pictures, and a line of the log says so. Raises: as `write_report`.
-    """
+    """Writes the page, and next to it its table, named after it; returns the rows of the table. Raises: as `write_report`."""
     make_folder(page.parent)
     write_report(runs, page, networks, command=command)
     rows = summary_rows(runs, networks)
     atomic_write(table_of(page), markdown_table(rows).encode())
-    try:
-        for name, image in pictures(runs).items():
-            atomic_write(page.with_name(f"{page.stem}-{name}"), image)
-    except MissingPackageError as missing:
-        log.warning("%s", missing)
     return rows
 
 
@@ -90,23 +76,6 @@ def table_of(page: Path) -> Path:
     'report-table.md'
     """
     return page.with_name(f"{page.stem}-table.md")
-
-
-def pictures(runs: Mapping[str, Path]) -> dict[str, bytes]:
-    """PNG pictures of many runs by file name, for use next to a table: the ranking, and the loss curve of each; none of few.
-
-    Raises: DataError as `summary_rows` does, and MissingPackageError without matplotlib.
-    """
-    loaded = sorted(read_runs(runs, {}), key=lambda run: loss_rank(summary_row(run)["loss"]))
-    if len(loaded) < MANY:
-        return {}
-    require("matplotlib.figure", "plots", "drawing the pictures of many runs")
-    x_label, curves = loss_curves(loaded)
-    figures = {
-        "ranking.png": ranking([summary_row(run) for run in loaded]),
-        "curves.png": small_charts([run.label for run in loaded], curves, x_label),
-    }
-    return {name: png(figure) for name, figure in figures.items()}
 
 
 def _followed(label: str, folder: Path) -> FollowedRun:

@@ -17,19 +17,7 @@ from gossamer.record.logs.trace import read_trace, trace_files
 from gossamer.report.reading.prices import prices_of
 from gossamer.settings.schema import parse_toml
 
-__all__ = [
-    "Curve",
-    "RunData",
-    "loss_curves",
-    "priced_curve",
-    "read_runs",
-    "summary_row",
-]
-
-_PROGRESS = (("tokens", "tokens"), ("step", "inner steps"), ("round", "round"))
-
-Curve = tuple[list[float], list[float]]
-"""The x and the y of its points; a y of NaN leaves a gap."""
+__all__ = ["RunData", "read_runs", "summary_row"]
 
 
 class RunData(NamedTuple):
@@ -162,35 +150,20 @@ def summary_row(run: RunData) -> dict[str, Any]:
         "sent_bytes": run.sent_bytes,
         "wall_s": {name: timeline.total_s for name, timeline in run.timelines.items()},
         "utilisation": {name: timeline.mean_utilisation for name, timeline in run.timelines.items()},
-        "loss_at_s": {name: list(zip(*priced_curve(run, name, 1.0), strict=True)) for name in run.timelines},
-        "loss_at_round": list(zip(*_curve((e["round"] + 1, _number(e, "loss")) for e in run.evals), strict=True)),
-        "loss_at_bytes": list(zip(*_losses_after(run, run.sent_until), strict=True)),
+        "loss_at_s": {
+            name: _losses_after(run, timeline.end_s.max(axis=1).tolist()) for name, timeline in run.timelines.items()
+        },
+        "loss_at_round": _known((e["round"] + 1, _number(e, "loss")) for e in run.evals),
+        "loss_at_bytes": _losses_after(run, run.sent_until),
     }
 
 
-def loss_curves(runs: Sequence[RunData]) -> tuple[str, list[Curve]]:
-    """What the progress of the runs is measured in, and the validation loss of each against it."""
-    evals = [line for run in runs for line in run.evals]
-    key, label = next(
-        choice for choice in _PROGRESS if choice[0] == "round" or all(choice[0] in line for line in evals)
-    )
-    return label, [_curve((_number(e, key), _number(e, "loss")) for e in run.evals) for run in runs]
-
-
-def _curve(points: Iterable[tuple[float | None, float | None]]) -> Curve:
-    """The points that have both coordinates; NaN leaves a gap."""
-    known = [(x, y) for x, y in points if x is not None and y is not None]
-    return [x for x, _ in known], [y for _, y in known]
-
-
-def priced_curve(run: RunData, network: str, unit_s: float) -> Curve:
-    """Validation loss against the time when the last worker ended the round, in units of `unit_s`; empty without a price."""
-    if network not in run.timelines:
-        return [], []
-    return _losses_after(run, (run.timelines[network].end_s.max(axis=1) / unit_s).tolist())
-
-
-def _losses_after(run: RunData, spent: Sequence[float]) -> Curve:
+def _losses_after(run: RunData, spent: Sequence[float]) -> list[tuple[float, float]]:
     """Validation loss against what was spent up to the end of each entry of the trace."""
     until = [0.0, *spent[run.entries - 1 :: run.entries]]
-    return _curve((until[e["round"] + 1], _number(e, "loss")) for e in run.evals if -1 <= e["round"] < len(until) - 1)
+    return _known((until[e["round"] + 1], _number(e, "loss")) for e in run.evals if -1 <= e["round"] < len(until) - 1)
+
+
+def _known(points: Iterable[tuple[float, float | None]]) -> list[tuple[float, float]]:
+    """The points that have both coordinates; NaN leaves a gap."""
+    return [(x, y) for x, y in points if y is not None]
