@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -311,7 +312,75 @@ def test_weights_and_biases_continues_a_resumed_run(tmp_path: Path, monkeypatch:
     with RunFolder(tmp_path, "seed = 1\n", config, resume_round=1) as run:
         run.log("eval", round=1, step=30, loss=2.4)
     assert (tmp_path / "wandb-id.txt").read_text() == first
-    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{first}*"))) == 2
+    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{first.splitlines()[0]}*"))) == 2
+
+
+class Service:
+    """Weights & Biases without a network: its rows, which it numbers from 0 in every process, and only takes in their order."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, list[dict[int, dict[str, float]]]] = {}
+        """By the id of a run, and by process: what is in each row."""
+
+    def init(self, *, id: str | None, **options: object) -> "Service.Run":
+        processes = self.rows.setdefault(id or f"run{len(self.rows)}", [])
+        processes.append({})
+        return Service.Run(next(name for name, own in self.rows.items() if own is processes), processes[-1])
+
+    class Run:
+        step = 0
+
+        def __init__(self, id: str, rows: dict[int, dict[str, float]]) -> None:
+            self.id, self._rows = id, rows
+
+        def define_metric(self, name: str, step_metric: str) -> None:
+            assert (name, step_metric) == ("*", "step")
+
+        def log(self, values: dict[str, float], step: int) -> None:
+            assert step >= max(self._rows, default=0), "dropped"
+            self._rows.setdefault(step, {}).update(values)
+
+        def finish(self) -> None:
+            pass
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Service:
+    made = Service()
+    monkeypatch.setitem(sys.modules, "wandb", made)
+    return made
+
+
+def test_a_copy_of_a_run_folder_is_a_run_of_its_own_on_weights_and_biases(tmp_path: Path, service: Service) -> None:
+    config = RecordConfig(tensorboard=False, wandb_project="p")
+    with RunFolder(tmp_path / "trunk", "", config) as run:
+        run.log("eval", round=0, step=15, loss=2.5)
+    for name in ("at-600", "at-900"):
+        shutil.copytree(tmp_path / "trunk", tmp_path / name)
+    for name in ("at-600", "at-900", "at-600", "trunk"):
+        with RunFolder(tmp_path / name, "", config, resume_round=1) as run:
+            run.log("eval", round=1, step=30, loss=2.4)
+    assert [len(processes) for processes in service.rows.values()] == [2, 2, 1]
+    (tmp_path / "trunk" / "wandb-id.txt").write_text("before")  # without the name of its folder
+    with RunFolder(tmp_path / "trunk", "", config, resume_round=1):
+        assert [*service.rows][-1] == "before"
+
+
+def test_the_rows_of_weights_and_biases_go_on_where_a_resumed_run_takes_steps_again_and_none_is_lost(
+    tmp_path: Path, service: Service
+) -> None:
+    config = RecordConfig(tensorboard=False, wandb_project="p")
+    with RunFolder(tmp_path, "", config) as run:
+        fill(run, range(3))
+    with RunFolder(tmp_path, "", config, resume_round=1) as run:
+        fill(run, range(1, 3))
+        run.write_seconds(RoundSeconds(r, 0, "home", 1.0, 0.0, {}, 0.0, 0.0) for r in (1, 2))
+    ((first, second),) = service.rows.values()
+    assert [*first] == [15, 30, 45] and [*second] == [30, 45, 46, 47]
+    assert [row["step"] for row in second.values()] == [30, 45, 30, 45]
+    assert second[30]["train/loss/worker-000"] == second[30]["train/loss/worker-001"] == 2.9
+    found = {name for row in second.values() for name in row}
+    assert {"eval/loss", "train/loss/mean", "sent_bytes/mean", "seconds/compute/home/mean"} <= found
 
 
 def test_trackio_gets_the_curves_continues_a_resumed_run_and_leaves_stdout_alone(

@@ -50,7 +50,7 @@ class Dashboards:
     def metrics(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Shows a line of metrics; its inner step is where all curves continue."""
         if self._show:
-            self._step = self._steps[fields["round"]] = fields.get("step", fields["round"])
+            self._step = self._steps[fields["round"]] = fields.get("step", self._step)
             self._add(fields["round"], self._step, of_metrics(kind, fields))
 
     def sent(self, entry: int, worker: int, sent_bytes: int) -> None:
@@ -114,40 +114,57 @@ def _tensorboard(
 def _wandb(
     project: str, path: Path, worker: int | None, run_toml: str, opened: contextlib.ExitStack
 ) -> Callable[[CurvePoint], None]:
-    """Logs to a Weights & Biases run that a resumed run continues; the workers of a real run form a group."""
-    wandb = require("wandb", "wandb", f"record.wandb_project = '{project}'", "remove that key")
-    suffix = worker_suffix(worker)
-    id_path = path / f"wandb-id{suffix}.txt"
-    run = wandb.init(
-        project=project,
-        group=path.resolve().name,
-        name=path.resolve().name + suffix,
-        id=id_path.read_text().strip() if id_path.exists() else None,
-        resume="allow",
-        dir=str(path),
-        config=tomllib.loads(run_toml),
-    )
-    opened.callback(run.finish)
+    """Logs to a Weights & Biases run, which the same folder continues when it is resumed; a copy of the folder has a new one."""
+    id_path = path / f"wandb-id{worker_suffix(worker)}.txt"
+    known, _, owner = id_path.read_text().partition("\n") if id_path.exists() else ("", "", "")
+    # Who copies a folder to go on from it in two ways copies this file too, and both would write into one run.
+    kept = known if owner in ("", path.resolve().name) else None
+    run = _opened_run(
+        "wandb", project, path, worker, run_toml, opened, id=kept or None, resume="allow", dir=str(path)
+    )  # fmt: skip
     run.define_metric("*", step_metric="step")
-    atomic_write(id_path, run.id.encode())
-    return lambda point: run.log({**point.values, "round": point.round, "step": point.step})
+    atomic_write(id_path, f"{run.id}\n{path.resolve().name}".encode())
+    row, at = run.step - 1, -1
+
+    def show(point: CurvePoint) -> None:
+        """Logs into the row of this inner step, or a new one.
+
+        W&B numbers rows by itself, offline from 0 in every process, so that a resumed one would overwrite the first rows; and it
+        drops what comes for a row before its last. So a row has the number of its inner step, or the next one behind the last.
+        """
+        nonlocal row, at
+        if point.step != at:
+            row, at = max(row + 1, point.step), point.step
+        run.log({**point.values, "round": point.round, "step": point.step}, step=row)
+
+    return show
 
 
 def _trackio(
     project: str, path: Path, worker: int | None, run_toml: str, resumed: bool, opened: contextlib.ExitStack
 ) -> Callable[[CurvePoint], None]:
-    """Logs to a run of trackio on this machine, which a resumed run continues; the workers of a real run form a group."""
-    trackio = require("trackio", "trackio", f"record.trackio_project = '{project}'", "remove that key")
-    name = path.resolve().name
+    """Logs to a run of trackio on this machine, which a resumed run continues."""
+    run = _opened_run(
+        "trackio", project, path, worker, run_toml, opened, resume="allow" if resumed else "never", embed=False,
+        auto_log_gpu=False, auto_log_cpu=False,
+    )  # fmt: skip
+    return lambda point: run.log({**point.values, "round": point.round}, step=point.step)
+
+
+def _opened_run(
+    package: str, project: str, path: Path, worker: int | None, run_toml: str, opened: contextlib.ExitStack, **options: Any
+) -> Any:  # fmt: skip
+    """A run of Weights & Biases, or of trackio, which speaks its interface; the workers of a real run form a group."""
+    service = require(package, package, f"record.{package}_project = '{project}'", "remove that key")
+    group = path.resolve().name
     with contextlib.redirect_stdout(sys.stderr):  # it says where it logs, and stdout is for results
-        run = trackio.init(
-            project=project, name=name + worker_suffix(worker), group=name, config=tomllib.loads(run_toml),
-            resume="allow" if resumed else "never", embed=False, auto_log_gpu=False, auto_log_cpu=False,
-        )  # fmt: skip
+        run = service.init(
+            project=project, name=group + worker_suffix(worker), group=group, config=tomllib.loads(run_toml), **options
+        )
 
     def finish() -> None:
         with contextlib.redirect_stdout(sys.stderr):
             run.finish()
 
     opened.callback(finish)
-    return lambda point: run.log({**point.values, "round": point.round}, step=point.step)
+    return run

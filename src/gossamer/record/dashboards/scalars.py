@@ -87,20 +87,19 @@ class Means:
 
     def add(self, point: CurvePoint) -> list[CurvePoint]:
         """Takes over what belongs to workers; returns the means of rounds that are over."""
-        over: list[CurvePoint] = []
+        # All at once, so that what belongs to one inner step comes together: a dashboard may take steps in their order only.
+        over = [self._end(curve) for curve, (round, _, _) in [*self._open.items()] if round != point.round]
         for name, value in point.values.items():
             curve, found, _ = name.partition(_WORKER)
             if not found or f"{curve}/mean" in point.values:
                 continue
-            if curve in self._open and self._open[curve][0] != point.round:
-                over += self._end(curve)
             self._open.setdefault(curve, (point.round, point.step, []))[2].append(value)
         return over
 
     def end(self) -> list[CurvePoint]:
         """The means of the rounds under way."""
-        return [point for curve in [*self._open] for point in self._end(curve)]
+        return [self._end(curve) for curve in [*self._open]]
 
-    def _end(self, curve: str) -> list[CurvePoint]:
+    def _end(self, curve: str) -> CurvePoint:
         round, step, values = self._open.pop(curve)
-        return [CurvePoint(round, step, {f"{curve}/mean": math.fsum(values) / len(values)})]
+        return CurvePoint(round, step, {f"{curve}/mean": math.fsum(values) / len(values)})
