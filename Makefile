@@ -42,7 +42,7 @@ survival: .venv/.installed  ## goodput under failures, replaced workers, elastic
 	$(BIN)/python benchmarks/calm.py
 
 methods: .venv/.installed  ## write docs/methods.md from the code
-	$(BIN)/gossamer list --markdown > docs/methods.md
+	PYTHONPATH=docs $(BIN)/python -m generators.methods_table > docs/methods.md
 
 results: .venv/.installed  ## write what is computed (docs/results/utilisation.md, goodput.md), and pages and numbers from committed outcomes
 	$(BIN)/python benchmarks/utilisation.py

@@ -8,9 +8,9 @@ from typing import Any
 import tomli_w
 
 from generators import drawing
+from generators.methods_table import MethodRow, counted_for, linked, rows
 from generators.prose import about, begun, escaped, first_line, options_table, table
 from gossamer.asynchronous import PAIRS, SERVERS
-from gossamer.cli.methods_page import MethodRow, counted_for, linked, rows
 from gossamer.rules import RULES, WRAPPERS
 from gossamer.run.config.document import with_settings
 from gossamer.run.config.recipes import FACTORIES, Recipe, made_of, missing, recipes, said

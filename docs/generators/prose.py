@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from generators.docstrings import LABEL, block, capital, is_equation, under
-from gossamer.cli.methods_page import linked
+from generators.methods_table import linked
 from gossamer.settings.options import Option, options_of
 
 __all__ = ["PARTS", "about", "begun", "escaped", "first_line", "labelled", "options_table", "table"]

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import torch
 
 from generators import drawing
+from generators.methods_table import boundary_rows
 from generators.prose import about, escaped, first_line, options_table, table
 from gossamer.boundaries import BOUNDARIES
-from gossamer.cli.methods_page import boundary_rows
 from gossamer.codecs import CODECS, make_codec
 from gossamer.models.bottleneck import BOTTLENECKS
 from gossamer.rounds.stability import largest_stable_gamma, stability

@@ -11,21 +11,12 @@ from gossamer.errors import ConfigError, choose
 __all__ = ["command"]
 
 
-def command(kind: str | None = None, /, *, markdown: bool = False, json: Json = False) -> None:
+def command(kind: str | None = None, /, *, json: Json = False) -> None:
     """Lists rules, topologies, codecs, servers, pairs, boundaries and methods.
 
     Args:
         kind: list these only: rules, topologies, codecs, servers, pairs, boundaries or methods (default: all)
-        markdown: print docs/methods.md, the methods with their traffic, memory and requirements
     """
-    if markdown and (json or kind is not None):
-        other = "--json" if json else f"'{kind}'"
-        raise ConfigError(f"--markdown was given with {other} but prints one page of methods; remove one of the two")
-    if markdown:
-        from gossamer.cli import methods_page
-
-        print(methods_page.markdown(), end="")
-        return
     from gossamer.asynchronous import PAIRS, SERVERS
     from gossamer.boundaries import BOUNDARIES
     from gossamer.codecs import CODECS

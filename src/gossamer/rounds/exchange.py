@@ -45,7 +45,6 @@ __all__ = [
     "Exchange",
     "begin",
     "finish_all",
-    "first_message",
     "initial_state",
     "sent_again",
     "update_from_zeros",
@@ -142,11 +141,6 @@ def with_mixing(ctx: Context, mixing: Mixing) -> Context:
 def initial_state(rule: Rule, mixing: Mixing, x: Tensor, ctx: Context) -> Tree:
     """The outer state of a worker at `x` before the first round; `mixing` and `ctx` are those of that round."""
     return rule.init(x, with_mixing(ctx, mixing))
-
-
-def first_message(rule: Rule, mixing: Mixing, x: Tensor, ctx: Context) -> Tree:
-    """What a worker would send that is still at the `x` it started from."""
-    return rule.send(x, initial_state(rule, mixing, x, ctx), with_mixing(ctx, mixing))
 
 
 def begin(setup: Setup, mixing: Mixing, ctx: Context, sent: Sent | None = None) -> Exchange:

@@ -11,12 +11,11 @@ import torch
 
 from gossamer.codecs import fitted
 from gossamer.codecs.message import each_shape_once, payload_bytes
-from gossamer.layout import Layout, Leaf, arrange
+from gossamer.layout import Layout, arrange
 from gossamer.record.logs.trace import Entry, Operation
 from gossamer.rounds.compatibility.combine import Method
-from gossamer.rounds.exchange import first_message
 from gossamer.rounds.loop import OuterLoop
-from gossamer.rules import Context, Rule
+from gossamer.rules import Rule
 from gossamer.run.config.layouts import arranged, holding_of
 from gossamer.run.config.run_file import RunConfig
 from gossamer.run.config.settle import InPairs, Settled, WithServer, settle
@@ -24,9 +23,7 @@ from gossamer.run.worker.worker import parts_of
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import Tree, leaves, nbytes
 
-__all__ = ["PROBE", "Traffic", "period_of", "played", "probe_message", "traffic"]
-
-PROBE = 200
+__all__ = ["Traffic", "period_of", "played", "traffic"]
 
 
 class Traffic(NamedTuple):
@@ -55,13 +52,6 @@ def traffic(config: RunConfig, layout: Layout, rounds: int = 0, settled: Settled
         return _of_phases(config, settled, layout)
     m = settled.method  # without waiting, what is published after a phase is what would be sent in a round
     return played(config, m, layout, rounds or period_of(config, m))[0]
-
-
-def probe_message(config: RunConfig, m: Method) -> list[torch.Tensor]:
-    """What a worker that has not moved sends, for a model of `PROBE` numbers from 1 on."""
-    x = torch.arange(1.0, 1.0 + PROBE)
-    ctx = Context(0, config.workers, 0, config.full_steps, 0.5, Layout((Leaf("w", (PROBE,), 0, PROBE),), PROBE))
-    return leaves(first_message(m.rule, m.topology.mixing(0), x, ctx))
 
 
 def period_of(config: RunConfig, m: Method) -> int:

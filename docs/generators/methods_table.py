@@ -10,18 +10,23 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from gossamer.boundaries import BOUNDARIES, Boundary
-from gossamer.layout import Layout
+from gossamer.layout import Layout, Leaf
 from gossamer.models.bottleneck import BOTTLENECKS
 from gossamer.models.sizes import parameter_count
 from gossamer.report.table import markdown_lines
 from gossamer.rounds.compatibility.combine import Method
+from gossamer.rounds.exchange import initial_state, with_mixing
+from gossamer.rules import Context
 from gossamer.run.config.document import DIRECTIONS, with_settings
 from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.recipes import FACTORIES, Recipe, first_sentence, made_of, missing, recipes, said
 from gossamer.run.config.run_file import RunConfig, parse
 from gossamer.run.config.settle import InPairs, WithServer, settle
-from gossamer.run.planning.traffic import PROBE, Traffic, probe_message, traffic
+from gossamer.run.planning.traffic import Traffic, traffic
+from gossamer.tree import leaves
 
 __all__ = ["BoundaryRow", "MethodRow", "boundary_rows", "counted_for", "linked", "markdown", "rows"]
 
@@ -34,6 +39,7 @@ _CROSSING = (8, 128, 768)
 """Sequences, tokens and channels of the micro-batch whose bits are counted: the hidden size is that of the model above."""
 _WIDTH = 8
 """Numbers of a token that cross the cuts of a narrow model, as by default with the codec `projection`."""
+_PROBE = 200
 _NEEDS = {
     "everyone": "messages from all workers: a barrier",
     "connected": "a graph that connects over time",
@@ -106,7 +112,7 @@ def _table(rows: Sequence[MethodRow] | Sequence[BoundaryRow]) -> str:
 
 
 def markdown() -> str:
-    """The page that `gossamer list --markdown` prints."""
+    """The page, docs/methods.md."""
     differing = {
         name: recipe.differs or said(FACTORIES[name], "Differs") for name, recipe in recipes().items() if _own(name)
     }
@@ -227,8 +233,10 @@ def _sends(m: Method, config: RunConfig, counted: Traffic) -> str:
     """The kind of message and its receivers: a message is a difference if workers that have not moved send zeros."""
     if not counted.messages:
         return "nothing"
-    kinds = {1: "a number", PROBE: "parameters"}
-    words = [kinds.get(t.numel(), "some parameters") if t.any() else "differences" for t in probe_message(config, m)]
+    kinds = {1: "a number", _PROBE: "parameters"}
+    words = [
+        kinds.get(t.numel(), "some parameters") if t.any() else "differences" for t in _messages_at_rest(config, m)
+    ]
     what = "gradients" if m.rule.site == "gradients" else " and ".join(words)
     if m.rule.mixes_updates:
         what += " ahead, and differences"
@@ -248,6 +256,18 @@ def _sends(m: Method, config: RunConfig, counted: Traffic) -> str:
     return f"{what}{'' if m.codec.exact else f' in {m.codec.name}'} to {to}{back}"
 
 
+def _messages_at_rest(config: RunConfig, m: Method) -> list[torch.Tensor]:
+    """What a worker that has not moved sends, for a model of `_PROBE` numbers from 1 on."""
+    x = torch.arange(1.0, 1.0 + _PROBE)
+    ctx = Context(0, config.workers, 0, config.full_steps, 0.5, Layout((Leaf("w", (_PROBE,), 0, _PROBE),), _PROBE))
+    mixing = m.topology.mixing(0)
+    return leaves(m.rule.send(x, initial_state(m.rule, mixing, x, ctx), with_mixing(ctx, mixing)))
+
+
 def linked(text: str) -> str:
     """A text with its papers as links, in Markdown."""
     return re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
