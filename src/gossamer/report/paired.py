@@ -1,7 +1,4 @@
-"""Statistics of runs that are compared seed by seed: the effect with its interval, and tests that were stated before.
-
-The distributions are those of scipy, of the extra `plots`.
-"""
+"""Statistics of runs that are compared seed by seed: the effect with its interval, and tests that were stated before."""
 
 import math
 import statistics
@@ -11,7 +8,7 @@ from typing import Literal, NamedTuple
 from gossamer.errors import require
 from gossamer.report.table import DASH
 
-__all__ = ["Effect", "Side", "Slope", "effect", "effect_cells", "effect_heads", "holm", "p_text", "trend"]
+__all__ = ["Effect", "Side", "Slope", "effect", "effect_cells", "effect_heads", "holm", "p_text", "t_within", "trend"]
 
 Side = Literal["below", "above"]
 Slope = Literal["rising", "falling"]
@@ -42,7 +39,6 @@ def effect(pairs: Sequence[tuple[float, float]], *, margin: float | None = None,
     degrees of freedom at the edge of the hypothesis: that d is 0 or on the other side, or beyond ± margin.
 
     Args: `margin` is in nats.
-    Raises: MissingPackageError without scipy.
     Source: equivalence by two one-sided tests, Schuirmann 1987.
     Fails when: the differences are far from normal, or the margin was chosen after they were seen.
 
@@ -50,7 +46,6 @@ def effect(pairs: Sequence[tuple[float, float]], *, margin: float | None = None,
     >>> [round(number, 4) for number in found[1:]]
     [-0.02, 0.0248, -1.0, 0.0371, 0.0175, 0.0742]
     """
-    t = require("scipy.stats", "plots", "paired statistics").t
     differences, n = tuple(difference for difference, _ in pairs), len(pairs)
     mean, loss = statistics.fmean(differences), statistics.fmean(loss for _, loss in pairs)
     percent = 100 * mean / loss if loss else None
@@ -62,16 +57,48 @@ def effect(pairs: Sequence[tuple[float, float]], *, margin: float | None = None,
         """p-value for a mean below the bound."""
         if error == 0:
             return float(mean >= bound)
-        return float(t.cdf((mean - bound) / error, n - 1))
+        t = (mean - bound) / error
+        return (1 + math.copysign(t_within(t, n - 1), t)) / 2
 
     def above(bound: float) -> float:
-        return float(mean <= bound) if error == 0 else float(t.sf((mean - bound) / error, n - 1))
+        return float(mean <= bound) if error == 0 else 1 - below(bound)
 
     return Effect(
-        differences, mean, float(t.ppf(0.975, n - 1)) * error, percent,
+        differences, mean, _quantile(1 - _LEVEL, n - 1) * error, percent,
         None if side is None else below(0.0) if side == "below" else above(0.0),
         None if margin is None else max(below(margin), above(-margin)), min(1.0, 2 * min(below(0.0), above(0.0))),
     )  # fmt: skip
+
+
+def t_within(t: float, nu: int) -> float:
+    """The probability that Student's t with ν degrees of freedom lies within ± t; ν is a whole number from 1 on.
+
+    With θ = atan(|t| / √ν):   sin θ (1 + 1/2 cos²θ + 1·3/(2·4) cos⁴θ + …)   for even ν,
+    2/π (θ + sin θ (cos θ + 2/3 cos³θ + 2·4/(3·5) cos⁵θ + …))   for odd ν, up to cos^(ν-2) θ.
+
+    Source: Abramowitz and Stegun 26.7.3, 26.7.4.
+
+    >>> round(t_within(2.776, 4), 4), round(t_within(12.706, 1), 4)
+    (0.95, 0.95)
+    """
+    theta = math.atan(abs(t) / math.sqrt(nu))
+    term = total = 0.0
+    for power in range(nu % 2, nu - 1, 2):
+        term = term * (power - 1) / power * math.cos(theta) ** 2 if power > 1 else math.cos(theta) ** power
+        total += term
+    within = math.sin(theta) * total
+    return 2 / math.pi * (theta + within) if nu % 2 else within
+
+
+def _quantile(within: float, nu: int) -> float:
+    """The t within ± which Student's t lies with this probability, by bisection."""
+    low, high = 0.0, 1.0
+    while t_within(high, nu) < within:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_within(middle, nu) < within else (low, middle)
+    return high
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:

@@ -96,7 +96,6 @@ def paired_table(
     """The differences in loss as Markdown: each seed's, and their mean with its 95 % interval, in nats and in per cent.
 
     Args: as in `effect`; the one-sided tests of all methods are adjusted together (Holm).
-    Raises: MissingPackageError without scipy.
 
     >>> print(paired_table([Reach("b", "lan", seed, None, 0.01 * seed, 2.0) for seed in (1, 2, 3)], "a"))
     | loss above a's, in its time on lan | each seed | mean, 95 % interval | in % |

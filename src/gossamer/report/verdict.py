@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
+from gossamer.report.paired import effect
 
 __all__ = ["verdict"]
 
@@ -69,8 +69,8 @@ def _besides(rows: Sequence[Mapping[str, Any]], losses: Mapping[str, Any]) -> st
 
 
 def _compared(first: str, second: str, losses: Mapping[str, Mapping[str, float]], shared: Sequence[str]) -> str:
-    apart = [losses[second][seed] - losses[first][seed] for seed in shared]
-    mean, half = statistics.fmean(apart), _half_interval(apart)
+    found = effect([(losses[second][seed] - losses[first][seed], losses[first][seed]) for seed in shared])
+    mean, half = found.mean, found.half or 0.0
     interval = f"(95 % interval {mean - half:.4f} to {mean + half:.4f}, {len(shared)} seeds)"
     means = [statistics.fmean(losses[method][seed] for seed in shared) for method in (first, second)]
     if mean - half > 0:
@@ -92,17 +92,3 @@ def _ended(method: str, losses: Mapping[str, Mapping[str, float]], *, single: bo
         over = f", the mean of {len(own)} seeds from {min(own):.4f} to {max(own):.4f}" if len(own) > 1 else ""
         return f"{method} ended with a validation loss of {mean}{over}"
     return f"{method} ended at {mean}" if verb else f"{method} at {mean}"
-
-
-def _half_interval(values: Sequence[float]) -> float:
-    """Half the width of the 95 % interval of a mean, by Student's t: t(0.975, n - 1) s / √n; reports need no scipy.
-
-    >>> round(_half_interval([-1.0, 0.0, 1.0]) * 3**0.5, 3)  # the tabulated quantile for two degrees of freedom
-    4.303
-    """
-    nu = len(values) - 1
-    t = np.linspace(0.0, 13.0, 13_001)
-    log_scale = math.lgamma((nu + 1) / 2) - math.lgamma(nu / 2) - 0.5 * math.log(nu * math.pi)
-    density = np.exp(log_scale - (nu + 1) / 2 * np.log1p(t * t / nu))
-    area = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)]) * (t[1] - t[0])
-    return float(np.interp(0.475, area, t)) * statistics.stdev(values) / math.sqrt(len(values))

@@ -18,7 +18,6 @@ _MOST_BYTES = 1 << 25
 """That are read of one file for one round."""
 _MOST_PAIRS = 4096
 """That are told of one round; a mean over everyone is told in one word."""
-_SERVER = -1
 
 
 def moment_of(run: FollowedRun, round: int) -> dict[str, Any]:
