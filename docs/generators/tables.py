@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from itertools import chain, groupby
 
 import torch
 
@@ -10,8 +11,10 @@ from generators.methods_table import boundary_rows
 from generators.prose import about, escaped, first_line, options_table, table
 from gossamer.boundaries import BOUNDARIES
 from gossamer.codecs import CODECS, make_codec
+from gossamer.errors import ConfigError
 from gossamer.models.bottleneck import BOTTLENECKS
 from gossamer.rounds.stability import largest_stable_gamma, stability
+from gossamer.rules import gasloc
 from gossamer.rules.contract import Consensus
 from gossamer.topologies import TOPOLOGIES, Topology, make_topology
 from gossamer.tree import leaves
@@ -34,7 +37,8 @@ topology = { name = "random", peers = 2 }
 
 The numbers are for 8 workers. **Messages** are those that a worker sends in a round, on average. **Disagreement** is what one
 round of gossip leaves of it, in the long run; some sequences reach the exact mean. The **largest
-momentum** is that of GASLoC (form "post", gossip step 1) up to which the disagreement stays bounded.
+momentum** is that of GASLoC (form "post", gossip step 1) up to which the disagreement stays bounded. GASLoC's default momentum
+**loses consensus** for the numbers of workers in the last column, of those from 2 to 32; `gossamer check` warns of it.
 """
 _CODECS = """# Codecs
 
@@ -95,19 +99,45 @@ def _topologies() -> str:
         picture = f'<div class="graphs">{drawing.rounds(topology, _WORKERS)}</div>'
         text = about(TOPOLOGIES[name], labels=("Cost", "Source", "Differs", "Raises", "Fails when"))
         sections.append(f"## {name}\n\n{picture}\n\n{text}\n{options_table(TOPOLOGIES[name])}")
-    head = ("topology", "what it does", "messages per round", "disagreement per round", "largest momentum")
+    head = (
+        "topology",
+        "what it does",
+        "messages per round",
+        "disagreement per round",
+        "largest momentum",
+        "loses consensus",
+    )
     return "\n".join([_TOPOLOGIES, table(head, rows), *sections])
 
 
-def _mixing(topology: Topology) -> tuple[str, str]:
-    """How the disagreement shrinks under plain gossip, and the largest stable momentum of GASLoC."""
+def _mixing(topology: Topology) -> tuple[str, str, str]:
+    """How the disagreement shrinks under plain gossip, and with which momentum and sizes that of GASLoC does."""
     if not topology.doubly_stochastic:
-        return "for push rules", "for push rules"
+        return "for push rules", "for push rules", "for push rules"
     radius = stability(Consensus(1.0, 0.0, "post"), topology).radius
     gamma = largest_stable_gamma(1.0, "post", topology)
     exact = topology.exact_rounds
     left = f"× {radius:.3f}" if not exact else f"exact after {exact} round{'s' * (exact > 1)}"
-    return left, "any" if gamma >= 1 else "none" if math.isnan(gamma) else f"{gamma:.3f}"
+    largest = "any" if gamma >= 1 else "none" if math.isnan(gamma) else f"{gamma:.3f}"
+    return left, largest, _ranges([n for n in range(2, 33) if _loses_consensus(topology.name, n)])
+
+
+def _loses_consensus(name: str, n: int) -> bool:
+    """Whether GASLoC with its defaults is unstable on the topology of n workers, where there is one."""
+    try:
+        topology = make_topology(name, n, seed=0)
+    except ConfigError:
+        return False
+    consensus = gasloc().consensus
+    assert consensus is not None
+    return not stability(consensus, topology).stable
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers, three and more neighbours as their ends."""
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    shown = ([f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run) for run in runs)
+    return ", ".join(chain.from_iterable(shown)) or "none"
 
 
 def _codecs() -> str:

@@ -1,5 +1,6 @@
 """Stability: the published tables, closed forms, and brute-force simulation of the recursion all tell the same."""
 
+import contextlib
 import math
 from typing import Literal
 
@@ -379,3 +380,17 @@ def test_a_check_predicts_the_disagreement_with_the_merge_of_the_schedule() -> N
     (with_merge, without) = (examine(one) for one in (run, tiny(workers=8, rule__momentum=0.9)))
     assert with_merge.disagreement == pytest.approx(0.684, abs=1e-3) and not with_merge.warnings
     assert without.disagreement == pytest.approx(1.022, abs=1e-3) and "lose consensus" in without.warnings[0]
+
+
+def test_the_default_momentum_is_stable_up_to_32_workers_on_every_topology_but_those_that_gasloc_names() -> None:
+    unstable: dict[str, set[int]] = {}
+    for name in TOPOLOGIES:
+        for n in range(2, 33):
+            with contextlib.suppress(ConfigError):  # some do not exist for every n, and push graphs keep no mean
+                if not stability(gasloc().consensus, make_topology(name, n)).stable:
+                    unstable.setdefault(name, set()).add(n)
+    assert unstable.keys() == {"torus", "base"}
+    assert unstable["base"] == {5, 6, *range(9, 16), *range(17, 32)}
+    assert "`torus` and `base`, each at some sizes (`base` at 5, 6, 9 to 15 and 17 to 31)" in " ".join(
+        gasloc.__doc__.split()
+    )

@@ -54,8 +54,9 @@ def gasloc(
     Cost: one model to each peer per round; previous point, and start copy if η ≠ 1 or "heavy_ball", kept (up to 2 P).
     Source: Cagnasso, Belilovsky, Oyallon, arXiv 2606.11081.
     Differs: "post" is the default: it is exactly DiLoCo, worker by worker, on the complete graph, and its disagreement stays
-        bounded up to a larger γ (0.859 instead of 0.744 for 8 workers in random pairs). So is γ = 0.5, stable on every topology
-        of ours but the torus, and within 0.02 nats of the best setting that whole runs found (docs/adr/0031).
+        bounded up to a larger γ (0.859 instead of 0.744 for 8 workers in random pairs). So is γ = 0.5, within 0.02 nats of the
+        best setting that whole runs found (docs/adr/0031): for 2 to 32 workers it is stable on every topology of ours but
+        `torus` and `base`, each at some sizes (`base` at 5, 6, 9 to 15 and 17 to 31).
         In every form the mean of the workers follows DiLoCo's outer rule for any doubly stochastic mixing. The heavy-ball form is
         ours, and so is "drift", whose momentum remembers no disagreement: its factor per round is max(√a, γ), with a that of
         gossip alone, so every γ < 1 is stable; on the complete graph it is DiLoCo too, worker by worker.
