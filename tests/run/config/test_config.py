@@ -1,6 +1,7 @@
 """Run files: what is written comes back, and an experiment file means the runs it looks like."""
 
 import dataclasses
+import hashlib
 import json
 import tomllib
 from pathlib import Path
@@ -248,3 +249,14 @@ def test_every_committed_config_is_a_run_that_starts():
     assert files
     for path in files:
         assert all(isinstance(run.config, RunConfig) for run in points(load(path)))
+
+
+def test_the_digest_of_every_committed_run_is_the_one_that_its_checkpoints_have():
+    root, found = Path(__file__).parents[3], {}
+    for path in sorted([*(root / "configs").glob("*.toml"), *(root / "experiments").rglob("*.toml")]):
+        document = load(path)
+        for scale in ("", *document.get("scale", {})):
+            digests = "\n".join(digest(run.config) for run in points(document, scale=scale))
+            name = " ".join([path.relative_to(root).as_posix(), *([scale] if scale else [])])
+            found[name] = hashlib.sha256(digests.encode()).hexdigest()[:16]
+    assert found == load(Path(__file__).parent / "digests.toml")
