@@ -360,7 +360,9 @@ def calm(trial: Trial, out: Path) -> dict[str, str]:
     if not file.exists():
         config, folder = parse(document(trial)), out / f"calm-{trial.method}-{trial.workers}"
         simulate(config, folder)
-        states = [checkpoint.load(folder / "checkpoints", config.rounds, i, digest(config)) for i in config.owners]
+        states = [
+            checkpoint.load(folder / "checkpoints", config.rounds, i, digest(config)) for i in range(config.workers)
+        ]
         file.write_text(
             json.dumps({str(i): hashlib.sha256(s["x"].numpy().tobytes()).hexdigest() for i, s in enumerate(states)})
         )

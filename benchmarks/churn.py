@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.record.logs.outcomes import Begun, Ended, OutcomeWriter, RoundOutcome
+from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import RunConfig, dump, parse
-from gossamer.run.config.settle import in_rounds
 from gossamer.run.replay.elastic import replay_elastic
 
 ROOT = Path(__file__).parents[1]
@@ -64,7 +64,7 @@ def write_log(config: RunConfig, folder: Path, kind: str) -> int:
     the same text in each slot and round, as other text alone makes a difference.
     """
     draw, rounds = random.Random(f"churn {config.seed}"), config.rounds
-    topology = in_rounds(config).method.topology
+    topology = resolve(config).in_rounds.topology
     everyone, lost_rounds = frozenset(range(WORKERS)), 0
     logs = [OutcomeWriter(folder, slot) for slot in range(WORKERS)]
     steps = [rounds * LOCAL_STEPS if kind == "other" else 0] * WORKERS
@@ -101,7 +101,7 @@ def computed(method: str, seed: int, kind: str, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         recorded = Path(place) / "recorded"
         lost_rounds = write_log(config, recorded, kind)
-        loss = replay_elastic(config, Path(place) / "again", recorded).loss
+        loss = replay_elastic(resolve(config, real=True), Path(place) / "again", recorded).loss
     wall_s = time.perf_counter() - began_s
     line = {"method": method, "seed": seed, "kind": kind, "rounds": rounds}
     return {**line, "loss": loss, "lost_rounds": lost_rounds, "wall_s": wall_s}

@@ -19,8 +19,8 @@ import torch
 
 from gossamer import finite
 from gossamer.rounds.exchange import finish_all
+from gossamer.run.config.resolve import resolve, settings_of
 from gossamer.run.config.run_file import RunConfig, parse
-from gossamer.run.config.settle import in_rounds
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import task_of
 from gossamer.run.worker.worker import Worker
@@ -47,8 +47,10 @@ def run_of(method: dict[str, str]) -> RunConfig:
 
 def workers_of(config: RunConfig) -> list[Worker]:
     """The workers of a run, at its start."""
-    task, network, m = task_of(config), MemoryNetwork(2), in_rounds(config)[0]
-    return [Worker(Replica(i, config, task, torch.device("cpu")), m, network.transport(i)) for i in range(2)]
+    task, network, m = task_of(settings_of(config)), MemoryNetwork(2), resolve(config).in_rounds
+    return [
+        Worker(Replica(i, settings_of(config), task, torch.device("cpu")), m, network.transport(i)) for i in range(2)
+    ]
 
 
 def round_s(workers: list[Worker], number: int) -> float:

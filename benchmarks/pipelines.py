@@ -34,6 +34,7 @@ from gossamer.record.logs.trace import read_trace
 from gossamer.record.whole_files import atomic_write
 from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.pipeline import cuts_of
+from gossamer.run.config.resolve import settings_of
 from gossamer.run.config.run_file import parse
 from gossamer.run.worker.stages.timing import in_stages, shares_of
 
@@ -128,7 +129,7 @@ def measure(arm: str, rate_mbps: float, steps: int, places: list[str]) -> Line:
     links = StageLinks(bandwidth_bps=GOODPUT * rate_mbps * 1e6, speeds=speeds)
     network = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=sum(own_s), stages=links)
     long = parse(document(arm, 1000 * steps))  # of which a first visit is no part worth counting, as of the timed steps
-    priced_s = elapsed_s(price(trace, in_stages(network, long, layout).network).end_s.max(axis=1), steps)
+    priced_s = elapsed_s(price(trace, in_stages(network, settings_of(long), layout).network).end_s.max(axis=1), steps)
     tokens = config.step_tokens
     there, back = np.mean(crossed, axis=0) / tokens
     return Line(

@@ -27,8 +27,8 @@ from survival_page import Line, draw, page
 
 from gossamer.record import checkpoint
 from gossamer.record.logs.outcomes import read_outcomes
+from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import RunConfig, digest, parse
-from gossamer.run.config.settle import in_rounds
 
 ROOT = Path(__file__).parents[1]
 WORKERS, LOCAL_STEPS, START_S = 8, 2, 180.0
@@ -169,7 +169,7 @@ def measured(machines: Machines) -> tuple[int, float, str]:
     alive = {one.marks[-1].slot for one in training}
     machines.fleet.end()
     try:
-        found = counted(read_outcomes(machines.out), in_rounds(machines.config, real=True)[0].topology, alive)
+        found = counted(read_outcomes(machines.out), resolve(machines.config, real=True).in_rounds.topology, alive)
     except Exception as error:  # a trial whose record contradicts itself is told, not lost
         return 0, 0.0, f"{type(error).__name__}: {error}"
     return found.useful, found.by_weight, ""

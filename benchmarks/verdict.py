@@ -11,8 +11,8 @@ from gossamer.errors import CheckpointError
 from gossamer.record import checkpoint
 from gossamer.record.logs.outcomes import Life, RoundOutcome, read_outcomes
 from gossamer.rounds.compatibility.combine import Method
+from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import RunConfig, digest
-from gossamer.run.config.settle import in_rounds
 
 __all__ = ["Fault", "Join", "Seen", "final_hashes", "joins", "pauses", "problems"]
 
@@ -83,7 +83,7 @@ def joins(seen: Seen) -> list[Join]:
 
 def problems(seen: Seen) -> list[str]:
     """Everything in the records that must not be, in sentences."""
-    lives, m = _lives(seen.folders), in_rounds(seen.config, real=True)[0]
+    lives, m = _lives(seen.folders), resolve(seen.config, real=True).in_rounds
     found = [*_failures(seen), *_unequal(seen, lives, m), *_twice(lives, m)]
     for slot, own in lives.items():
         if not own or own[-1].ended is None or own[-1].ended.why != "finished":

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
+from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import parse
 from gossamer.run.synchronous.train import train_member
 from gossamer.transport.processes.launch import join, leave
@@ -40,6 +41,6 @@ def train_cases(argv: Sequence[str]) -> int:
             )  # fmt: skip
         for folder, document, resume in some:
             member = Member.at(rank, n, torch.device("cpu"), PrefixStore(folder, first.store))
-            train_member(parse(document), Path(folder), member, resume=resume)
+            train_member(resolve(parse(document), real=True), Path(folder), member, resume=resume)
     leave()
     return 0

@@ -4,13 +4,17 @@ import ast
 import functools
 import graphlib
 import importlib
+import inspect
 import subprocess
 import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 
 import gossamer
 from gossamer.cli import VERBS
+from gossamer.rounds.compatibility.combine import Method
+from gossamer.run.config.resolved import InPairs, ResolvedRun, WithServer
 
 SOURCE = Path(gossamer.__file__).parent
 SOURCES = {  # by dotted name
@@ -174,6 +178,31 @@ def test_no_two_files_import_each_other_not_even_on_a_detour() -> None:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as circle:
         raise AssertionError(f"these import each other: {' -> '.join(circle.args[1])}") from None
+
+
+RAW = "gossamer.run.config.run_file"
+"""Where a run file is read and validated, which is not resolved yet."""
+MAY_TAKE_A_RUN_FILE = {"run.config", "run.planning", "run.experiments", "cli"} | {
+    f"run.simulated.{module}" for module in ("keywords", "simulate", "simulation")
+}
+"""Who turns run files into runs: the verbs, and what they share; `gossamer.simulate` and its object take one from a user."""
+
+
+def test_who_trains_records_or_evaluates_a_run_sees_no_run_file() -> None:
+    """Drivers, replicas, journals and replays take a `ResolvedRun`, or the `RunSettings` in it: a run is resolved once."""
+    for module, tree in modules().items():
+        if {unit(module), module.removeprefix("gossamer.")} & MAY_TAKE_A_RUN_FILE:
+            continue
+        taken = [name for name in imported(tree) if file_of(name) == RAW]
+        assert not taken, f"{module} imports {taken}; take what run.config.resolve gives"
+
+
+def test_a_resolved_run_holds_no_run_file() -> None:
+    members = [vars(kind) for kind in ResolvedRun.__mro__ if kind is not object]
+    functions = [getattr(one, "fget", one) for some in members for one in some.values()]
+    hints = [typing.get_type_hints(one) for one in functions if inspect.isfunction(one)]
+    named = [typing.get_type_hints(ResolvedRun), *hints, *map(typing.get_type_hints, (Method, WithServer, InPairs))]
+    assert len(named) > 10 and "RunConfig" not in str(named)
 
 
 def file_of(name: str) -> str | None:

@@ -23,8 +23,9 @@ from gossamer.rules import Context
 from gossamer.run.config.document import DIRECTIONS, with_settings
 from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.recipes import FACTORIES, Recipe, first_sentence, made_of, missing, recipes, said
-from gossamer.run.config.run_file import RunConfig, parse
-from gossamer.run.config.settle import InPairs, WithServer, settle
+from gossamer.run.config.resolve import resolve
+from gossamer.run.config.resolved import InPairs, RunSettings, WithServer
+from gossamer.run.config.run_file import parse
 from gossamer.run.planning.traffic import Traffic, traffic
 from gossamer.tree import leaves
 
@@ -178,29 +179,29 @@ def _own(name: str) -> bool:
 
 
 def _row(name: str, recipe: Recipe, layout: Layout) -> MethodRow:
-    config = parse(with_settings(with_settings({}, _BASE), recipe.settings))
+    config = resolve(parse(with_settings(with_settings({}, _BASE), recipe.settings)))
     if config.model.experts is not None:
         layout = layout_for(config.model, _VOCABULARY)
-    settled, size = settle(config), 4.0 * layout.numel
-    counted = traffic(config, layout, settled=settled)
+    m, size = config.method, 4.0 * layout.numel
+    counted = traffic(config, layout)
     sent = f"{counted.sent_bytes / 1e6:,.0f} MB ({_models(counted.sent_bytes / size)})"
     if counted.most_bytes > 1.05 * counted.sent_bytes:
         sent += f", at most {_models(counted.most_bytes / size)}"
     keeps = _models(counted.state_copies)
     if counted.flight_copies:
         keeps += f", and {_models(counted.flight_copies)} under way"
-    if isinstance(settled, WithServer):
-        regions = settled.rule.regions
-        keeps += f", and {_models(settled.rule.state_copies)} at the server"
+    if isinstance(m, WithServer):
+        regions = m.rule.regions
+        keeps += f", and {_models(m.rule.state_copies)} at the server"
         sends, needs = "differences to the server", ["a server"]
         if regions is not None:
             keeps += f" of each region and {_models(regions.rule.state_copies)} at the global one"
             sends, needs = "differences to the server of its region", ["servers in two levels"]
-        needs += ["whole tensors"] * (not settled.rule.elementwise)
-    elif isinstance(settled, InPairs):
+        needs += ["whole tensors"] * (not m.rule.elementwise)
+    elif isinstance(m, InPairs):
         sends, needs = "parameters at each meeting", ["a graph that never changes"]
     else:
-        sends, needs = _sends(settled.method, config, counted), _needs(settled.method, config)
+        sends, needs = _sends(m, config, counted), _needs(m, config)
     if config.events.fragments > 1:
         sends = sends.replace("differences", f"differences of one of {config.events.fragments} parts")
     if config.event_driven:
@@ -212,7 +213,7 @@ def _row(name: str, recipe: Recipe, layout: Layout) -> MethodRow:
     )  # fmt: skip
 
 
-def _needs(m: Method, config: RunConfig) -> list[str]:
+def _needs(m: Method, config: RunSettings) -> list[str]:
     needs = [_NEEDS[m.rule.needs]] if config.workers > 1 else ["nobody"]
     if hidden := config.schedule.overlap_steps + m.rule.delay_rounds * config.full_steps:
         needs.append(
@@ -229,7 +230,7 @@ def _models(copies: float) -> str:
     return f"{copies:.3g} P" if round(copies, 6) else "0"
 
 
-def _sends(m: Method, config: RunConfig, counted: Traffic) -> str:
+def _sends(m: Method, config: RunSettings, counted: Traffic) -> str:
     """The kind of message and its receivers: a message is a difference if workers that have not moved send zeros."""
     if not counted.messages:
         return "nothing"
@@ -256,7 +257,7 @@ def _sends(m: Method, config: RunConfig, counted: Traffic) -> str:
     return f"{what}{'' if m.codec.exact else f' in {m.codec.name}'} to {to}{back}"
 
 
-def _messages_at_rest(config: RunConfig, m: Method) -> list[torch.Tensor]:
+def _messages_at_rest(config: RunSettings, m: Method) -> list[torch.Tensor]:
     """What a worker that has not moved sends, for a model of `_PROBE` numbers from 1 on."""
     x = torch.arange(1.0, 1.0 + _PROBE)
     ctx = Context(0, config.workers, 0, config.full_steps, 0.5, Layout((Leaf("w", (_PROBE,), 0, _PROBE),), _PROBE))

@@ -25,7 +25,7 @@ from gossamer.network.links import Network, from_options, read_network
 from gossamer.record.logs.events import read_events
 from gossamer.run.config.document import load
 from gossamer.run.config.experiment_file import points
-from gossamer.run.config.settle import settle
+from gossamer.run.config.resolve import resolve
 from gossamer.run.planning.check import examine
 from gossamer.run.simulated.simulate import simulate
 
@@ -343,7 +343,7 @@ def test_check_counts_the_servers_of_both_levels_and_says_that_real_processes_ha
     (warning,) = found.warnings
     assert warning.startswith("real processes cannot run it: gossamer train got server 'halos'")
     with pytest.raises(PairingError, match=r"in simulations only; use gossamer simulate, or one server"):
-        settle(config, real=True)
+        resolve(config, real=True)
 
 
 @pytest.mark.parametrize(
@@ -355,4 +355,4 @@ def test_check_counts_the_servers_of_both_levels_and_says_that_real_processes_ha
 )
 def test_links_that_are_shared_or_change_are_refused_where_messages_do_not_share_them(change):
     with pytest.raises(ConfigError, match=r"sites with a shared link and \d changes.*\[\[routes\]\]"):
-        settle(timed(WAN | change, server=SERVED))
+        resolve(timed(WAN | change, server=SERVED))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from gossamer.run.config.resolve import faults
 from gossamer.run.config.run_file import parse
-from gossamer.run.config.settle import faults
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))  # where forks of this process look for it, too

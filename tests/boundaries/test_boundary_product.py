@@ -13,6 +13,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 from gossamer.boundaries import BOUNDARIES
 from gossamer.record.folder import read_metrics
 from gossamer.run.bookkeeping.resume import lineage
+from gossamer.run.config.resolve import resolve, settings_of
 from gossamer.run.config.run_file import parse
 from gossamer.run.simulated.simulate import simulate
 from gossamer.run.synchronous.train import train_member
@@ -64,7 +65,7 @@ def train_all(argv: list[str]) -> int:
         config = parse(made)
         store = PrefixStore(folder, first.store)
         member = Member.at(first.rank, 1, torch.device("cpu"), store, config.pipeline.processes(1))
-        train_member(config, Path(folder), member)
+        train_member(resolve(config, real=True), Path(folder), member)
         dist.barrier()
     leave()
     return 0
@@ -92,10 +93,11 @@ def test_two_processes_have_the_bits_and_the_bytes_of_the_virtual_pipeline_with_
     assert run_local(1, train_all, [str(tmp_path / "cases.json")], parts=2) == 0
     for case in cases:
         config = tiny(**settings(case))
+        run = settings_of(config)
         simulate(config, simulated / "-".join(case))
         found: list[tuple[torch.Tensor, Any]] = []
         for folder in (real / "-".join(case), simulated / "-".join(case)):
-            x = Store(config, folder).load(task_of(config), config.rounds, 0, lineage(config, folder))["x"]
+            x = Store(run, folder).load(task_of(run), run.rounds, 0, lineage(run, folder))["x"]
             lines = [line for line in read_metrics(folder) if line["kind"] == "train"]
             found.append((x, [(line["loss"], line["boundary_bytes"]) for line in lines]))
         (x, crossed), (expected, bytes_) = found

@@ -40,6 +40,7 @@ from gossamer.layout import Layout, Leaf, layout_of
 from gossamer.models.llama import build_model
 from gossamer.rules import gasloc
 from gossamer.run.config.document import with_settings
+from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import parse
 from gossamer.run.planning.traffic import traffic
 from gossamer.settings.options import options_of
@@ -597,7 +598,7 @@ def test_a_run_of_sparseloco_sends_a_share_of_every_tile_of_every_matrix():
     sizes = [len(places) for places in tiles_by_hand(layout, 64)]
     kept = sum(math.ceil(64 * size / 4096) for size in sizes)
     payload = math.ceil(1.5 * kept) + math.ceil(kept / 4) + 4 * len(sizes)
-    assert traffic(config, layout).sent_bytes == 2 * payload != 2 * topk2bit().payload_bytes(layout.numel)
+    assert traffic(resolve(config), layout).sent_bytes == 2 * payload != 2 * topk2bit().payload_bytes(layout.numel)
 
 
 def test_a_large_matrix_is_cut_in_several_passes_as_in_one():

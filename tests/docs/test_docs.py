@@ -20,8 +20,8 @@ from gossamer import topologies
 from gossamer.cli import VERBS, main
 from gossamer.run.config.document import load, with_settings
 from gossamer.run.config.recipes import FACTORIES, recipes
+from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import parse
-from gossamer.run.config.settle import settle
 from gossamer.run.config.user_parts import named
 from gossamer.settings.schema import parse_toml
 
@@ -72,7 +72,7 @@ def test_the_command_on_the_page_of_a_method_can_start(name, source):
     page = (source / "docs" / "methods" / f"{name}.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^gossamer simulate .*$", page, re.MULTILINE)
     _, _, file, _, setting = shlex.split(command)
-    settle(parse(with_settings(load(ROOT / file), dict([setting.split("=")]))))
+    resolve(parse(with_settings(load(ROOT / file), dict([setting.split("=")]))))
 
 
 @pytest.mark.parametrize("name", [name for name in recipes() if python_of(recipes()[name].settings)])

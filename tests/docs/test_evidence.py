@@ -20,7 +20,7 @@ from gossamer.report.paired import effect, holm
 from gossamer.report.results import PointResult, read_results
 from gossamer.run.config.document import load
 from gossamer.run.config.experiment_file import Point, points
-from gossamer.run.config.settle import settle
+from gossamer.run.config.resolve import resolve
 from gossamer.run.experiments.tune import contenders, searched
 from tiny import document
 
@@ -643,7 +643,7 @@ def test_the_registered_sizes_have_the_parameters_that_their_names_say() -> None
     assert counts == [139_584, 436_896, 869_504]
     for scale in ("", "440k", "870k"):
         for run in points(size, scale=scale):
-            settle(run.config)
+            resolve(run.config)
 
 
 def test_the_second_corpus_is_a_choice_of_the_user_and_its_absence_is_told(tmp_path: Path) -> None:

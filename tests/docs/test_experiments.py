@@ -20,8 +20,8 @@ from gossamer.report.results import PointResult
 from gossamer.report.table import summary_rows
 from gossamer.run.config.document import load
 from gossamer.run.config.experiment_file import Point, figure, opened, points
+from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import RunConfig, dump
-from gossamer.run.config.settle import settle
 from gossamer.run.experiments.search import needed_tokens
 from gossamer.run.experiments.tune import contenders
 from gossamer.run.simulated.simulate import simulate
@@ -118,7 +118,7 @@ def test_every_registered_tuning_can_start_at_each_of_its_sizes_and_its_budget_s
     for document in tunings:
         for scale in ("", *document.get("scale", {})):
             for contender in contenders(document, scale=scale):
-                settle(contender.config)
+                resolve(contender.config)
                 assert needed_tokens(contender.space) <= contender.asked.budget_tokens
 
 

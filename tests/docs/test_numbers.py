@@ -9,7 +9,7 @@ from generators.bound import filled, unbound
 from gossamer.rounds.stability import stability_of
 from gossamer.run.config.document import load
 from gossamer.run.config.experiment_file import points
-from gossamer.run.config.settle import InRounds, settle
+from gossamer.run.config.resolve import resolve
 
 SOURCES = """<!-- sources
 h = paper/h_sweep.jsonl
@@ -65,9 +65,8 @@ def test_the_predicted_variances_of_the_rivals_are_those_of_the_code() -> None:
     ours = "GASLoC, post"
     predicted = {}
     for run in points(load(sources.ROOT / "experiments" / "rivals" / "equal.toml")):
-        settled = settle(run.config)
-        assert isinstance(settled, InRounds)
-        found = stability_of(settled.method.rule, settled.method.topology, settled.method.schedule.merge)
+        method = resolve(run.config).in_rounds
+        found = stability_of(method.rule, method.topology, method.schedule.merge)
         predicted[run.method] = 0.0 if found is None else found.variance
     for method, variance in predicted.items():
         read = [page.read(method, {}, heading) for heading in ("predicted variance", "over that of post")]

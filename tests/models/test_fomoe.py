@@ -18,8 +18,8 @@ from gossamer.record.folder import read_metrics
 from gossamer.record.logs.trace import read_trace
 from gossamer.run.bookkeeping.evaluate import evaluate, model_with
 from gossamer.run.config.layouts import Holding
+from gossamer.run.config.resolve import faults, resolve, settings_of
 from gossamer.run.config.run_file import RunConfig, digest, dump, parse
-from gossamer.run.config.settle import faults
 from gossamer.run.planning.check import examine
 from gossamer.run.planning.traffic import traffic
 from gossamer.run.simulated.simulate import simulate
@@ -43,7 +43,7 @@ def moe(**overrides) -> RunConfig:
 
 
 def held_by(config: RunConfig) -> Holding:
-    holding = task_of(config).holding
+    holding = task_of(settings_of(config)).holding
     assert holding is not None
     return holding
 
@@ -138,7 +138,10 @@ def test_experts_are_dealt_out_evenly_and_each_to_as_many_workers_as_asked_for(c
 
 def named(folder: Path, config: RunConfig) -> list[dict[str, Tensor]]:
     """The parameters of each worker by name."""
-    layouts = [Replica(i, config, task_of(config), torch.device("cpu")).layout for i in range(config.workers)]
+    layouts = [
+        Replica(i, settings_of(config), task_of(settings_of(config)), torch.device("cpu")).layout
+        for i in range(config.workers)
+    ]
     return [
         {leaf.name: x[leaf.start : leaf.stop] for leaf in layout.leaves}
         for layout, x in zip(layouts, states(folder, config), strict=True)
@@ -174,7 +177,7 @@ def test_a_round_of_averaging_makes_every_tensor_the_mean_over_the_workers_that_
     simulate(config, tmp_path)
     found, trained = named(tmp_path, config), list[dict[str, Tensor]]()
     for worker in range(config.workers):
-        replica = Replica(worker, config, task_of(config), torch.device("cpu"))
+        replica = Replica(worker, settings_of(config), task_of(settings_of(config)), torch.device("cpu"))
         replica.train(0, 0, 2)
         trained.append({leaf.name: replica.x[leaf.start : leaf.stop].clone() for leaf in replica.layout.leaves})
     for name in {name for own in trained for name in own}:
@@ -211,7 +214,7 @@ def test_with_chunks_of_unequal_size_the_bytes_of_all_workers_together_are_those
     config = moe(workers=5, model__experts={"count": 5, "holders": 3}, **odd)
     held = held_by(config)
     assert any((b - a) % len(held.holders.parts[p]) for p, (a, b) in enumerate(held.spans))
-    sent = traffic(config, held.layout)
+    sent = traffic(resolve(config), held.layout)
     assert sent.sent_bytes * 5 == pytest.approx(4 * sum(map(held.ring_numbers, range(5))))
 
 
@@ -220,10 +223,10 @@ def test_the_union_is_validated_beside_each_worker_which_lacks_some_experts(run)
     (last,) = [line for line in read_metrics(folder) if line["kind"] == "eval"][-1:]
     assert last["loss"] == result.loss and len(set(last["worker_losses"])) == 2  # two pairs of workers hold the same
     assert result.loss not in last["worker_losses"] and last["disagreement"] == 0.0
-    own = Replica(0, config, task_of(config), torch.device("cpu"))
+    own = Replica(0, settings_of(config), task_of(settings_of(config)), torch.device("cpu"))
     own.x.copy_(states(folder, config)[0])
     with torch.no_grad():
-        batches = task_of(config).data.validation(config.run.eval_batches)
+        batches = task_of(settings_of(config)).data.validation(config.run.eval_batches)
         values = [loss(own.model.eval(), batch).item() for batch in batches]
     assert last["worker_losses"][0] == pytest.approx(sum(values) / len(values), abs=1e-12)
     again = evaluate(folder).result
@@ -236,9 +239,9 @@ def test_transformers_opens_the_assembled_model_with_equal_logits(run):
     folder, config, _ = run
     theirs = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
     assert type(theirs).__name__ == "MixtralForCausalLM"
-    task, xs = task_of(config), states(folder, config)
+    task, xs = task_of(settings_of(config)), states(folder, config)
     held = held_by(config)
-    mine = model_with(config, task, held.union([held.alone(i, x) for i, x in enumerate(xs)]))
+    mine = model_with(settings_of(config), task, held.union([held.alone(i, x) for i, x in enumerate(xs)]))
     tokens = some_tokens()[:, :-1]
     with torch.no_grad():
         assert (theirs(tokens).logits - mine(tokens)).abs().max() < 1e-5

@@ -26,6 +26,7 @@ from gossamer.report.results import read_results
 from gossamer.report.table import summary_rows
 from gossamer.run.config.experiment_file import Point
 from gossamer.run.config.layouts import layout_for
+from gossamer.run.config.resolve import settings_of
 from gossamer.run.experiments.compare import train_all
 from gossamer.run.planning.check import examine
 from gossamer.run.simulated.simulate import simulate
@@ -44,7 +45,7 @@ BOTH = pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 
 
 def step_s_of(network, config):
-    return in_stages(network, config, LAYOUT).network.step_s
+    return in_stages(network, settings_of(config), LAYOUT).network.step_s
 
 
 @BOTH
@@ -159,7 +160,7 @@ def test_numbers_that_do_not_fit_are_refused():
 def test_a_run_in_stages_takes_the_seconds_of_its_pipeline_and_one_in_one_piece_those_of_the_file():
     network = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=(6.0, 12.0))
     whole = tiny(model__layers=4, data__accumulate=4, workers=2)
-    assert in_stages(network, whole, LAYOUT).network is network
+    assert in_stages(network, settings_of(whole), LAYOUT).network is network
     cut = tiny(model__layers=4, data__accumulate=4, workers=2, pipeline__stages=2)
     even = step_s_of(network, cut)
     assert isinstance(even, tuple) and even[1] == pytest.approx(2 * even[0])
@@ -181,7 +182,7 @@ def test_a_run_in_stages_takes_the_seconds_of_its_pipeline_and_one_in_one_piece_
     assert isinstance(halting, tuple) and halting[0] > 100 * even[0]
     one_of_two = tiny(model__layers=4, data__accumulate=4, workers=2, pipeline__stages=2, pipeline__workers=[1])
     for step_s in (6.0, (6.0, 6.0)):
-        steps = in_stages(replace(network, step_s=step_s), one_of_two, LAYOUT)
+        steps = in_stages(replace(network, step_s=step_s), settings_of(one_of_two), LAYOUT)
         assert steps.network.step_s == (6.0, even[0])
         assert steps.computing == (1.0, pytest.approx(6.0 / 2 / even[0])), "a whole replica waits for no stage"
 
@@ -209,7 +210,7 @@ def test_a_boundary_that_remembers_is_priced_by_how_often_samples_come_again():
 def test_waits_between_stages_are_recorded_of_each_stage_and_count_as_no_computing(tmp_path, capsys):
     config = tiny(**FAR)
     simulate(config, tmp_path / "run")
-    steps = in_stages(config.network["far"], config, LAYOUT)
+    steps = in_stages(config.network["far"], settings_of(config), LAYOUT)
     assert steps.computing == (pytest.approx(2.0 / 2 / steps.network.step_s),) * 2 and steps.computing[0] < 0.1
     seconds, stages = read_seconds(tmp_path / "run"), [*read_stages(tmp_path / "run")]
     for one in seconds:
@@ -251,7 +252,7 @@ def test_a_run_in_stages_is_priced_on_any_network_by_its_folder_and_not_without_
     config, folder = tiny(**FAR, pipeline__workers=[1], pipeline__forward="aqsgd", data__windows=16), tmp_path / "run"
     simulate(config, folder)
     other = replace(config.network["far"], step_s=(3.0, 5.0), stages=StageLinks(latency_s=0.5, speeds=(1.0, 0.25)))
-    expected = in_stages(other, config, LAYOUT)
+    expected = in_stages(other, settings_of(config), LAYOUT)
     assert inner_steps(other, read_pipeline(folder), 2) == expected
     (row,) = summary_rows({"run": folder}, {"other": other})
     assert row["wall_s"]["other"] == price(read_trace(folder), expected.network).total_s
@@ -269,7 +270,7 @@ def test_a_run_that_goes_on_in_one_piece_is_priced_as_one(tmp_path):
 
 @pytest.mark.parametrize("change", [{"shares": [1.0]}, {"again_bytes": []}, {"micro_batches": 10**6}])
 def test_a_record_of_work_that_no_inner_step_has_is_refused(tmp_path, change):
-    work = pipeline_work(tiny(**FAR), LAYOUT)
+    work = pipeline_work(settings_of(tiny(**FAR)), LAYOUT)
     assert work is not None
     write_pipeline(tmp_path, PipelineWork(**{**work, **change}))
     with pytest.raises(DataError, match=r"pipeline\.json has .*; repair or remove the file"):
@@ -287,7 +288,7 @@ def test_a_check_says_which_share_of_a_round_stages_wait_for_each_other():
 def test_speeds_of_another_number_of_stages_are_refused():
     network = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=1.0, stages=StageLinks(speeds=(1.0, 1.0, 1.0)))
     with pytest.raises(ConfigError, match=r"stages\.speeds lists 3 stages but pipeline\.stages is 2"):
-        in_stages(network, tiny(model__layers=4, data__accumulate=4, pipeline__stages=2), LAYOUT)
+        in_stages(network, settings_of(tiny(model__layers=4, data__accumulate=4, pipeline__stages=2)), LAYOUT)
 
 
 def test_a_network_file_with_stages_is_written_as_it_is_read():

@@ -32,6 +32,7 @@ from gossamer.run.config.document import load
 from gossamer.run.config.document import settings as words_as_settings
 from gossamer.run.config.experiment_file import figure, points
 from gossamer.run.config.layouts import layout_for
+from gossamer.run.config.resolve import settings_of
 from gossamer.run.config.run_file import dump, faults, parse
 from gossamer.run.simulated.simulate import simulate
 from gossamer.run.worker.stages.timing import pipeline_work
@@ -133,14 +134,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
         arrivals.write(ServerInput("join", 1.5, worker=0))
         arrivals.write(ServerInput("push", 2.5, worker=0))
     cut = tiny(pipeline__stages=2, model__layers=2, data__accumulate=2)
-    write_pipeline(folder, pipeline_work(cut, layout_for(cut.model, 256)))
+    write_pipeline(folder, pipeline_work(settings_of(cut), layout_for(cut.model, 256)))
     return folder
 
 
 READERS: dict[str, Callable[[Path], object]] = {
     "metrics.jsonl": read_metrics, "trace.jsonl": read_trace, "seconds.jsonl": read_seconds, "branches.json": read_branches,
     "events.jsonl": read_events, "arrivals.jsonl": read_arrivals, "pipeline.json": read_pipeline,
-    "run.toml": lambda folder: history(single(run__steps=4), folder),
+    "run.toml": lambda folder: history(settings_of(single(run__steps=4)), folder),
 }  # fmt: skip
 DEEP = "[" * 100_000
 

@@ -13,6 +13,7 @@ from gossamer.layout import attach, layout_of
 from gossamer.record import checkpoint
 from gossamer.record.logs.outcomes import Begun, OutcomeWriter, RoundOutcome
 from gossamer.rounds.sharing import Sharing, first_sharing, shares
+from gossamer.run.config.resolve import resolve, settings_of
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.replay.elastic import replay_elastic
 from gossamer.run.simulated.simulate import simulate
@@ -128,9 +129,9 @@ def test_with_one_local_step_of_sgd_the_workers_left_take_the_steps_of_all_slots
                     alive = None if r in (0, 3, 4) else frozenset({0, 1, 2})
                     log.round(RoundOutcome(r, alive, NOBODY, NOBODY, r + 1 if slot < 3 else steps[r]))
     (tmp_path / "real" / "run.toml").write_text(dump(config))
-    replay_elastic(config, tmp_path / "again", tmp_path / "real")
+    replay_elastic(resolve(config, real=True), tmp_path / "again", tmp_path / "real")
 
-    task = task_of(config)
+    task = task_of(settings_of(config))
     model = task.model()
     x = attach(model, layout_of(model))
     at = [[(0, 0), (1, 0), (2, 0), (3, 0)], [(0, 1), (1, 1), (2, 1)]]

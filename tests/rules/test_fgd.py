@@ -12,7 +12,7 @@ from gossamer.rounds.kernel import PLAIN
 from gossamer.rounds.schedule import Schedule, Stop
 from gossamer.rounds.stability import stability, stability_of
 from gossamer.rules import anchored, diloco, fgd, weighted
-from gossamer.run.config.settle import in_rounds
+from gossamer.run.config.resolve import resolve
 from gossamer.run.planning.check import examine
 from gossamer.testing import check_parity
 from gossamer.testing.drifted_workers import DriftedWorkers, simulated_workers
@@ -218,7 +218,7 @@ def test_parameters_travel_behind_the_local_phase_and_updates_while_all_wait():
     ("call", "said"),
     [
         (lambda: fgd(mix_updates="rnadom"), "did you mean 'random'"),
-        (lambda: in_rounds(tiny(rule={"name": "fgd", "mix_updates": "random_push"})), "doubly stochastic"),
+        (lambda: resolve(tiny(rule={"name": "fgd", "mix_updates": "random_push"})), "doubly stochastic"),
         (lambda: weighted(fgd(mix_updates="random")), "without run.weigh_steps"),
         (lambda: anchored(fgd()), "does not gossip whole parameters at once"),
     ],

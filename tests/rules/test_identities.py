@@ -14,6 +14,7 @@ from gossamer.record import checkpoint
 from gossamer.rules import data_parallel, diloco, gasloc, gossip, local_sgd, noloco, slowmo, sparseloco
 from gossamer.run.config.document import with_settings
 from gossamer.run.config.recipes import recipe
+from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import digest, parse
 from gossamer.run.planning.traffic import traffic
 from gossamer.run.simulated.simulate import simulate
@@ -165,7 +166,7 @@ def test_des_loc_sends_half_as_much_again_as_local_sgd_and_local_adam_twice_that
     layout = Layout((Leaf("w", (1000,), 0, 1000),), 1000)
     base = {"workers": 8, "model.size": "0.2m"}
     sent = {
-        name: traffic(parse(with_settings(with_settings({}, base), recipe(name).settings)), layout).sent_bytes
+        name: traffic(resolve(parse(with_settings(with_settings({}, base), recipe(name).settings))), layout).sent_bytes
         for name in ("local_sgd", "des_loc", "local_adam")
     }
     assert sent["local_sgd"] == 1.75 * 4000

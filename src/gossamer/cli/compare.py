@@ -62,7 +62,7 @@ def command(
     from gossamer.report.results import PointResult
     from gossamer.run.config.document import settings
     from gossamer.run.config.experiment_file import figure, opened, points
-    from gossamer.run.config.settle import settle
+    from gossamer.run.config.resolve import resolve
     from gossamer.run.experiments.compare import train_all
 
     document = opened(file, settings([*overrides]))
@@ -76,7 +76,7 @@ def command(
     for run in runs:  # before the first of them is trained
         parts = imported_parts(run.config, told)
         told |= {code.name for code in parts.codes}
-        settle(run.config, parts)
+        resolve(run.config, parts)
     try:
         with output.watching(out), output.showing() as terminal:
 

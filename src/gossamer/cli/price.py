@@ -23,13 +23,12 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
     from gossamer.network.timeline import in_words
     from gossamer.record.logs.events import event_files
     from gossamer.record.logs.trace import read_trace
-    from gossamer.run.config.document import load_run
     from gossamer.run.config.layouts import layout_for
-    from gossamer.run.config.run_file import parse
+    from gossamer.run.config.resolve import settings_in
     from gossamer.run.planning.check import vocabulary
     from gossamer.run.worker.stages.timing import in_stages
 
-    config = parse(load_run(folder))
+    config = settings_in(folder)
     if event_files(folder):
         raise ConfigError(
             f"cannot re-price '{folder}': in an asynchronous run the network affects the result; simulate it again with "

@@ -88,10 +88,12 @@ def _run_of(file: Path | None, overrides: Sequence[str], workers: int) -> "RunCo
 
 
 def _timer(config: "RunConfig") -> "StepTimer":
+    from gossamer.run.config.resolve import settings_of
     from gossamer.run.worker.step_time import step_time
     from gossamer.transport.processes.launch import device_of
 
-    return lambda member: step_time(config, member.worker, device_of(config.run.device))
+    run = settings_of(config)
+    return lambda member: step_time(run, member.worker, device_of(config.run.device))
 
 
 def _show(out: Path, output: Output) -> None:

@@ -13,7 +13,7 @@ from gossamer.errors import ConfigError
 if TYPE_CHECKING:
     from gossamer.run.bookkeeping.resume import Resume
     from gossamer.run.config.run_file import RunConfig
-    from gossamer.run.config.user_parts import Parts
+    from gossamer.run.config.user_parts import UserParts
 
 __all__ = [
     "AUTO",
@@ -65,6 +65,7 @@ def run_and_folder(
     """
     from gossamer.run.bookkeeping.resume import history
     from gossamer.run.config.document import load, load_run, settings, with_settings
+    from gossamer.run.config.resolve import settings_of
     from gossamer.run.config.run_file import parse
 
     changes = settings([*overrides])
@@ -82,11 +83,11 @@ def run_and_folder(
         folder = out or Path("runs") / config.name
     if resume is None:
         return config, folder, False
-    history(config, folder)  # refuses what may not change
+    history(settings_of(config), folder)  # refuses what may not change
     return config, folder, AUTO if str(resume) == AUTO else True
 
 
-def imported_parts(config: "RunConfig", told: Collection[str] = (), without: Collection[str] = ()) -> "Parts":
+def imported_parts(config: "RunConfig", told: Collection[str] = (), without: Collection[str] = ()) -> "UserParts":
     """The user's own parts of a run, without some kinds; prints a line for each that was imported, but for those told already."""
     from gossamer.record.progress import say
     from gossamer.run.config.user_parts import own_parts

@@ -9,7 +9,9 @@ from gossamer.cli.watch import WATCHABLE, Watchable
 
 if TYPE_CHECKING:
     from gossamer.run.bookkeeping.resume import Resume
+    from gossamer.run.config.resolved import ResolvedRun
     from gossamer.run.config.run_file import RunConfig
+    from gossamer.run.config.user_parts import UserParts
 
 __all__ = ["command", "train_here"]
 
@@ -25,28 +27,32 @@ def command(
         resume: continue this run folder from its newest sound checkpoint, with --set for what changes; auto: continue or start
         replay: compute the real run in this folder again from its record: one with a server, elastic, or that waits for nobody
     """
+    from gossamer.run.config.resolve import resolve
+    from gossamer.run.config.user_parts import own_parts
+
     config, folder, resumed = run_and_folder(file, changes.words, out, resume)
     with output.silenced(), resume_hint(folder), output.watching(folder):
-        if replay is None:
-            imported_parts(config)
+        parts = imported_parts(config) if replay is None else own_parts(config)
         with output.showing() as terminal:
             terminal.follow(config.name, folder, config.record.print_every)
             if replay is None:
-                train_here(config, folder, resume=resumed)
+                train_here(config, parts, folder, resume=resumed)
             else:
-                _replay(config, folder, replay)
+                _replay(resolve(config, parts, real=True), folder, replay)
         page, runs = folder / "report.html", {config.name: folder}
         show(runs, publish(runs, page, config.network, f"gossamer report {folder}"), page, json=output.json)
 
 
-def train_here(config: "RunConfig", folder: Path, *, resume: "Resume" = False) -> None:
+def train_here(config: "RunConfig", parts: "UserParts", folder: Path, *, resume: "Resume" = False) -> None:
     """Trains all workers in this process, in rounds or over virtual time."""
-    from gossamer.run.simulated.simulate import simulate
+    from gossamer.run.config.resolve import resolve
+    from gossamer.run.simulated.simulate import engine_of
+    from gossamer.run.simulated.simulation import Simulation
 
-    simulate(config, folder, resume=resume)
+    Simulation(config, engine_of(resolve(config, parts), folder, resume=resume)).go_on()
 
 
-def _replay(config: "RunConfig", folder: Path, recorded: Path) -> None:
+def _replay(config: "ResolvedRun", folder: Path, recorded: Path) -> None:
     from gossamer.run.replay.asynchronous import replay_asynchronous
     from gossamer.run.replay.elastic import replay_elastic
     from gossamer.run.replay.served import replay_server

@@ -19,7 +19,7 @@ from gossamer.errors import ConfigError
 
 if TYPE_CHECKING:
     from gossamer.run.bookkeeping.resume import Resume
-    from gossamer.run.config.run_file import RunConfig
+    from gossamer.run.config.resolved import ResolvedRun
 
 __all__ = ["ServerOptions", "command", "import_early"]
 
@@ -66,13 +66,14 @@ def command(
     """
     if local is not None:
         import_early()
-    from gossamer.run.config.settle import settle
+    from gossamer.run.config.resolve import resolve
     from gossamer.run.config.user_parts import own_parts
 
     config, folder, resumed = run_and_folder(file, changes.words, out, resume)
     # One of them tells what is imported: the launcher, or worker 0 of another's launcher.
     tells = multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"
-    settle(config, imported_parts(config) if tells else own_parts(config), real=True)  # before processes are started
+    # Before processes are started, so that a mistake in the file is told once.
+    run = resolve(config, imported_parts(config) if tells else own_parts(config), real=True)
     if served.secret is not None:
         from gossamer.transport.secret import SECRET, read_secret
 
@@ -83,7 +84,7 @@ def command(
         if tells:
             open_.enter_context(output.watching(folder))
         if _shows():
-            open_.enter_context(output.showing()).follow(config.name, folder, config.record.print_every)
+            open_.enter_context(output.showing()).follow(run.name, folder, run.record.print_every)
         if local is not None:
             sets = [word for one in changes.words for word in ("--set", one)]
             words = (
@@ -91,15 +92,13 @@ def command(
             )
             words += ["--resume", resumed] if resumed == AUTO else []
             words += ["--quiet"] if output.silent else []
-            code = _start_workers(config, folder, local, [*words, *sets], resume=resumed)
+            code = _start_workers(run, folder, local, [*words, *sets], resume=resumed)
         else:
-            _train_one(config, folder, join, served, resume=resumed)
+            _train_one(run, folder, join, served, resume=resumed)
     if code == 0 and output.json:
-        print_json(_result(config, folder, local, served))
+        print_json(_result(run, folder, local, served))
     elif code == 0 and local is not None:
-        print(
-            f"run: {folder}, {config.rounds} rounds of {config.workers} workers; gossamer evaluate {folder} scores it"
-        )
+        print(f"run: {folder}, {run.rounds} rounds of {run.workers} workers; gossamer evaluate {folder} scores it")
     return code
 
 
@@ -109,7 +108,7 @@ def _shows() -> bool:
 
 
 def _train_one(
-    config: "RunConfig", folder: Path, join: str | None, served: ServerOptions, *, resume: "Resume"
+    config: "ResolvedRun", folder: Path, join: str | None, served: ServerOptions, *, resume: "Resume"
 ) -> None:  # fmt: skip
     """What this process is in the run: one of its workers, or its server."""
     if config.kind in ("pair", "no waiting"):
@@ -127,7 +126,7 @@ def _train_one(
         train_elastic(config, folder, join=join, resume=resume is not False)
     elif join is not None:
         raise ConfigError(f"--join got '{join}' and run.elastic is false, so nobody can join this run; set it to true")
-    elif config.server is not None:
+    elif config.kind == "server":
         _train_served(config, folder, served, resume=resume)
     elif served.server is not None or served.worker is not None:
         raise ConfigError(
@@ -140,14 +139,14 @@ def _train_one(
         train(config, folder, resume=resume)
 
 
-def _result(config: "RunConfig", folder: Path, local: int | None, served: ServerOptions) -> dict[str, Any]:
+def _result(config: "ResolvedRun", folder: Path, local: int | None, served: ServerOptions) -> dict[str, Any]:
     """The last validations that this process knows of: those of all workers where it has started them, else its own."""
     from gossamer.record.folder import read_metrics
 
     lines = read_metrics(folder)
     found = {line["worker"]: line["loss"] for line in lines if line["kind"] == "validation" and "worker" in line}
     if local is None:
-        me = served.worker if config.server is not None else _worker_here(config)
+        me = served.worker if config.kind == "server" else _worker_here(config)
         found = {worker: loss for worker, loss in found.items() if me in (worker, -1)}
     scored = [line["loss"] for line in lines if line["kind"] == "eval"]
     return {
@@ -156,7 +155,7 @@ def _result(config: "RunConfig", folder: Path, local: int | None, served: Server
     }  # fmt: skip
 
 
-def _worker_here(config: "RunConfig") -> int:
+def _worker_here(config: "ResolvedRun") -> int:
     """The worker that torchrun has started this process as; -1 if it has not."""
     from gossamer.transport.processes.member import place_of
 
@@ -183,7 +182,7 @@ def import_early(*more: str) -> None:
         forkserver.ensure_running()
 
 
-def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], *, resume: "Resume") -> int:
+def _start_workers(config: "ResolvedRun", folder: Path, n: int, words: list[str], *, resume: "Resume") -> int:
     """Starts all workers of a run, and its server if it has one, on this machine."""
     from gossamer.cli import main
     from gossamer.run.bookkeeping.finished import rounds_in_common
@@ -199,7 +198,7 @@ def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], 
 
         say(checkpoint.ended(folder, config.rounds))
         return 0
-    if config.server is not None:
+    if config.kind == "server":
         again = ["train", str(folder / "run.toml"), "--out", str(folder), "--resume", AUTO]
         return run_served(n, main, words, folder_secret(folder, make=True), resume=again)
     if config.run.elastic:
@@ -209,7 +208,7 @@ def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], 
     return run_local(n, main, words, parts=config.pipeline.processes(config.workers))
 
 
-def _start_elastic(config: "RunConfig", folder: Path, n: int, words: list[str]) -> int:
+def _start_elastic(config: "ResolvedRun", folder: Path, n: int, words: list[str]) -> int:
     """Starts workers of an elastic run on this machine, and says at the end who was lost on the way."""
     from gossamer.cli import main
     from gossamer.record.logs.outcomes import read_outcomes
@@ -253,7 +252,7 @@ def _start_asynchronous(folder: Path, n: int, words: list[str]) -> int:
     return end.code
 
 
-def _train_served(config: "RunConfig", folder: Path, served: ServerOptions, *, resume: "Resume") -> None:
+def _train_served(config: "ResolvedRun", folder: Path, served: ServerOptions, *, resume: "Resume") -> None:
     """The server of a run, or one of its workers."""
     from gossamer.run.served.protocol import address
     from gossamer.run.served.server import serve
@@ -261,7 +260,7 @@ def _train_served(config: "RunConfig", folder: Path, served: ServerOptions, *, r
 
     if served.server is None:
         raise ConfigError(
-            f"this run needs server '{config.server and config.server.name}': add --local {config.workers} to start all "
+            f"this run needs server '{config.with_server.rule.name}': add --local {config.workers} to start all "
             "of it here, or --server HOST:PORT on the server's machine, and the same with --worker I for each worker"
         )
     host, port = address(served.server)

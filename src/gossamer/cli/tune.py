@@ -37,7 +37,7 @@ def command(
     from gossamer.record.whole_files import atomic_write
     from gossamer.run.config.document import settings
     from gossamer.run.config.experiment_file import opened
-    from gossamer.run.config.settle import settle
+    from gossamer.run.config.resolve import resolve
     from gossamer.run.experiments.tune import contenders, tune, tuned_file
     from gossamer.transport.processes.launch import available_cores
 
@@ -47,7 +47,7 @@ def command(
     for method in methods:  # before the first run is trained
         parts = imported_parts(method.config, told)
         told |= {code.name for code in parts.codes}
-        settle(method.config, parts)
+        resolve(method.config, parts)
     out = out or Path("runs") / "-".join([file.stem, *([scale] if scale else [])])
     try:
         with output.silenced():

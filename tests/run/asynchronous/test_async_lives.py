@@ -19,8 +19,8 @@ from gossamer.report.reading.status import run_status
 from gossamer.run.asynchronous.gossip_process import GossipParticipant
 from gossamer.run.asynchronous.pair_process import PairParticipant
 from gossamer.run.asynchronous.start import AsyncSeat, async_seat, newest_state
+from gossamer.run.config.resolve import InPairs, resolve
 from gossamer.run.config.run_file import digest
-from gossamer.run.config.settle import InPairs, settle
 from gossamer.run.config.user_parts import own_parts
 from gossamer.run.replay.asynchronous import replay_asynchronous
 from gossamer.run.worker.task import task_of
@@ -45,7 +45,7 @@ class Fleet:
 
     def __init__(self, config, folder):
         self.config, self.folder = config, folder
-        self.settled = settle(config, own_parts(config), real=True)
+        self.run = resolve(config, own_parts(config), real=True)
         self.pool, self.running, self.asked = ThreadPoolExecutor(8), {}, {}
 
     def start(self, before_phase):
@@ -62,18 +62,14 @@ class Fleet:
 
     def join(self, before_phase):
         """One more, which gets a free slot."""
-        local_steps = [self.settled.config.local_steps_of(i) for i in range(self.config.workers)]
-        nonce = secrets.randbits(61)
-        seat = async_seat(
-            self.config, self.folder, RUN, nonce, local_steps=local_steps, join="auto", resume=False
-        )  # fmt: skip
+        seat = async_seat(self.run, self.folder, RUN, secrets.randbits(61), join="auto", resume=False)
         return self._train(seat, before_phase)
 
     def _train(self, seat, before_phase):
-        make = PairParticipant if isinstance(self.settled, InPairs) else GossipParticipant
-        task, slot = task_of(self.config, own_parts(self.config)), seat.members.me
+        make = PairParticipant if isinstance(self.run.method, InPairs) else GossipParticipant
+        task, slot = task_of(self.run), seat.members.me
         self.asked[slot] = threading.Event()
-        worker = make(self.config, self.settled, self.folder, task, seat, self.asked[slot])
+        worker = make(self.run, self.folder, task, seat, self.asked[slot])
         phase = worker.phase
 
         def watched(number, round, alive):
@@ -105,7 +101,7 @@ def last_states(folder, config):
 
 def must_replay(folder, again, config):
     """The record of a run gives the same bits in another folder."""
-    replay_asynchronous(config, again, folder)
+    replay_asynchronous(resolve(config, real=True), again, folder)
     ours, theirs = last_states(folder, config), last_states(again, config)
     for i, (round, state) in ours.items():
         assert theirs[i][0] == round
@@ -178,4 +174,4 @@ def test_a_worker_comes_back_into_its_slot_and_the_record_gives_the_bits_of_both
     if not own:
         (folder / f"order-00{second.begun.source[0]}.jsonl").unlink()
         with pytest.raises(DataError, match=r"began with the state of worker|heard a message of worker"):
-            replay_asynchronous(config, tmp_path / "nothing", folder)
+            replay_asynchronous(resolve(config, real=True), tmp_path / "nothing", folder)

@@ -16,6 +16,7 @@ from gossamer.errors import DataError
 from gossamer.record import checkpoint
 from gossamer.record.logs.events import read_events
 from gossamer.record.logs.order import Met, Mixed, Published, phases_in, read_order
+from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.replay.asynchronous import replay_asynchronous
 from tiny import single as tiny
@@ -142,7 +143,7 @@ def test_gossip_that_waits_for_nobody_goes_on_without_the_dead_and_its_record_gi
     copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / "order-003.jsonl").unlink()
     with pytest.raises(DataError, match="heard a message of worker 3 that was never sent"):
-        replay_asynchronous(config, tmp_path / "nothing", copy)
+        replay_asynchronous(resolve(config, real=True), tmp_path / "nothing", copy)
 
 
 def published(lives):

@@ -13,6 +13,7 @@ from gossamer.report.page.contents import row_of_view
 from gossamer.report.page.view import run_view
 from gossamer.report.reading.follow import FollowedRun
 from gossamer.run.bookkeeping.evaluate import Probe
+from gossamer.run.config.resolve import settings_of
 from gossamer.run.simulated.simulate import simulate
 from gossamer.run.worker.task import task_of
 from tiny import tiny
@@ -36,7 +37,7 @@ def test_a_simulation_validates_its_initial_values_once_also_when_it_starts_agai
     stopped = simulate(config, tmp_path, until=0).go_on(1)
     simulate(config, tmp_path, resume="auto")
     first, *others = evals(tmp_path)
-    probe = Probe(config, task_of(config), torch.device("cpu"))
+    probe = Probe(settings_of(config), task_of(settings_of(config)), torch.device("cpu"))
     assert [line["round"] for line in others] == [0, 1, 2]
     assert (first["round"], first["step"], first["tokens"]) == (-1, 0, 0)
     assert first["loss"] == probe.loss(probe.x.clone()) > others[-1]["loss"]

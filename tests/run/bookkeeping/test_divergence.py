@@ -15,6 +15,7 @@ import gossamer
 from gossamer.errors import ConfigError
 from gossamer.record.folder import read_metrics
 from gossamer.run.bookkeeping.evaluate import js_divergence
+from gossamer.run.config.resolve import settings_of
 from gossamer.run.simulated.simulate import simulate
 from gossamer.run.worker.task import task_of
 from tiny import tiny
@@ -101,7 +102,7 @@ def test_a_simulation_measures_it_at_each_validation_and_nothing_else_changes(ki
 def test_what_a_simulation_measures_is_that_of_its_models_on_the_first_validation_batch(tmp_path: Path) -> None:
     config = tiny(run__steps=4, run__eval_js=True)
     run = gossamer.simulate(config, out=tmp_path / "run")
-    tokens = next(iter(task_of(config).data.validation(config.run.eval_batches)))
+    tokens = next(iter(task_of(settings_of(config)).data.validation(config.run.eval_batches)))
     with torch.no_grad():
         predictions = [run.model(i)(tokens[:, :-1]).log_softmax(-1).flatten(0, 1) for i in range(config.workers)]
     assert run.validation["js_divergence"][-1] == pytest.approx(by_definition(predictions), rel=1e-4)

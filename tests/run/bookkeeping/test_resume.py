@@ -21,6 +21,7 @@ from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import read_metrics
 from gossamer.run.bookkeeping.evaluate import evaluate
 from gossamer.run.bookkeeping.resume import lineage
+from gossamer.run.config.resolve import settings_of
 from gossamer.run.config.run_file import RunConfig, digest, dump
 from gossamer.run.simulated.simulate import simulate
 from gossamer.run.worker.stages.checkpoints import Store
@@ -30,8 +31,9 @@ from tiny import document, single, tiny
 
 
 def parameters(folder: Path, config: RunConfig, round: int | None = None) -> list[Tensor]:
-    key, task, store = lineage(config, folder), task_of(config), Store(config, folder)
-    return [store.load(task, round or config.rounds, w, key)["x"] for w in range(config.workers)]
+    run = settings_of(config)
+    key, task, store = lineage(run, folder), task_of(run), Store(run, folder)
+    return [store.load(task, round or run.rounds, w, key)["x"] for w in range(run.workers)]
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -95,7 +97,7 @@ def test_a_run_goes_on_with_another_learning_rate_and_its_folder_says_since_when
     changes = {"inner.clip": [None, 1.0], "inner.lr": [0.001, 0.0001]}
     assert read_branches(folder) == [{"round": 3, "digest": digest(config), "changes": changes}]
     assert "inner.lr from 0.001 to 0.0001" in (folder / "report.html").read_text()
-    assert lineage(slower, folder) == Lineage(digest(slower), ((digest(config), 3),))
+    assert lineage(settings_of(slower), folder) == Lineage(digest(slower), ((digest(config), 3),))
     assert evaluate(folder)[0] == 6
     # The same as a run whose settings were changed between two rounds, by hand.
     other = tmp_path / "other"

@@ -24,8 +24,8 @@ from gossamer.run.config.document import load, with_settings
 from gossamer.run.config.experiment_file import points
 from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.recipes import FACTORIES, METHODS, missing, recipe, recipes, said
+from gossamer.run.config.resolve import resolve, settings_of
 from gossamer.run.config.run_file import parse
-from gossamer.run.config.settle import in_rounds
 from gossamer.run.planning.check import examine
 from gossamer.run.planning.traffic import traffic
 from gossamer.run.simulated.simulate import simulate
@@ -137,7 +137,7 @@ def test_a_variant_is_labelled_with_its_method():
 def test_a_wrapper_stands_in_a_run_file_under_its_name_and_its_options_are_checked(wrapper):
     inside = {"anchored": "gasloc", "restarted": "gasloc"}.get(wrapper, "diloco")
     run = tiny(rule={"name": inside, wrapper: {}}, topology__name="complete")
-    assert in_rounds(run).method.rule.name == f"{wrapper}_{inside}" == make_rule(inside, **{wrapper: {}}).name
+    assert resolve(run).in_rounds.rule.name == f"{wrapper}_{inside}" == make_rule(inside, **{wrapper: {}}).name
     for wrong, word in ((3, "as a table"), ({"evry": 1}, "evry"), ({"rule": 1}, "rule")):
         with pytest.raises(ConfigError, match=f"{wrapper}.*{word}"):
             tiny(rule={"name": inside, wrapper: wrong})
@@ -209,8 +209,8 @@ def test_a_method_trains_and_sends_and_keeps_what_the_page_counts_and_a_check_sa
     assert 0 < result.loss < 5.6
     layout, held = layout_for(run.model, 256), 1.0
     if run.model.experts is not None:  # each worker has less than all of a mixture
-        held = Replica(0, run, task_of(run), torch.device("cpu")).x.numel() / layout.numel
-    counted = traffic(run, layout, run.rounds)
+        held = Replica(0, settings_of(run), task_of(settings_of(run)), torch.device("cpu")).x.numel() / layout.numel
+    counted = traffic(resolve(run), layout, run.rounds)
     trace = read_trace(tmp_path)
     if name in PRICED:
         sends_the_bytes_and_takes_the_seconds_that_a_check_says(run, trace)
@@ -221,7 +221,7 @@ def test_a_method_trains_and_sends_and_keeps_what_the_page_counts_and_a_check_sa
     assert counted.most_bytes == pytest.approx(trace.sent_bytes.max() / run.rounds, rel=near)
     means = int((trace.messages.kind == KINDS.index("mean")).sum())  # of two legs each
     assert len(trace.messages.bytes) + means == pytest.approx(counted.messages * run.rounds * run.workers)
-    m = in_rounds(run).method
+    m = resolve(run).in_rounds
     wide = 2 if run.inner.averaging is not None and m.rule.site == "parameters" else 1
     most_peers = max(len(m.topology.mixing(0).receives_from(i)) for i in range(run.workers))
     copies = m.rule.state_copies + most_peers * m.rule.copies_per_peer
@@ -243,7 +243,7 @@ def sends_the_bytes_and_takes_the_seconds_that_a_check_says(run, trace):
 
 def sends_after_a_phase_what_the_page_counts(run, folder):
     assert 0 < simulate(run, folder).loss < 5.6
-    counted = traffic(run, layout_for(run.model, 256))
+    counted = traffic(resolve(run), layout_for(run.model, 256))
     lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     sizes = {line["fragment"]: line["bytes"] for line in lines if line.get("source", -1) >= 0}  # -1 is the server
     if sizes or run.server is not None or run.pair is not None:  # what is published for whoever reads it is no transfer

@@ -16,8 +16,8 @@ from commands import run
 from gossamer.errors import ConfigError, UserCodeError
 from gossamer.record.folder import read_metrics
 from gossamer.rules import make_rule
+from gossamer.run.config.resolve import resolve, settings_of
 from gossamer.run.config.run_file import parse
-from gossamer.run.config.settle import in_rounds
 from gossamer.run.config.user_parts import own_parts
 from gossamer.run.served.protocol import run_key, run_settings
 from gossamer.run.worker.task import task_of
@@ -92,7 +92,7 @@ def test_a_server_and_a_sweep_with_code_of_somebody_else_run_too(stranger: Path,
 
 def test_an_own_rule_with_wrappers_and_options_is_that_rule(stranger: Path):
     config = parse(document(rule={"name": "stranger.parts:damped", "lr": 0.4, "restarted": {"every": 2}}))
-    made, parts = in_rounds(config, own_parts(config)).method.rule, own_parts(config)
+    made, parts = resolve(config, own_parts(config)).in_rounds.rule, own_parts(config)
     ours = make_rule("gasloc", lr=0.4, momentum=0.3, restarted={"every": 2})
     assert made.options["lr"] == ours.options["lr"] == 0.4 and made.name == "restarted_stranger.parts:damped"
     assert [code.name for code in parts.codes] == ["stranger.parts:damped"] and len(parts.codes[0].sha256) == 64
@@ -100,7 +100,7 @@ def test_an_own_rule_with_wrappers_and_options_is_that_rule(stranger: Path):
 
 def test_an_optimizer_of_torch_is_called_with_the_settings_that_it_takes():
     config = parse(document(inner={"optimizer": "torch.optim:RMSprop", "lr": 0.02, "options": {"alpha": 0.9}}))
-    task = task_of(config, own_parts(config))
+    task = task_of(settings_of(config, own_parts(config)))
     assert task.optimizer is not None
     made = task.optimizer([torch.nn.Parameter(torch.ones(2))])
     assert isinstance(made, torch.optim.RMSprop)
@@ -158,7 +158,7 @@ WRONG = {
 
 def started(settings: dict[str, Any]) -> None:
     config = parse(settings)
-    in_rounds(config, own_parts(config))
+    resolve(config, own_parts(config))
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -185,9 +185,10 @@ def test_workers_with_other_code_are_told_which_file_differs(stranger: Path):
     config = parse(document(**{**STEPS, **METHOD}))
     ours = own_parts(config)
     theirs = ours._replace(codes=tuple(code._replace(sha256="0" * 64) for code in ours.codes[-1:]))
-    task = task_of(config, ours)
-    mine, others = (run_settings(config, task, parts) for parts in (ours, theirs))
-    assert run_key(config, task, ours) != run_key(config, task, theirs)
+    here, there = settings_of(config, ours), settings_of(config, theirs)
+    task = task_of(here)
+    mine, others = run_settings(here, task), run_settings(there, task)
+    assert run_key(here, task) != run_key(there, task)
     assert "the code of stranger.parts:" in difference("worker 1", mine, "worker 0", others)
 
 

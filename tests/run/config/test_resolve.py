@@ -11,13 +11,14 @@ from gossamer.errors import ConfigError, PairingError
 from gossamer.library import Outer
 from gossamer.network.links import Network
 from gossamer.rounds.compatibility.combination import Combination
-from gossamer.rounds.compatibility.combine import FITTING
+from gossamer.rounds.compatibility.combine import FITTING, Method
 from gossamer.rounds.compatibility.incompatibilities import INCOMPATIBILITIES, check, faults
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import RULES, data_parallel, diloco, dilocox, eager, easgd, fgd, gasloc, relaysum, sgp, sparseloco
 from gossamer.run.config.recipes import missing
-from gossamer.run.config.settle import InPairs, InRounds, WithoutWaiting, WithServer, in_rounds, settle
-from gossamer.run.config.settle import faults as faults_of
+from gossamer.run.config.resolve import faults as faults_of
+from gossamer.run.config.resolve import resolve
+from gossamer.run.config.resolved import InPairs, WithServer
 from gossamer.topologies import complete, exponential, make_topology, random, random_push, ring, tree
 from tiny import TEXT, tiny
 
@@ -302,7 +303,7 @@ def test_all_faults_of_a_run_are_told_at_once_and_the_first_is_raised():
     words = ("schedule.fragments is 3", "inner.optimizer = 'sgd'", "run.adapt is 'slow'", "'diloco' on topology 'ring'")
     assert [sum(word in sentence for sentence in found) for word in words] == [1, 1, 1, 1] and len(found) == 4
     with pytest.raises(PairingError) as caught:
-        settle(config)
+        resolve(config)
     assert str(caught.value) == found[0]
 
 
@@ -311,40 +312,39 @@ def test_an_option_that_cannot_be_is_told_with_the_pairings_that_are_known_witho
     assert len(found) == 2 and "lr" in found[0] and "schedule.fragments is 3" in found[1]
 
 
-def test_each_kind_of_run_settles_to_what_runs():
-    rounds = settle(tiny(rule__alpha="auto", run__weigh_steps=True))
-    assert isinstance(rounds, InRounds) and rounds.network is None
-    assert rounds.method.rule.name == "weighted_gasloc" and rounds.method.rule.options["alpha"] == pytest.approx(
-        1, abs=0.5
-    )
-    served = settle(timed(server__name="delayed_nesterov", events__dylu=True))
-    assert isinstance(served, WithServer) and served.network_name == "clock"
-    steps = tuple(served.config.local_steps_of(i) for i in range(3))
-    assert steps == tuple(dylu_steps(tuple(UNEVEN["step_s"]), 2))
-    pairs = settle(timed(pair__name="a2cid2", topology__name="ring", events__meetings=2.0))
-    assert isinstance(pairs, InPairs) and len(pairs.rates) == 3
-    assert sum(pairs.rates.values()) * 2 / 3 == pytest.approx(2.0 / (2 * sum(UNEVEN["step_s"]) / 3))
-    gossip = settle(timed(run__wait=False, events__absences=[{"worker": 1, "leave_s": 0.5}]))
-    assert isinstance(gossip, WithoutWaiting) and gossip.absences == (Absence(0.5, 1, "leave"),)
+def test_each_kind_of_run_resolves_to_what_runs():
+    rounds = resolve(tiny(rule__alpha="auto", run__weigh_steps=True))
+    rule = rounds.in_rounds.rule
+    assert rounds.network is None and rule.name == "weighted_gasloc"
+    assert rule.options["alpha"] == pytest.approx(1, abs=0.5)
+    served = resolve(timed(server__name="delayed_nesterov", events__dylu=True))
+    assert isinstance(served.method, WithServer) and served.network_name == "clock"
+    assert served.run.local_steps == dylu_steps(tuple(UNEVEN["step_s"]), 2)
+    pairs = resolve(timed(pair__name="a2cid2", topology__name="ring", events__meetings=2.0))
+    assert isinstance(pairs.method, InPairs) and len(pairs.method.rates) == 3
+    assert sum(pairs.method.rates.values()) * 2 / 3 == pytest.approx(2.0 / (2 * sum(UNEVEN["step_s"]) / 3))
+    gossip = resolve(timed(run__wait=False, events__absences=[{"worker": 1, "leave_s": 0.5}]))
+    assert isinstance(gossip.method, Method) and gossip.kind == "no waiting"
+    assert gossip.absences == (Absence(0.5, 1, "leave"),)
 
 
 def test_real_processes_need_no_declared_network_and_can_do_less():
     adapts = tiny(run__adapt=True)
-    assert in_rounds(adapts, real=True).network is None
+    assert resolve(adapts, real=True).network is None
     with pytest.raises(ConfigError, match="0 networks"):
-        settle(adapts)
+        resolve(adapts)
     served = timed(server__name="cgad", clockless=True)
-    assert settle(served, real=True).network is None  # type: ignore[union-attr]
+    assert resolve(served, real=True).network is None
     with pytest.raises(PairingError, match=r"events.overlap = true, which exist in simulations only"):
-        settle(timed(server__name="cgad", events__overlap=True, events__fragments=2), real=True)
+        resolve(timed(server__name="cgad", events__overlap=True, events__fragments=2), real=True)
     with pytest.raises(ConfigError, match="'tiny' is asynchronous"):
-        in_rounds(timed(server__name="cgad"))
+        assert resolve(timed(server__name="cgad")).in_rounds
 
 
-def test_an_unstable_rule_settles_with_a_warning():
-    warnings = in_rounds(tiny(workers=8, rule__momentum=0.9)).warnings
+def test_an_unstable_rule_resolves_with_a_warning():
+    warnings = resolve(tiny(workers=8, rule__momentum=0.9)).warnings
     assert len(warnings) == 1 and "predicted to lose consensus" in warnings[0]
-    assert not in_rounds(tiny()).warnings
+    assert not resolve(tiny()).warnings
 
 
 def test_every_rule_goes_with_the_topology_that_is_chosen_where_nobody_names_one():
@@ -360,8 +360,8 @@ def test_every_rule_goes_with_the_topology_that_is_chosen_where_nobody_names_one
 def test_text_that_only_workers_with_few_local_steps_have_is_told_of():
     uneven = {"workers": 4, "run__local_steps": [8, 2, 1, 8], "run__steps": 16}
     both = {"data__source": [str(TEXT), str(TEXT.parent / "json")]}
-    (sentence,) = in_rounds(tiny(**uneven, **both, data__shards=[0, 1, 1, 0])).warnings
+    (sentence,) = resolve(tiny(**uneven, **both, data__shards=[0, 1, 1, 0])).warnings
     assert "/json' is with workers that take at most 2 of 8 local steps" in sentence and "run.weigh_steps" in sentence
     for heard in ({}, {"data__shards": "contiguous"}, {**both, "data__shards": [0, 1, 1, 1]}):
-        assert not in_rounds(tiny(**uneven, **heard)).warnings
-    assert not in_rounds(tiny(**uneven, **both, data__shards=[0, 1, 1, 0], run__weigh_steps=True)).warnings
+        assert not resolve(tiny(**uneven, **heard)).warnings
+    assert not resolve(tiny(**uneven, **both, data__shards=[0, 1, 1, 0], run__weigh_steps=True)).warnings

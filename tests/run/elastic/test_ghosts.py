@@ -11,7 +11,7 @@ from gossamer.layout import Layout, Leaf
 from gossamer.rounds.exchange import Exchange, begin, initial_state
 from gossamer.rounds.setup import Part, Setup
 from gossamer.rules import Context, gasloc
-from gossamer.run.config.settle import in_rounds
+from gossamer.run.config.resolve import resolve
 from gossamer.run.elastic.messages import changes
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import task_of
@@ -149,8 +149,8 @@ def test_what_the_others_say_of_a_ghost() -> None:
 
 
 def test_a_rehearsal_leaves_the_inner_optimizer_warm_and_nothing_else() -> None:
-    config = tiny(workers=2, topology__name="complete")
-    task, (method, _, _) = task_of(config), in_rounds(config)
+    config = resolve(tiny(workers=2, topology__name="complete"))
+    task, method = task_of(config), config.in_rounds
     network = MemoryNetwork(2)
     donor, ghost = (
         Worker(Replica(i, config, task, torch.device("cpu")), method, network.transport(i)) for i in range(2)

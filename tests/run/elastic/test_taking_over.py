@@ -11,8 +11,8 @@ import torch
 from gossamer.errors import PeerError
 from gossamer.record import checkpoint
 from gossamer.record.logs.outcomes import Begun, OutcomeWriter, RoundOutcome
+from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import digest, dump
-from gossamer.run.config.settle import in_rounds
 from gossamer.run.elastic import participant as elastic
 from gossamer.run.elastic.rendezvous import Seat
 from gossamer.run.replay.elastic import replay_elastic
@@ -43,8 +43,8 @@ def run_of(**settings):
 
 @pytest.mark.parametrize("settings", FEEDBACK, ids=IDS)
 def test_the_error_that_a_worker_has_not_sent_is_not_sent_by_who_takes_over_its_state(settings):
-    config = run_of(**settings)
-    task, (method, _, _), network = task_of(config), in_rounds(config), MemoryNetwork(3)
+    config = resolve(run_of(**settings))
+    task, method, network = task_of(config), config.in_rounds, MemoryNetwork(3)
     crew = [Worker(Replica(i, config, task, torch.device("cpu")), method, network.transport(i)) for i in range(3)]
     train_together(crew, 0, lambda act, some: [act(one) for one in some])
     state = crew[0].state()
@@ -75,7 +75,7 @@ def test_with_error_feedback_workers_stay_equal_when_one_dies_and_another_joins(
                     alive = frozenset({0, 1}) if r in (2, 3) else None
                     log.round(RoundOutcome(r, alive, NOBODY, NOBODY, begun.steps + 2 * (k + 1)))
     (tmp_path / "real" / "run.toml").write_text(dump(config))
-    result = replay_elastic(config, tmp_path / "again", tmp_path / "real")
+    result = replay_elastic(resolve(config, real=True), tmp_path / "again", tmp_path / "real")
     assert result.loss < 6.0
     store = tmp_path / "again" / "checkpoints"
     saved = [checkpoint.load(store, 6, worker, digest(config))["x"] for worker in range(3)]
@@ -83,7 +83,7 @@ def test_with_error_feedback_workers_stay_equal_when_one_dies_and_another_joins(
 
 
 def test_who_asks_for_a_state_while_a_worker_starts_up_gets_none_and_disturbs_nothing(monkeypatch, tmp_path):
-    config, asked = run_of(run__timeout_s=0.5), threading.Event()
+    config, asked = resolve(run_of(run__timeout_s=0.5), real=True), threading.Event()
     listener = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     station = Station(listener, 77, b"a secret", config.run.timeout_s)
@@ -103,7 +103,7 @@ def test_who_asks_for_a_state_while_a_worker_starts_up_gets_none_and_disturbs_no
         return transport
 
     monkeypatch.setattr(elastic, "ElasticTransport", slowly)
-    seat = Seat(members, station, digest(config), Begun(0, 0, 0, 0, 0))
-    participant = elastic._Participant(config, tmp_path, in_rounds(config)[0], task_of(config), seat, threading.Event())
+    seat = Seat(members, station, config.digest, Begun(0, 0, 0, 0, 0))
+    participant = elastic._Participant(config, tmp_path, task_of(config), seat, threading.Event())
     assert asked.wait(20) and not answers
     participant._transport.close()

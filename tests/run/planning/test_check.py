@@ -19,9 +19,9 @@ from gossamer.network.links import Network, from_options
 from gossamer.run.config.document import EXPERIMENT, flat, load
 from gossamer.run.config.experiment_file import drafts
 from gossamer.run.config.layouts import layout_for
+from gossamer.run.config.resolve import faults, settings_of
 from gossamer.run.config.run_file import faults as faults_of_keys
 from gossamer.run.config.run_file import parse
-from gossamer.run.config.settle import faults
 from gossamer.run.planning.check import checked, examine, inner_copies
 from gossamer.run.simulated.simulate import simulate
 from gossamer.run.worker.replica import Replica
@@ -75,7 +75,7 @@ def test_a_run_without_rounds_sends_what_was_said_and_takes_about_as_long(tmp_pa
 def test_an_inner_optimizer_keeps_as_many_copies_as_were_said(optimizer, averaging):
     averages = {"inner__averaging": averaging} if averaging else {}
     run = single(inner__optimizer=optimizer, **averages)
-    replica = Replica(0, run, task_of(run), torch.device("cpu"))
+    replica = Replica(0, settings_of(run), task_of(settings_of(run)), torch.device("cpu"))
     replica.local_phase(0)
     kept: dict[int, int] = {}
 

@@ -15,8 +15,8 @@ from gossamer.network.links import Network, Site, links_of
 from gossamer.record.logs.trace import read_trace
 from gossamer.run.config.document import with_settings
 from gossamer.run.config.recipes import recipes
+from gossamer.run.config.resolve import faults as faults_of
 from gossamer.run.config.run_file import parse
-from gossamer.run.config.settle import faults as faults_of
 from gossamer.run.planning.candidates import PLANNED
 from gossamer.run.planning.check import examine
 from gossamer.run.planning.plan import PlanSettings, RunPlan, matched_steps, plan, run_toml

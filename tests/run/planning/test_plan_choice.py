@@ -11,8 +11,8 @@ import pytest
 from gossamer.cli import main
 from gossamer.models.sizes import ModelConfig, parameter_count
 from gossamer.network.links import Network
+from gossamer.run.config.resolve import faults
 from gossamer.run.config.run_file import parse
-from gossamer.run.config.settle import faults
 from gossamer.run.planning.measured_losses import MEASURED, MEASURED_FOR, TunedLoss, loss_penalty
 from gossamer.run.planning.plan import Candidate, PlanSettings, RunPlan, best_among, plan, plan_rows, run_toml
 from gossamer.run.planning.without_slowest import without_slowest

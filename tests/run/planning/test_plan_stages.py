@@ -12,8 +12,8 @@ from gossamer.errors import ConfigError
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, to_toml
 from gossamer.network.pipeline_time import StageLinks
+from gossamer.run.config.resolve import faults
 from gossamer.run.config.run_file import parse
-from gossamer.run.config.settle import faults
 from gossamer.run.planning.check import examine
 from gossamer.run.planning.plan import PlanSettings
 from gossamer.run.planning.planned_stages import BOUNDARY_PAIRS, StagePlan, plan_in_stages

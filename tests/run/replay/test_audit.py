@@ -13,10 +13,11 @@ from gossamer.errors import ConfigError, DataError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.record.logs.outcomes import Begun, Ended, ExchangeOutcome, Followed, OutcomeWriter, RoundOutcome
+from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.replay.audit import audit
 from gossamer.run.replay.elastic import replay_elastic
-from gossamer.run.simulated.keywords import resolved
+from gossamer.run.simulated.keywords import run_and_parts
 from gossamer.run.simulated.rounds import Rounds
 from gossamer.run.simulated.simulate import simulate
 from tiny import single, tiny
@@ -39,7 +40,7 @@ def small(*, every=0, **settings):
         "run": {"threads": 1, "eval_every": 0, "checkpoint_every": every},
     }
     given = {"workers": 3, "rounds": 4, "local_steps": 1, "rule": "gasloc", **settings}
-    return resolved(base, {"model": lambda: torch.nn.Linear(3, 1), "data": batch, "loss": loss, **given})
+    return run_and_parts(base, {"model": lambda: torch.nn.Linear(3, 1), "data": batch, "loss": loss, **given})
 
 
 def flipped(x, place, bit):
@@ -48,7 +49,7 @@ def flipped(x, place, bit):
 
 def recorded(folder, config, parts, *, worker, round, change, at="train"):
     """Records a run up to this round, at the end of whose local phase, or whose outer step, `change` spoils a worker."""
-    rounds = Rounds(config, folder, parts)
+    rounds = Rounds(resolve(config, parts), folder)
     with rounds.opened():
         while rounds.finished <= round:
             if rounds.finished == round:
@@ -170,14 +171,14 @@ def test_a_worker_that_was_killed_after_others_had_counted_its_message_has_sent_
     simulate(config, tmp_path / "calm")
     # Nobody misses worker 1 in the last round, and it has no line of it.
     lives = {0: lived(0, 4), 1: lived(1, 3, end=False), 2: lived(2, 4)}
-    result = replay_elastic(config, tmp_path / "replay", logged(tmp_path / "log", config, lives))
+    result = replay_elastic(resolve(config, real=True), tmp_path / "replay", logged(tmp_path / "log", config, lives))
     assert math.isfinite(result.loss)
     for slot in (0, 2):
         assert torch.equal(final(tmp_path / "replay", config, slot), final(tmp_path / "calm", config, slot))
     assert checkpoint.rounds(tmp_path / "replay" / "checkpoints", 1) == [1, 2, 3]
     if rule == "gasloc":
         lives[0] = lived(0, 4, missed=[(3, 1)])
-        replay_elastic(config, tmp_path / "missed", logged(tmp_path / "other log", config, lives))
+        replay_elastic(resolve(config, real=True), tmp_path / "missed", logged(tmp_path / "other log", config, lives))
         assert torch.equal(final(tmp_path / "missed", config, 2), final(tmp_path / "calm", config, 2))
         assert not torch.equal(final(tmp_path / "missed", config, 0), final(tmp_path / "calm", config, 0))
 
@@ -228,7 +229,7 @@ def test_a_replay_of_several_exchanges_a_round_has_the_bits_of_a_calm_run_where_
     simulate(config, tmp_path / "calm")
     # Worker 1 is killed when the others have counted its last message, and before it has heard theirs.
     lives = {slot: lived_exchanges(slot, 4, exchanges, killed_in=3 if slot == 1 else None) for slot in range(3)}
-    replay_elastic(config, tmp_path / "replay", logged(tmp_path / "log", config, lives))
+    replay_elastic(resolve(config, real=True), tmp_path / "replay", logged(tmp_path / "log", config, lives))
     for slot in (0, 2):
         assert torch.equal(final(tmp_path / "replay", config, slot), final(tmp_path / "calm", config, slot))
     if settings.get("rule__name") == "diloco":
@@ -239,11 +240,11 @@ def test_a_replay_of_several_exchanges_a_round_has_the_bits_of_a_calm_run_where_
         slot: lived_exchanges(slot, 4, exchanges, missed={(*of, peer) for peer in {0, 1} - {slot}} if slot < 2 else ())
         for slot in range(3)
     }
-    replay_elastic(config, tmp_path / "missed", logged(tmp_path / "other log", config, lives))
+    replay_elastic(resolve(config, real=True), tmp_path / "missed", logged(tmp_path / "other log", config, lives))
     assert not torch.equal(final(tmp_path / "missed", config, 0), final(tmp_path / "calm", config, 0))
     one_end = {**lives, 1: lived_exchanges(1, 4, exchanges)}
     with pytest.raises(DataError, match="worker 1 in round 2: it counted a message of worker 0"):
-        replay_elastic(config, tmp_path / "a", logged(tmp_path / "one end", config, one_end))
+        replay_elastic(resolve(config, real=True), tmp_path / "a", logged(tmp_path / "one end", config, one_end))
 
 
 def test_a_round_that_was_closed_twice_counts_as_the_others_closed_it(tmp_path):
@@ -255,11 +256,15 @@ def test_a_round_that_was_closed_twice_counts_as_the_others_closed_it(tmp_path):
     # Worker 0 was cut off when it had closed round 2 over everyone, and took over another's state.
     first = [begun[0], *closed[:2], closed[2]._replace(alive=None)]
     log = logged(tmp_path / "log", config, {0: [*first, Begun(3, 3, 1, 6, 0), closed[3]], **went_on})
-    replay_elastic(config, tmp_path / "replay", log)
+    replay_elastic(resolve(config, real=True), tmp_path / "replay", log)
     one, *others = (final(tmp_path / "replay", config, slot) for slot in range(3))
     assert torch.equal(one, others[0]) and torch.equal(one, others[1])
     with pytest.raises(DataError, match="it went on after a round that others had closed otherwise"):
-        replay_elastic(config, tmp_path / "a", logged(tmp_path / "b", config, {0: [*first, closed[3]], **went_on}))
+        replay_elastic(
+            resolve(config, real=True),
+            tmp_path / "a",
+            logged(tmp_path / "b", config, {0: [*first, closed[3]], **went_on}),
+        )
 
 
 def test_a_log_that_contradicts_itself_is_refused_in_a_sentence(tmp_path):
@@ -282,16 +287,18 @@ def test_a_log_that_contradicts_itself_is_refused_in_a_sentence(tmp_path):
     }
     for name, (lives, part) in forged.items():
         with pytest.raises(DataError, match=part):
-            replay_elastic(config, tmp_path / f"replay of {name}", logged(tmp_path / name, config, lives))
+            replay_elastic(
+                resolve(config, real=True), tmp_path / f"replay of {name}", logged(tmp_path / name, config, lives)
+            )
     sound = logged(tmp_path / "sound", config, {**missed, 1: [*early, *late]})
-    replay_elastic(config, tmp_path / "replay", sound)
+    replay_elastic(resolve(config, real=True), tmp_path / "replay", sound)
     assert len(read_metrics(tmp_path / "replay")) > 11
     with pytest.raises(ConfigError, match="replay it with its own"):
-        replay_elastic(single(seed=1), tmp_path / "a", sound)
+        replay_elastic(resolve(single(seed=1), real=True), tmp_path / "a", sound)
     for path in sound.glob("outcomes*"):
         path.unlink()
     with pytest.raises(ConfigError, match="no log of outcomes"):
-        replay_elastic(config, tmp_path / "b", sound)
+        replay_elastic(resolve(config, real=True), tmp_path / "b", sound)
 
 
 def rounds_of(rounds, before):
@@ -309,7 +316,9 @@ def test_an_audit_follows_a_slot_that_was_taken_over_twice_once_by_a_ghost_from_
     third = [Begun(6, 6, 2, 8, 2), *rounds_of(range(6, 8), 8), Ended(8, "finished")]
     monkeypatch.setattr("gossamer.run.replay.elastic.KEPT", 8)
     run = tmp_path / "run"
-    replay_elastic(config, run, logged(tmp_path / "log", config, {**others, 1: [*first, *ghost, *third]}))
+    replay_elastic(
+        resolve(config, real=True), run, logged(tmp_path / "log", config, {**others, 1: [*first, *ghost, *third]})
+    )
     assert audit(run, rounds=(0, 2)) == (0, 2, 0, 3 + 3 + 2, None)
     for snapshot, hashes in ((3, 14), (4, 11), (7, 3)):
         assert audit(run, rounds=(snapshot, None)) == (snapshot, 7, snapshot, hashes, None)

@@ -16,6 +16,7 @@ from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.record.logs.arrivals import ArrivalWriter, ServerInput, arrivals_file, read_arrivals
 from gossamer.record.logs.events import read_events
+from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.replay.served import replay_server
 
@@ -48,7 +49,7 @@ def losses(folder):
 
 def assert_replayed(real, config, folder):
     """Replays a real run, and compares the server, the workers and all losses."""
-    replay_server(config, folder, real)
+    replay_server(resolve(config, real=True), folder, real)
     for owner in range(config.workers + 1):
         newest = max(checkpoint.rounds(real / "checkpoints", owner))
         assert owner < config.workers or newest == config.rounds
@@ -148,20 +149,20 @@ def test_a_record_that_cannot_be_is_refused_with_its_place(tmp_path, monkeypatch
     for name, (change, part) in forged.items():
         folder = changed(real, tmp_path / name, change)
         with pytest.raises(DataError, match=part):
-            replay_server(config, tmp_path / f"replay of {name}", folder)
+            replay_server(resolve(config, real=True), tmp_path / f"replay of {name}", folder)
     with pytest.raises(DataError, match="has no arrivals"):
-        replay_server(config, tmp_path / "b", tmp_path)
+        replay_server(resolve(config, real=True), tmp_path / "b", tmp_path)
     with pytest.raises(ConfigError, match="replay it with its own"):
-        replay_server(served(workers=1, server__name="heloco", run__steps=8), tmp_path / "c", real)
+        replay_server(resolve(served(workers=1, server__name="heloco", run__steps=8), real=True), tmp_path / "c", real)
     with pytest.raises(ConfigError, match=r"needs a run with a \[server\]"):
-        replay_server(served(pair__name="ad_psgd"), tmp_path / "d", real)
+        replay_server(resolve(served(pair__name="ad_psgd"), real=True), tmp_path / "d", real)
 
 
 def test_a_record_without_its_end_is_replayed_as_far_as_it_came(tmp_path, monkeypatch):
     config = served(workers=1, server__name="heloco", run__steps=8, run__checkpoint_every=2)
     together(config, tmp_path / "real", monkeypatch)
     cut = changed(tmp_path / "real", tmp_path / "cut", lambda lines: lines[:4])
-    replay_server(config, tmp_path / "replay", cut)
+    replay_server(resolve(config, real=True), tmp_path / "replay", cut)
     assert checkpoint.rounds(tmp_path / "replay" / "checkpoints", 1) == [1, 2]
     with pytest.raises(CheckpointError):
         saved(tmp_path / "replay", config, 1)

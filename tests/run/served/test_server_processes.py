@@ -26,10 +26,10 @@ from gossamer.record.logs.arrivals import read_arrivals
 from gossamer.record.logs.events import read_events
 from gossamer.record.logs.seconds import read_seconds
 from gossamer.run.bookkeeping.evaluate import Probe, evaluate
+from gossamer.run.config.resolve import resolve, settings_of
 from gossamer.run.config.run_file import digest, dump
-from gossamer.run.config.user_parts import OURS
 from gossamer.run.replay.served import replay_server
-from gossamer.run.served.protocol import Terms, run_key, settled_server, terms_of
+from gossamer.run.served.protocol import Terms, run_key, terms_of
 from gossamer.run.served.server import serve
 from gossamer.run.served.session import open_session
 from gossamer.run.served.worker import work
@@ -56,7 +56,8 @@ def model(folder, config, round=None):
 
 def common(config):
     """What both ends of a connection must name."""
-    return run_key(config, task_of(config), OURS)
+    run = settings_of(config)
+    return run_key(run, task_of(run))
 
 
 KNOWN = "the secret of these runs, which all sides of them know"
@@ -99,7 +100,7 @@ def a_server(config, folder, monkeypatch, **options):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         monkeypatch.setenv(LISTENER, str(os.dup(listener.fileno())))
-        server = Process(serve, config, folder, "127.0.0.1", port, **options)
+        server = Process(serve, resolve(config, real=True), folder, "127.0.0.1", port, **options)
         while server.is_alive() and not (folder / f"events-{config.workers:03}.jsonl").exists():
             time.sleep(0.01)  # models draw from the one generator of this process: one after the other
         yield server, port
@@ -110,7 +111,10 @@ def a_server(config, folder, monkeypatch, **options):
 def together(config, folder, monkeypatch, workers=None):
     """A whole run with all sides in this process; raises what any of them raised."""
     with a_server(config, folder, monkeypatch) as (server, port):
-        sides = [Process(work, config, folder, "127.0.0.1", port, i) for i in workers or range(config.workers)]
+        sides = [
+            Process(work, resolve(config, real=True), folder, "127.0.0.1", port, i)
+            for i in workers or range(config.workers)
+        ]
         for side in sides:
             side.join(60)
     for side in [server, *sides]:
@@ -217,7 +221,7 @@ def test_a_worker_that_comes_back_is_greeted_and_goes_on_where_it_was(tmp_path, 
         news, _ = mute.receive(Turn(0, 0, START), [torch.empty(len(Terms._fields), dtype=torch.int64), P])
         assert Terms(*news.tolist()).go == 1
         mute.close()
-        sides = [Process(work, config, tmp_path, "127.0.0.1", port, i) for i in range(2)]
+        sides = [Process(work, resolve(config, real=True), tmp_path, "127.0.0.1", port, i) for i in range(2)]
         for side in sides:
             side.join(60)
     assert [side.error for side in [server, *sides]] == [None] * 3
@@ -296,7 +300,7 @@ def test_forged_frames_are_refused_with_a_sentence_each_and_the_run_goes_on(tmp_
             assert part in caplog.text, (name, caplog.text)
             assert all("\n" not in record.getMessage() for record in caplog.records)
         assert server.is_alive()
-        worker = Process(work, config, tmp_path, "127.0.0.1", port, 0)
+        worker = Process(work, resolve(config, real=True), tmp_path, "127.0.0.1", port, 0)
         worker.join(60)
     assert worker.error is None and server.error is None
     simulate(config, tmp_path / "virtual")
@@ -310,10 +314,16 @@ def test_a_worker_is_told_why_it_is_refused_and_believes_no_server_that_lies(tmp
             PeerError,
             match=r"refused this process: worker 0 runs another .*: worker 0 has run.steps = 4 and the server has 2; start",
         ):
-            work(served(workers=1, server__name="cgad", run__steps=4), tmp_path / "b", "127.0.0.1", port, 0)
-        work(config, tmp_path / "a", "127.0.0.1", port, 0)
+            work(
+                resolve(served(workers=1, server__name="cgad", run__steps=4), real=True),
+                tmp_path / "b",
+                "127.0.0.1",
+                port,
+                0,
+            )
+        work(resolve(config, real=True), tmp_path / "a", "127.0.0.1", port, 0)
     with pytest.raises(ConfigError, match="--worker got 3 but the run file has workers = 1"):
-        work(config, tmp_path / "b", "127.0.0.1", port, 3)
+        work(resolve(config, real=True), tmp_path / "b", "127.0.0.1", port, 3)
 
     said = torch.tensor(Terms(0, -5, 1, 0, 0, 0, 0, 0))
 
@@ -328,7 +338,7 @@ def test_a_worker_is_told_why_it_is_refused_and_believes_no_server_that_lies(tmp
     with socket.create_server(("127.0.0.1", 0)) as listener:
         lying = Process(lie, listener)
         with pytest.raises(TransportError, match="round=-5"):
-            work(config, tmp_path / "b", "127.0.0.1", listener.getsockname()[1], 0)
+            work(resolve(config, real=True), tmp_path / "b", "127.0.0.1", listener.getsockname()[1], 0)
         lying.join(10)
 
 
@@ -378,7 +388,7 @@ def test_a_stranger_learns_nothing_takes_no_seat_and_keeps_no_worker_out(tmp_pat
         slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
         for one in slow:
             one.send(b"x")
-        sides = [Process(work, config, tmp_path, "127.0.0.1", port, i) for i in range(2)]
+        sides = [Process(work, resolve(config, real=True), tmp_path, "127.0.0.1", port, i) for i in range(2)]
         for side in sides:
             side.join(60)
         for one in slow:
@@ -411,9 +421,9 @@ def test_a_worker_with_other_text_than_the_server_is_refused(tmp_path, monkeypat
     with a_server(config, tmp_path / "a", monkeypatch) as (server, port):
         text.write_text("a line of next\n" * 1000)
         with pytest.raises(PeerError, match=r"worker 0 has the text of data.source = .* and the server has .*; start"):
-            work(config, tmp_path / "b", "127.0.0.1", port, 0)
+            work(resolve(config, real=True), tmp_path / "b", "127.0.0.1", port, 0)
         text.write_text("a line of text\n" * 1000)
-        work(config, tmp_path / "a", "127.0.0.1", port, 0)
+        work(resolve(config, real=True), tmp_path / "a", "127.0.0.1", port, 0)
     assert server.error is None
 
 
@@ -425,7 +435,7 @@ def test_waits_are_bounded(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         port = nobody.getsockname()[1]
     with pytest.raises(PeerError, match=f"could not reach the server at 127.0.0.1:{port} within 1 s"):
-        work(config, tmp_path, "127.0.0.1", port, 0)
+        work(resolve(config, real=True), tmp_path, "127.0.0.1", port, 0)
 
 
 def test_a_silent_worker_is_left_behind(tmp_path, monkeypatch, caplog):
@@ -433,7 +443,7 @@ def test_a_silent_worker_is_left_behind(tmp_path, monkeypatch, caplog):
     with a_server(config, tmp_path, monkeypatch) as (server, port):
         mute = joined(port, common(config), me=1, server=2)
         mute.send(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
-        worker = Process(work, config, tmp_path, "127.0.0.1", port, 0)
+        worker = Process(work, resolve(config, real=True), tmp_path, "127.0.0.1", port, 0)
         worker.join(60)
     mute.close()
     assert worker.error is None and server.error is None
@@ -445,7 +455,7 @@ def test_a_worker_that_comes_as_the_run_ends_hears_that_nothing_is_left(tmp_path
     P = torch.empty(PARAMETERS)
     with a_server(config, tmp_path, monkeypatch) as (server, port):
         late = joined(port, common(config), me=1, server=2)  # which proves who it is, and then takes its time
-        work(config, tmp_path, "127.0.0.1", port, 0)
+        work(resolve(config, real=True), tmp_path, "127.0.0.1", port, 0)
         late.send(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
         numbers, _ = late.receive(Turn(0, 0, START), [torch.empty(len(Terms._fields), dtype=torch.int64), P])
         assert not terms_of(numbers).go
@@ -453,7 +463,7 @@ def test_a_worker_that_comes_as_the_run_ends_hears_that_nothing_is_left(tmp_path
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.1", port))
     assert server.error is None
-    replay_server(config, tmp_path / "replay", tmp_path)
+    replay_server(resolve(config, real=True), tmp_path / "replay", tmp_path)
     assert torch.equal(model(tmp_path, config), model(tmp_path / "replay", config))
 
 
@@ -516,7 +526,7 @@ def test_a_run_that_was_killed_goes_on_from_the_server_s_snapshot_to_the_same_bi
     assert torch.equal(model(tmp_path / "real", config), model(tmp_path / "virtual", config))
     ours, theirs = ([(e["round"], e["loss"]) for e in evals(tmp_path / where)] for where in ("real", "virtual"))
     assert ours == theirs
-    replay_server(config, tmp_path / "replay", tmp_path / "real")
+    replay_server(resolve(config, real=True), tmp_path / "replay", tmp_path / "real")
     assert torch.equal(model(tmp_path / "replay", config), model(tmp_path / "real", config))
 
 
@@ -549,7 +559,7 @@ def test_the_workers_of_a_killed_server_join_the_resumed_one_and_both_its_lives_
         ]
     assert read_events(real).absorbed.sum() == 2 * 20
     consistent(real, config)
-    replay_server(config, tmp_path / "replay", real)
+    replay_server(resolve(config, real=True), tmp_path / "replay", real)
     assert torch.equal(model(tmp_path / "replay", config), model(real, config))
     ours, theirs = ([(e["round"], e["loss"]) for e in evals(where)] for where in (real, tmp_path / "replay"))
     assert ours == theirs
@@ -570,11 +580,11 @@ def test_a_server_answers_before_it_has_validated_and_saved_and_records_the_same
     pushes = torch.randn(2 * config.rounds, PARAMETERS, generator=torch.Generator().manual_seed(1)) / 100
     said = {}
     for where, replays in (("replay", True), ("real", False)):
-        task = task_of(config)
+        task = task_of(settings_of(config))
         probe = _Slow(config, task, torch.device("cpu"))
         probe.may = threading.Event()
         probe.may.set()
-        with open_session(config, settled_server(config), tmp_path / where, probe, None, replays=replays) as session:
+        with open_session(resolve(config, real=True), tmp_path / where, probe, None, replays=replays) as session:
             assert eventually(lambda: evals(tmp_path / where)), "the initial values are validated first"  # noqa: B023
             if not replays:
                 probe.may.clear()
@@ -602,7 +612,7 @@ def test_a_worker_that_has_come_again_from_elsewhere_is_refused_where_it_was(tmp
         first = joined(port, common(config))
         first.send(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
         first.receive(Turn(0, 0, START), [torch.empty(len(Terms._fields), dtype=torch.int64), P])
-        work(config, tmp_path, "127.0.0.1", port, 0)
+        work(resolve(config, real=True), tmp_path, "127.0.0.1", port, 0)
         with pytest.raises(PeerError, match="refused this process: worker 0 has come again from elsewhere"):
             first.receive(Turn(0, 0, START), [P])
         first.close()

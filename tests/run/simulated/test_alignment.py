@@ -10,7 +10,7 @@ from gossamer.cli import main
 from gossamer.errors import ConfigError
 from gossamer.record.folder import read_metrics
 from gossamer.report.table import summary_rows
-from gossamer.run.config.settle import in_rounds
+from gossamer.run.config.resolve import resolve
 from gossamer.run.simulated.simulate import simulate
 from tiny import tiny
 
@@ -82,6 +82,6 @@ def test_alignment_of_an_asynchronous_run_is_refused() -> None:
 
 def test_real_workers_say_that_they_record_no_alignment_and_what_does() -> None:
     wanted = tiny(record__alignment=True)
-    (sentence,) = in_rounds(wanted, real=True).warnings
+    (sentence,) = resolve(wanted, real=True).warnings
     assert "record.alignment is true" in sentence and "run gossamer simulate on the same file" in sentence
-    assert not in_rounds(wanted).warnings and not in_rounds(tiny(), real=True).warnings
+    assert not resolve(wanted).warnings and not resolve(tiny(), real=True).warnings

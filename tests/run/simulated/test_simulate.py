@@ -18,8 +18,8 @@ from gossamer.rounds.kernel import compiled
 from gossamer.rules import RULES
 from gossamer.run.bookkeeping.evaluate import mean_of
 from gossamer.run.bookkeeping.finished import is_finished
+from gossamer.run.config.resolve import resolve, settings_of
 from gossamer.run.config.run_file import digest, dump
-from gossamer.run.config.settle import in_rounds
 from gossamer.run.simulated import threads as lanes
 from gossamer.run.simulated.simulate import simulate
 from gossamer.transport.processes.launch import available_cores
@@ -66,9 +66,9 @@ def test_a_validation_of_the_mean_model_alone_finds_the_same_without_losses_of_w
     lines = {name: [x for x in read_metrics(tmp_path / name) if x["kind"] == "eval"] for name in ("every", "alone")}
     assert all(len(line["worker_losses"]) == 3 for line in lines["every"])
     assert lines["alone"] == [{**line, "worker_losses": []} for line in lines["every"]]
-    assert is_finished(alone, tmp_path / "every")
+    assert is_finished(settings_of(alone), tmp_path / "every")
     with pytest.raises(ConfigError, match="other settings"):
-        is_finished(every, tmp_path / "alone")
+        is_finished(settings_of(every), tmp_path / "alone")
     if every.kind == "rounds":
         headings, (_, cells) = table_cells(summary_rows({x: tmp_path / x for x in lines}, {}))
         assert cells[headings.index("worst worker")] == DASH
@@ -183,7 +183,7 @@ def test_data_parallel_workers_equal_one_worker_with_their_batches_together(tmp_
 def test_a_run_that_asks_for_it_has_its_outer_updates_compiled(tmp_path, request):
     """That these have the same bits is what `test_exchange` and `test_master` see; with `--full`, a whole run is compared."""
     plain, fused = single(run__steps=4), single(run__steps=4, run__compile=True)
-    assert in_rounds(fused).method.kernel is compiled() is not in_rounds(plain).method.kernel
+    assert resolve(fused).in_rounds.kernel is compiled() is not resolve(plain).in_rounds.kernel
     if request.config.getoption("--full"):
         simulate(plain, tmp_path / "plain")
         simulate(fused, tmp_path / "compiled")

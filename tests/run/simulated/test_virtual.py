@@ -18,8 +18,8 @@ from gossamer.record.logs.events import read_events
 from gossamer.record.logs.seconds import read_seconds
 from gossamer.report.table import summary_rows
 from gossamer.run.bookkeeping.evaluate import evaluate
+from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import digest, dump, parse
-from gossamer.run.config.settle import settle
 from gossamer.run.simulated.simulate import simulate
 from tiny import document, single
 
@@ -309,7 +309,7 @@ def test_what_is_for_rounds_is_refused_on_a_clock():
         with pytest.raises(
             PairingError, match=f"^{key} applies to synchronous rounds only, and this run is asynchronous"
         ):
-            settle(timed(server__name="cgad", codec__name="int8", **given))
+            resolve(timed(server__name="cgad", codec__name="int8", **given))
 
 
 def test_pricing_a_run_that_looks_at_the_clock_is_refused_and_so_is_one_of_other_steps(tmp_path, capsys):

@@ -20,8 +20,8 @@ from gossamer.record.folder import read_metrics
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.incompatibilities import check
 from gossamer.rules import RULES, WRAPPERS, make_rule
+from gossamer.run.config.resolve import pairing_faults
 from gossamer.run.config.run_file import digest, parse
-from gossamer.run.config.settle import pairing_faults
 from gossamer.run.simulated.simulate import simulate
 from gossamer.topologies import TOPOLOGIES, make_topology
 from gossamer.topologies.mixing import pull

@@ -20,8 +20,8 @@ from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.record.logs.trace import read_trace
 from gossamer.run.bookkeeping.evaluate import evaluate
+from gossamer.run.config.resolve import resolve, settings_of
 from gossamer.run.config.run_file import digest, dump
-from gossamer.run.config.settle import in_rounds
 from gossamer.run.simulated.simulate import simulate
 from gossamer.run.synchronous.train import KEPT, _saver
 from gossamer.run.worker.replica import Replica
@@ -154,7 +154,7 @@ def test_all_reduce_as_an_option_agrees_within_rounding(tmp_path):
 )  # fmt: skip
 def test_an_all_reduce_that_nothing_would_use_is_refused(options):
     with pytest.raises(PairingError, match="takes no mean that the backend can compute"):
-        in_rounds(tiny(**options, run__reduction="all_reduce"))
+        resolve(tiny(**options, run__reduction="all_reduce"))
 
 
 def test_a_killed_worker_ends_the_others_with_its_name_and_the_run_resumes_to_the_same_bits(tmp_path):
@@ -195,8 +195,8 @@ def train_in_own_folder(argv):
 
 def test_a_store_that_stands_still_bounds_the_checkpoints_and_one_that_goes_on_decides_again(tmp_path, caplog):
     config = tiny(workers=2, **{f"model__{name}": size for name, size in SMALL.items()})
-    m, _, _ = in_rounds(config, real=True)
-    replica = Replica(0, config, task_of(config), torch.device("cpu"))
+    m = resolve(config, real=True).in_rounds
+    replica = Replica(0, settings_of(config), task_of(settings_of(config)), torch.device("cpu"))
     worker = Worker(replica, m, MemoryNetwork(2).transport(0))
 
     def owned():

@@ -18,8 +18,8 @@ from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.record.logs.trace import read_trace
 from gossamer.run.bookkeeping.evaluate import evaluate
+from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import digest, dump, parse
-from gossamer.run.config.settle import in_rounds
 from gossamer.run.simulated.simulate import simulate
 from tiny import document, single, tiny
 
@@ -162,10 +162,10 @@ def test_one_of_several_networks_can_be_named(tmp_path):
 
 def test_a_rule_that_hears_late_is_weighed_with_steps_that_stay_or_not_at_all():
     eager = {"rule__name": "eager", "topology__name": "complete"}
-    in_rounds(tiny(**eager, run__weigh_steps=True))
-    in_rounds(tiny(**eager, run__adapt=True), real=True)
+    resolve(tiny(**eager, run__weigh_steps=True))
+    resolve(tiny(**eager, run__adapt=True), real=True)
     with pytest.raises(PairingError, match="applies updates 1 round late"):
-        in_rounds(tiny(**eager, run__weigh_steps=True, run__adapt=True), real=True)
+        resolve(tiny(**eager, run__weigh_steps=True, run__adapt=True), real=True)
 
 
 # --- real processes -------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from gossamer.errors import ConfigError, PairingError, TrainingError
 from gossamer.models.llama import build_model, loss
 from gossamer.models.sizes import ModelConfig
 from gossamer.models.stacked import stacked_losses
+from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import RunConfig, digest
 from gossamer.run.simulated.rounds import Rounds
 from gossamer.run.worker.batched import Stack
@@ -14,7 +15,7 @@ from tiny import single, tiny
 
 
 def trained(config: RunConfig, folder, until: int | None = None, **given) -> Rounds:
-    engine = Rounds(config, folder, **given)
+    engine = Rounds(resolve(config), folder, **given)
     with engine.opened():
         while engine.finished < (until or config.rounds):
             engine.advance()
@@ -73,7 +74,7 @@ def test_batched_replicas_have_a_digest_of_their_own():
 
 
 def test_a_stack_ends_at_the_first_loss_that_is_not_a_number(tmp_path):
-    engine = Rounds(tiny(run__batched=3), tmp_path)
+    engine = Rounds(resolve(tiny(run__batched=3)), tmp_path)
     replicas = [worker.replica for worker in engine.workers]
     replicas[1].x.fill_(float("nan"))
     with pytest.raises(TrainingError, match="worker 1 became nan at its inner step 0"):
@@ -119,7 +120,7 @@ def test_rules_that_decide_on_local_steps_are_refused_with_batched_replicas(tmp_
     rule = {"name": "dilocox", "adapt_every": 2}
     config = tiny(run__batched=2, rule=rule, topology__name="complete")
     with pytest.raises(PairingError, match=r"run\.batched is 2"):
-        Rounds(config, tmp_path)
+        resolve(config)
 
 
 def test_a_stack_computes_in_the_precision_of_the_run(tmp_path):

@@ -13,6 +13,7 @@ from gossamer.layout import layout_of
 from gossamer.models import ModelConfig, build_model
 from gossamer.models.stages import stages_of
 from gossamer.record import checkpoint
+from gossamer.run.config.resolve import settings_of
 from gossamer.run.config.run_file import digest
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import task_of
@@ -47,14 +48,13 @@ def test_heterogeneous_replicas_with_exact_boundaries_are_sparseloco_and_of_full
 def test_only_the_replicas_that_are_named_are_cut_and_resume_to_their_bits(tmp_path):
     overrides = {**SPARSE, **NARROW, "pipeline__workers": [1]}
     config = tiny(**overrides, run__steps=8, workers=2)
-    ours, whole = (
-        Replica(0, c, task_of(c), torch.device("cpu")) for c in (config, tiny(**SPARSE, data__accumulate=4, workers=2))
-    )
+    run, uncut = settings_of(config), settings_of(tiny(**SPARSE, data__accumulate=4, workers=2))
+    ours, whole = (Replica(0, one, task_of(one), torch.device("cpu")) for one in (run, uncut))
     assert ours.staged is None
     for one in (ours, whole):
         one.train(0, 0, 2)
     assert torch.equal(ours.x, whole.x)
-    cut = Replica(1, config, task_of(config), torch.device("cpu"))
+    cut = Replica(1, run, task_of(run), torch.device("cpu"))
     assert cut.staged is not None
     result = gossamer.simulate(config, tmp_path / "whole")
     gossamer.simulate(config, tmp_path / "parts", until=2)

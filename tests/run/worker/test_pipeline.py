@@ -23,8 +23,8 @@ from gossamer.run.bookkeeping.evaluate import publish
 from gossamer.run.config.document import with_settings
 from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.pipeline import cuts_of
+from gossamer.run.config.resolve import faults, settings_of
 from gossamer.run.config.run_file import digest, dump, parse
-from gossamer.run.config.settle import faults
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.stages.timing import shares_of
 from gossamer.run.worker.task import task_of
@@ -38,7 +38,7 @@ AQSGD = {**CUT, "pipeline__forward": "aqsgd", "pipeline__backward": {"name": "in
 
 def replica(**overrides) -> Replica:
     config = tiny(**overrides)
-    return Replica(0, config, task_of(config), torch.device("cpu"))
+    return Replica(0, settings_of(config), task_of(settings_of(config)), torch.device("cpu"))
 
 
 def trained(**overrides) -> Replica:
@@ -163,7 +163,7 @@ def test_with_exact_boundaries_a_run_that_is_resumed_with_other_cuts_is_that_of_
 
 
 def test_fixed_windows_come_again_in_every_epoch_in_another_order():
-    data = task_of(tiny(data__windows=6)).data
+    data = task_of(settings_of(tiny(data__windows=6))).data
     batches = [data.batch(1, k) for k in range(6)]
     ids = [data.samples(1, k) for k in range(6)]
     assert sorted(itertools.chain(*ids[:3])) == sorted(itertools.chain(*ids[3:])) == [*range(6)]
@@ -215,7 +215,7 @@ def test_a_model_with_a_bottleneck_has_the_parameters_it_is_said_to_have_and_its
     config = tiny(model__bottleneck=NARROW[name], inner__clip=None, data__accumulate=4)
     model = build_model(config.model, 256, 16, 0)
     assert tuple((n, tuple(p.shape)) for n, p in model.named_parameters()) == tensors(config.model, 256)
-    whole = Replica(0, config, task_of(config), torch.device("cpu"))
+    whole = Replica(0, settings_of(config), task_of(settings_of(config)), torch.device("cpu"))
     cut = replica(model__bottleneck=NARROW[name], inner__clip=None, data__accumulate=4, pipeline__stages=2)
     assert cut.staged is not None and {ends[0].shape for ends in cut.staged.boundaries} == {(2, 16, 8)}
     assert [n for s in cut.staged.stages for n, _ in s.named_parameters()] != []

@@ -33,7 +33,8 @@ from gossamer.record.logs.stage_seconds import end_logs_of_others, read_stages
 from gossamer.record.logs.trace import read_trace
 from gossamer.run.bookkeeping.evaluate import evaluate
 from gossamer.run.bookkeeping.resume import lineage
-from gossamer.run.config.run_file import digest, dump, parse
+from gossamer.run.config.resolve import resolve, settings_of
+from gossamer.run.config.run_file import dump, parse
 from gossamer.run.simulated.simulate import simulate
 from gossamer.run.synchronous.train import train_member
 from gossamer.run.worker.stages.checkpoints import WHOLE, Store, joined_state, partition_of, state_of_part
@@ -147,7 +148,7 @@ def train_pipelines(argv):
                 config.pipeline.processes(config.workers),
             )  # fmt: skip
             try:
-                train_member(config, root, member, resume=resume)
+                train_member(resolve(config, real=True), root, member, resume=resume)
             except TrainingError as error:
                 (root / f"said-{member.part}").write_text(str(error))
             dist.barrier()
@@ -186,8 +187,8 @@ def test_when_a_loss_is_not_finite_all_stages_end_with_the_same_sentence(trained
 
 def parameters(config, folder):
     """Those of each worker after the last round."""
-    task, line = task_of(config), lineage(config, folder)
-    return [Store(config, folder).load(task, config.rounds, w, line)["x"] for w in range(config.workers)]
+    task, line = task_of(settings_of(config)), lineage(settings_of(config), folder)
+    return [Store(settings_of(config), folder).load(task, config.rounds, w, line)["x"] for w in range(config.workers)]
 
 
 def lines_of(folder, kind, *names):
@@ -335,11 +336,12 @@ def alike(one, other):
 
 @pytest.mark.parametrize("name", INNER)
 def test_a_state_that_is_cut_into_stages_and_joined_is_what_it_was(name, tmp_path):
-    config = tiny(
+    run = tiny(
         **{**TWO, "model__layers": 4, "data__accumulate": 2, "run__steps": 2, "run__eval_every": 0, **INNER[name]}
     )
-    simulate(config, tmp_path / "run")
-    task, line = task_of(config), checkpoint.Lineage(digest(config))
+    simulate(run, tmp_path / "run")
+    config = settings_of(run)
+    task, line = task_of(config), checkpoint.Lineage(config.digest)
     whole = Store(config, tmp_path / "run").load(task, 1, 1, line)
     last = config.schedule.fragments - 1
     sent = whole["x"] * 2 if last == 0 else whole["outer"][-1] * 2
@@ -347,7 +349,7 @@ def test_a_state_that_is_cut_into_stages_and_joined_is_what_it_was(name, tmp_pat
     model = task.model()
     # With chunks, a stage would have no layer of some fragment.
     for cut in ({}, {"pipeline__schedule": "interleaved", "pipeline__chunks": 2})[: 2 - last]:
-        there = partition_of(tiny(**{**TWO, "model__layers": 4, **cut}), 0)
+        there = partition_of(settings_of(tiny(**{**TWO, "model__layers": 4, **cut})), 0)
         parts = [state_of_part(config, model, there, part, whole) for part in range(2)]
         assert sum(part["x"].numel() for part in parts) == whole["x"].numel() and alike(whole["data"], parts[0]["data"])
         assert sum(part["under_way"][0]["sent"][0].numel() for part in parts) == sent.numel()
@@ -358,7 +360,7 @@ def test_a_state_that_is_cut_into_stages_and_joined_is_what_it_was(name, tmp_pat
 @pytest.mark.parametrize("cuts", [[1], [3], [1, 2, 3]])
 def test_any_split_gives_the_same_gradient_in_double_precision(cuts):
     def gradients(**more):
-        config = tiny(workers=1, model__layers=4, data__accumulate=4, **more)
+        config = settings_of(tiny(workers=1, model__layers=4, data__accumulate=4, **more))
         task = task_of(config)
         replica = StagedModel(task.model().double(), config)
         replica.backward([(task.data.batch(0, k), [2 * k, 2 * k + 1]) for k in range(4)])

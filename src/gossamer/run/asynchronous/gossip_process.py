@@ -8,11 +8,11 @@ from pathlib import Path
 
 from gossamer.clock.gossip_worker import GossipWorker
 from gossamer.record.logs.order import Mixed, Published
+from gossamer.rounds.compatibility.combine import Method
 from gossamer.run.asynchronous.messages import MessageForm
 from gossamer.run.asynchronous.participant import PATIENCE_S, AsyncParticipant
 from gossamer.run.asynchronous.start import AsyncSeat
-from gossamer.run.config.run_file import RunConfig
-from gossamer.run.config.settle import WithoutWaiting
+from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.worker.replica import LocalPhase
 from gossamer.run.worker.task import Task
 from gossamer.transport.elastic.fetches import Fetched, Fetches
@@ -29,12 +29,10 @@ class GossipParticipant(AsyncParticipant[GossipWorker]):
     stays at home.
     """
 
-    def __init__(
-        self, config: RunConfig, settled: WithoutWaiting, folder: Path, task: Task, seat: AsyncSeat,
-        asked: threading.Event,
-    ) -> None:  # fmt: skip
-        super().__init__(config, settled.config, folder, task, seat, asked)
-        m = settled.method
+    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: AsyncSeat, asked: threading.Event) -> None:
+        super().__init__(config, folder, task, seat, asked)
+        m = config.method
+        assert isinstance(m, Method)
         self._topology, first = m.topology, m.topology.mixing(0)
         self.core = GossipWorker(self.slot, m.rule, self.replica, first)
         self._messages = MessageForm(

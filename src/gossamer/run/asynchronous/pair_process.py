@@ -16,24 +16,23 @@ from gossamer.rng import numpy_rng
 from gossamer.run.asynchronous.messages import MessageForm
 from gossamer.run.asynchronous.participant import AsyncParticipant
 from gossamer.run.asynchronous.start import AsyncSeat
-from gossamer.run.config.run_file import RunConfig
-from gossamer.run.config.settle import InPairs
+from gossamer.run.config.resolved import InPairs, ResolvedRun
 from gossamer.run.worker.replica import LocalPhase
 from gossamer.run.worker.task import Task
 from gossamer.transport.elastic.meetings import Appointment, Meetings
 from gossamer.tree import Tree
 
-__all__ = ["PairParticipant", "settled_pair"]
+__all__ = ["PairParticipant", "pair_rule_of"]
 
 T = TypeVar("T")
 LOOK_S = 0.02
 """How often a worker looks whether anybody has ended a local phase yet."""
 
 
-def settled_pair(settled: InPairs) -> PairRule:
+def pair_rule_of(method: InPairs) -> PairRule:
     """The rule with the options that it computes from the meetings, whose unit of time is a mean local phase then."""
-    rule = settled.rule
-    return rule if rule.settle is None else rule.settle(*conditions(settled.config.workers, settled.rates))
+    rule = method.rule
+    return rule if rule.settle is None else rule.settle(*conditions(method.topology.n, method.rates))
 
 
 class PairParticipant(AsyncParticipant[PairWorker]):
@@ -44,21 +43,21 @@ class PairParticipant(AsyncParticipant[PairWorker]):
     nobody starts a meeting and no time passes.
     """
 
-    def __init__(
-        self, config: RunConfig, settled: InPairs, folder: Path, task: Task, seat: AsyncSeat, asked: threading.Event
-    ) -> None:
-        super().__init__(config, settled.config, folder, task, seat, asked)
-        self._in_phases = settled.rule.settle is not None
-        self.core = PairWorker(settled_pair(settled), self.replica)
+    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: AsyncSeat, asked: threading.Event) -> None:
+        super().__init__(config, folder, task, seat, asked)
+        method = config.method
+        assert isinstance(method, InPairs)
+        self._in_phases = method.rule.settle is not None
+        self.core = PairWorker(pair_rule_of(method), self.replica)
         self._messages = MessageForm(
-            settled.codec, self.replica.layout, self.core.tell(), seed=config.seed, worker=self.slot, device=self.device
+            method.codec, self.replica.layout, self.core.tell(), seed=config.seed, worker=self.slot, device=self.device
         )  # fmt: skip
         self.calls = self._meetings = Meetings(
             seat.members, self._messages.wire_bytes, limit_s=self.limit_s,
             tell=lambda one: self._guarded(lambda: self._tell_it(one)),
             meet=lambda one, payload: self._guarded(lambda: self._meet(one, payload)),
         )  # fmt: skip
-        self._neighbours = settled.topology.mixing(0).receives_from(self.slot)
+        self._neighbours = method.topology.mixing(0).receives_from(self.slot)
         self._started_per_phase = (config.events.meetings or 1.0) / 2
         self._first_s = self._last_s = 0.0
         self._before: dict[int, int] = {}

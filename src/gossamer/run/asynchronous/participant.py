@@ -24,7 +24,7 @@ from gossamer.run.asynchronous.start import AsyncSeat, Core, adopt, content_of, 
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.journal import Journal, log_phase
 from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
-from gossamer.run.config.run_file import RunConfig, dump
+from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.elastic.messages import say_changes
 from gossamer.run.elastic.rendezvous import addresses_in
 from gossamer.run.elastic.state_transfer import give_state, take_state
@@ -49,7 +49,6 @@ class AsyncParticipant(ABC, Generic[Core]):
     All workers together take `workers · run.steps` inner steps: nobody begins a local phase once those that it knows of have been
     begun. Whoever is done stays, so that the others can still hear or meet it, until all that are alive are done.
 
-    Args: `config` is the run as in its file; `settled` has the local steps of its workers.
     Cost: besides the model a copy of it with its outer and inner state, as of the last local phase, for newcomers.
     """
 
@@ -62,13 +61,11 @@ class AsyncParticipant(ABC, Generic[Core]):
     stopwatch: Stopwatch
     _journal: Journal
 
-    def __init__(
-        self, config: RunConfig, settled: RunConfig, folder: Path, task: Task, seat: AsyncSeat, asked: threading.Event
-    ) -> None:
-        self.config, self.settled, self.folder, self.slot = config, settled, folder, seat.members.me
+    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: AsyncSeat, asked: threading.Event) -> None:
+        self.config, self.folder, self.slot = config, folder, seat.members.me
         self._seat, self._asked = seat, asked
         self.device = device_of(config.run.device)
-        self.replica = Replica(self.slot, settled, task, self.device)
+        self.replica = Replica(self.slot, config, task, self.device)
         self._probe = Probe(config, task, self.device)
         self._known = dict(seat.members.entries)
         station = seat.station
@@ -152,7 +149,7 @@ class AsyncParticipant(ABC, Generic[Core]):
         with (
             OrderWriter(folder, slot, life=self.life, goes_on=begun != Entered(0, 0, None, 0.0)) as self.log,
             RunFolder(
-                folder, dump(config), config.record, worker=slot, resume_round=cut,
+                folder, config.document, config.record, worker=slot, resume_round=cut,
                 void=lambda line: line.get("kind") == "train" and line.get("step") not in range(before + 1),
             ) as self.record,
             EventWriter(
@@ -177,7 +174,7 @@ class AsyncParticipant(ABC, Generic[Core]):
 
     def _begin(self) -> Entered:
         """Takes over the state that this process begins with."""
-        seat, members, local = self._seat, self._seat.members, self.settled.local_steps_of(self.slot)
+        seat, members, local = self._seat, self._seat.members, self.config.local_steps_of(self.slot)
         joins, state = members.own.standing == Standing.JOINING, seat.state
         if joins:
             self.transport.first_round(self.config.run.timeout_s)
@@ -192,7 +189,7 @@ class AsyncParticipant(ABC, Generic[Core]):
             return Entered(number, 0, None, 0.0)
         adopt(state, self.core, self.replica)
         own, donor = state.source[0] == self.slot, state.source[0]
-        self._held = state.held | ({} if own else {donor: state.phases * self.settled.local_steps_of(donor)})
+        self._held = state.held | ({} if own else {donor: state.phases * self.config.local_steps_of(donor)})
         round = state.after if own else max(state.after, self._rounds_over(number))
         if joins:
             whose = "its own checkpoint" if own else f"the state of worker {donor}"
@@ -209,7 +206,7 @@ class AsyncParticipant(ABC, Generic[Core]):
         self._ready.set()
         self.transport.begin_phase(number)
         with self.transport.changed:
-            self.calls.steps = number * self.settled.local_steps_of(self.slot)
+            self.calls.steps = number * self.config.local_steps_of(self.slot)
             self.begin()
             self.calls.closed = False
         if self.transport.members.own.standing == Standing.JOINING:
@@ -262,21 +259,21 @@ class AsyncParticipant(ABC, Generic[Core]):
 
     def _claims(self, number: int) -> bool:
         """Whether steps are left for the phase of this number, as far as this worker knows."""
-        begun = number * self.settled.local_steps_of(self.slot)
+        begun = number * self.config.local_steps_of(self.slot)
         for slot, one in self.transport.phases().items():
             if slot != self.slot:
-                local = self.settled.local_steps_of(slot)
+                local = self.config.local_steps_of(slot)
                 begun += (phases_behind(one.ended, one.steps, local) + one.trains) * local
         return begun < self._budget
 
     def _rounds_over(self, number: int) -> int:
         """Rounds of the run that are over, as far as this worker knows: the steps of all, over those of a round."""
-        steps = number * self.settled.local_steps_of(self.slot)
+        steps = number * self.config.local_steps_of(self.slot)
         for slot, one in self.transport.phases().items():
             if slot != self.slot:
-                local = self.settled.local_steps_of(slot)
+                local = self.config.local_steps_of(slot)
                 steps += phases_behind(one.ended, one.steps, local) * local
-        return min(steps // (self.config.workers * self.settled.full_steps), self.config.rounds - 1)
+        return min(steps // (self.config.workers * self.config.full_steps), self.config.rounds - 1)
 
     def _keep(self, after: int) -> None:
         """Keeps the state of the last local phase for newcomers, when so many rounds are over."""
@@ -290,7 +287,7 @@ class AsyncParticipant(ABC, Generic[Core]):
         save_state(self._seat.line, self.folder, finished, self.slot, self._state)
 
 
-def due_round(config: RunConfig, before: int, reached: int) -> int:
+def due_round(config: RunSettings, before: int, reached: int) -> int:
     """The last of the rounds that have ended since `before` after which something is due; 0 for none."""
     run = config.run
     over = range(before + 1, reached + 1)

@@ -16,7 +16,7 @@ from gossamer.record import checkpoint
 from gossamer.record.addresses import Address, write_address
 from gossamer.record.checkpoint import Lineage
 from gossamer.run.bookkeeping.resume import Resume, history, must_go_on
-from gossamer.run.config.run_file import RunConfig, decisive, digest
+from gossamer.run.config.resolved import RunSettings
 from gossamer.run.elastic.rendezvous import arrived, is_address, joined
 from gossamer.run.worker.replica import Replica
 from gossamer.transport.alike import short_settings
@@ -138,7 +138,7 @@ def newest_state(folder: Path, slot: int, line: Lineage) -> AsyncState | None:
 
 
 def async_seat(
-    config: RunConfig, folder: Path, run: int, nonce: int, *, local_steps: Sequence[int], join: str | None, resume: Resume
+    config: RunSettings, folder: Path, run: int, nonce: int, *, join: str | None, resume: Resume
 ) -> AsyncSeat:  # fmt: skip
     """The slot of this process in a run that starts, goes on, or is under way.
 
@@ -155,16 +155,16 @@ def async_seat(
     if own is not None and own.after == 0:  # it has left before the first round was over
         own = None
     brought = None if own is None else [own.after, own.phases, [[slot, steps] for slot, steps in own.held.items()]]
-    settings, wait_s = short_settings(decisive(config)), config.run.timeout_s
+    settings, wait_s = short_settings(config.decisive), config.run.timeout_s
     said = agree(member, f"{run:016x} calls", [address, nonce, brought], settings=settings, timeout_s=wait_s)
     facts = [fact_of(slot, value, config.workers) for slot, value in enumerate(said)]
-    line, after = Lineage(digest(config)), max(fact.after for fact in facts)
+    line, after = Lineage(config.digest), max(fact.after for fact in facts)
     if past is not None:
         must_go_on(config, folder, [[fact.after] if fact.after else [] for fact in facts], after, auto=resume == "auto")
         checkpoint.rewind(folder / "checkpoints", -1 if own is None else own.after, me)
         line = past.go_on(folder, after)
     held = {slot: max((fact.held.get(slot, 0) for fact in facts), default=0) for slot in range(config.workers)}
-    entries = [_entry(slot, facts, held[slot], local_steps[slot]) for slot in range(config.workers)]
+    entries = [_entry(slot, facts, held[slot], config.local_steps_of(slot)) for slot in range(config.workers)]
     donor = next((slot for slot, fact in enumerate(facts) if fact.after == after > 0), None)
     station = Station(listener, run, member.secret, wait_s, config.run.round_deadline_s)
     write_address(folder, Address(me, address, run))

@@ -13,9 +13,7 @@ from gossamer.run.asynchronous.gossip_process import GossipParticipant
 from gossamer.run.asynchronous.pair_process import PairParticipant
 from gossamer.run.asynchronous.start import async_seat
 from gossamer.run.bookkeeping.resume import Resume
-from gossamer.run.config.run_file import RunConfig
-from gossamer.run.config.settle import InPairs, WithoutWaiting, settle
-from gossamer.run.config.user_parts import own_parts
+from gossamer.run.config.resolved import InPairs, ResolvedRun
 from gossamer.run.elastic.participant import leaving
 from gossamer.run.served.protocol import run_key, use_threads
 from gossamer.run.worker.task import task_of
@@ -26,7 +24,7 @@ log = logging.getLogger("gossamer")
 
 
 def train_asynchronous(
-    config: RunConfig, folder: Path, *, join: str | None = None, resume: Resume = False
+    config: ResolvedRun, folder: Path, *, join: str | None = None, resume: Resume = False
 ) -> None:  # fmt: skip
     """Trains one worker of a run that waits for nobody to its end, or until it is asked to leave by SIGTERM.
 
@@ -39,19 +37,11 @@ def train_asynchronous(
         or another process has taken the slot.
     Cost: two models with their outer and inner state, one of them for newcomers, the gradients and one message.
     """
-    parts = own_parts(config)
     use_threads(config)
-    settled = settle(config, parts, real=True)
-    assert isinstance(settled, InPairs | WithoutWaiting)
-    for sentence in settled.warnings:
+    for sentence in config.warnings:
         log.warning(sentence)
-    task = task_of(config, parts)
-    seat = async_seat(
-        config, folder, run_key(settled.config, task, parts), secrets.randbits(61), join=join, resume=resume,
-        local_steps=[settled.config.local_steps_of(slot) for slot in range(config.workers)],
-    )  # fmt: skip
+    task = task_of(config)
+    seat = async_seat(config, folder, run_key(config, task), secrets.randbits(61), join=join, resume=resume)
+    participant = PairParticipant if isinstance(config.method, InPairs) else GossipParticipant
     with leaving() as asked:
-        if isinstance(settled, InPairs):
-            PairParticipant(config, settled, folder, task, seat, asked).train()
-        else:
-            GossipParticipant(config, settled, folder, task, seat, asked).train()
+        participant(config, folder, task, seat, asked).train()

@@ -25,10 +25,10 @@ from gossamer.rounds.exchange import Each
 from gossamer.rounds.mean_model import mean_of
 from gossamer.run.bookkeeping.newest_round import held_by, to_score
 from gossamer.run.bookkeeping.resume import lineage
-from gossamer.run.config.document import load_run
 from gossamer.run.config.layouts import arranged
-from gossamer.run.config.run_file import RunConfig, parse
-from gossamer.run.config.user_parts import OURS, Parts
+from gossamer.run.config.resolve import settings_in
+from gossamer.run.config.resolved import RunSettings
+from gossamer.run.config.user_parts import BUILT_IN, UserParts
 from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.run.worker.task import Task, buffers_of, moved, task_of
 from gossamer.settings.user_code import is_code
@@ -91,7 +91,7 @@ class Result(NamedTuple):
 class Probe:
     """A model that any parameter vector can be put into, with the validation batches to try it on."""
 
-    def __init__(self, config: RunConfig, task: Task, device: torch.device):
+    def __init__(self, config: RunSettings, task: Task, device: torch.device):
         self.config, self.task, self.device = config, task, device
         self.model = task.model().to(device)
         self.x = attach(self.model, _layout(self.model, config))
@@ -121,7 +121,7 @@ class Probe:
             yield
 
 
-def _layout(model: nn.Module, config: RunConfig) -> Layout:
+def _layout(model: nn.Module, config: RunSettings) -> Layout:
     """The order in which the workers of a run hold their parameters."""
     return arranged(layout_of(model), config)[0]
 
@@ -232,7 +232,7 @@ def mean_buffers(buffers: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return [mean_of(some) if some[0].is_floating_point() else some[0] for some in zip(*buffers, strict=True)]
 
 
-def model_with(config: RunConfig, task: Task, x: Tensor, buffers: Sequence[Tensor] = ()) -> nn.Module:
+def model_with(config: RunSettings, task: Task, x: Tensor, buffers: Sequence[Tensor] = ()) -> nn.Module:
     """A model of its own with parameters `x` and these buffers, in evaluation mode."""
     model = task.model()
     with torch.no_grad():
@@ -243,7 +243,7 @@ def model_with(config: RunConfig, task: Task, x: Tensor, buffers: Sequence[Tenso
     return model.eval()
 
 
-def publish(config: RunConfig, task: Task, x: Tensor, folder: Path, buffers: Sequence[Tensor] = ()) -> None:
+def publish(config: RunSettings, task: Task, x: Tensor, folder: Path, buffers: Sequence[Tensor] = ()) -> None:
     """Writes the model with parameters `x` where `AutoModelForCausalLM.from_pretrained` opens it, and a sample of its text.
 
     A model of the user's own is written by its `save_pretrained` if it has one, and else as `model.safetensors`.
@@ -269,7 +269,9 @@ class Evaluation(NamedTuple):
     """Whose checkpoints these are, as `worker_losses` has them; that of a run with a server is its number alone."""
 
 
-def evaluate(folder: Path, round: int | None = None, parts: Parts = OURS, source: str | None = None) -> Evaluation:
+def evaluate(
+    folder: Path, round: int | None = None, parts: UserParts = BUILT_IN, source: str | None = None
+) -> Evaluation:
     """The mean model of a run from the checkpoints of one round: its loss, the disagreement, and its export to `RUN/model`.
 
     On another text than the run's it is only scored: nothing is written.
@@ -283,12 +285,12 @@ def evaluate(folder: Path, round: int | None = None, parts: Parts = OURS, source
         other text of a run whose data is a function.
     Cost: holds one model per worker in memory.
     """
-    config = parse(load_run(folder))
+    config = settings_in(folder, parts)
     key = lineage(config, folder)
     finished, owners = (
         _whole if config.kind == "server" or not (config.run.elastic or config.event_driven) else _most
     )(config, folder, key, round)
-    task = task_of(config if source is None else _on(config, source), parts)
+    task = task_of(config if source is None else _on(config, source))
     store = Store(config, folder)
     states = [store.load(task, finished, owner, key) for owner in owners]
     buffers = [state.get("buffers", ()) for state in states]
@@ -304,7 +306,7 @@ def evaluate(folder: Path, round: int | None = None, parts: Parts = OURS, source
     return Evaluation(finished, result, tuple(owners))
 
 
-def _on(config: RunConfig, source: str) -> RunConfig:
+def _on(config: RunSettings, source: str) -> RunSettings:
     """The run on the text of another source, of which nothing is scored but what is kept for validation."""
     if config.data.own or is_code(source):
         raise ConfigError(
@@ -316,7 +318,7 @@ def _on(config: RunConfig, source: str) -> RunConfig:
 
 
 def _most(
-    config: RunConfig, folder: Path, key: checkpoint.Lineage, round: int | None
+    config: RunSettings, folder: Path, key: checkpoint.Lineage, round: int | None
 ) -> tuple[int, Sequence[int]]:  # fmt: skip
     """The round of an elastic run to score, and the workers whose checkpoints of it are here. Raises CheckpointError."""
     held = held_by(folder, config.owners, key)
@@ -337,7 +339,7 @@ def _most(
     return chosen, owners
 
 
-def _whole(config: RunConfig, folder: Path, key: checkpoint.Lineage, round: int | None) -> tuple[int, Sequence[int]]:
+def _whole(config: RunSettings, folder: Path, key: checkpoint.Lineage, round: int | None) -> tuple[int, Sequence[int]]:
     """The newest round of which all checkpoints are here, or the requested one, and its owners. Raises CheckpointError."""
     store, owners = folder / "checkpoints", config.owners
     owned = Store(config, folder).rounds(owners, key)
@@ -354,7 +356,7 @@ def _whole(config: RunConfig, folder: Path, key: checkpoint.Lineage, round: int 
             "validation, and its mean model is in the folder 'model' if record.export was true"
         )
     if not whole:
-        whose = f"all {config.workers} workers" if config.server is None else "the server"
+        whose = f"all {config.workers} workers" if config.kind != "server" else "the server"
         whose = f"all stages of {whose}" if any(store.glob("stage-*")) else whose
         raise CheckpointError(
             f"'{folder}' has no round with checkpoints of {whose} (owned: {owned}); "
@@ -364,7 +366,7 @@ def _whole(config: RunConfig, folder: Path, key: checkpoint.Lineage, round: int 
 
 
 def _note(
-    config: RunConfig, folder: Path, finished: int, states: Sequence[Mapping[str, Any]], result: Assessment
+    config: RunSettings, folder: Path, finished: int, states: Sequence[Mapping[str, Any]], result: Assessment
 ) -> None:  # fmt: skip
     """Adds an evaluation to the metrics of a run that has none of this round."""
     if any(

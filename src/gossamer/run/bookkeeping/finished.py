@@ -6,49 +6,49 @@ from gossamer.errors import ConfigError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.run.bookkeeping.resume import lineage
-from gossamer.run.config.document import load, load_run
-from gossamer.run.config.run_file import RunConfig, digest, parse
+from gossamer.run.config.resolve import settings_in
+from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.stages.checkpoints import Store
 
 __all__ = ["is_evaluated", "is_finished", "measures_alike", "must_be_record_of", "rounds_in_common"]
 
 
-def rounds_in_common(config: RunConfig, folder: Path) -> int | None:
+def rounds_in_common(config: RunSettings, folder: Path) -> int | None:
     """The newest round of this run that all owners have checkpoints of here; None without one."""
     return checkpoint.newest_common(Store(config, folder).rounds(config.owners, lineage(config, folder)))
 
 
-def must_be_record_of(config: RunConfig, recorded: Path) -> None:
+def must_be_record_of(config: RunSettings, recorded: Path) -> None:
     """Raises ConfigError unless the run in this folder, which shall be computed again, has the settings of this one."""
-    before = parse(load_run(recorded))
-    if digest(before) != digest(config):
+    before = settings_in(recorded)
+    if before.digest != config.digest:
         raise ConfigError(
-            f"'{recorded}' is a run with digest {digest(before)} and the run file has {digest(config)}; replay it with its own "
+            f"'{recorded}' is a run with digest {before.digest} and the run file has {config.digest}; replay it with its own "
             "run.toml"
         )
 
 
-def is_finished(config: RunConfig, folder: Path) -> bool:
+def is_finished(config: RunSettings, folder: Path) -> bool:
     """Whether this very run has been evaluated after its last round here.
 
     Raises: ConfigError when the folder holds a run with other settings.
     """
     if not (folder / "run.toml").exists():
         return False
-    if not measures_alike(config, parse(load(folder / "run.toml"))):
+    if not measures_alike(config, settings_in(folder)):
         raise ConfigError(
             f"'{folder}' holds a run with other settings than the file's; name another folder with --out, or remove it"
         )
     return is_evaluated(config, folder)
 
 
-def measures_alike(config: RunConfig, there: RunConfig) -> bool:
+def measures_alike(config: RunSettings, there: RunSettings) -> bool:
     """Whether the other run has the numbers and the validations of this one; losses of workers too many are no fault."""
     measured = [(run.eval_every, run.eval_batches, run.eval_js, run.pace_s) for run in (there.run, config.run)]
     lacks = config.run.eval_workers and not there.run.eval_workers
-    return digest(there) == digest(config) and measured[0] == measured[1] and not lacks
+    return there.digest == config.digest and measured[0] == measured[1] and not lacks
 
 
-def is_evaluated(config: RunConfig, folder: Path) -> bool:
+def is_evaluated(config: RunSettings, folder: Path) -> bool:
     """Whether the run in this folder, which is one like this, has been evaluated after its last round."""
     return any(line["kind"] == "eval" and line["round"] == config.rounds - 1 for line in read_metrics(folder))

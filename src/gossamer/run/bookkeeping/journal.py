@@ -15,7 +15,7 @@ from gossamer.record.folder import RunFolder, Unrecorded
 from gossamer.record.logs.events import EventWriter
 from gossamer.record.logs.trace import Entry
 from gossamer.run.bookkeeping.spent_seconds import EventSeconds
-from gossamer.run.config.run_file import RunConfig
+from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.replica import joined
 from gossamer.run.worker.worker import RoundReport, Worker
 
@@ -48,7 +48,7 @@ class Journal:
     """
 
     def __init__(
-        self, config: RunConfig, record: Callable[[], RunFolder | Unrecorded], validate: Callable[[], Mapping[str, Any]],
+        self, config: RunSettings, record: Callable[[], RunFolder | Unrecorded], validate: Callable[[], Mapping[str, Any]],
         save: Save, *, kind: str = "eval",
     ) -> None:  # fmt: skip
         self.config, self._record = config, record
@@ -194,7 +194,7 @@ class EventJournal:
     def _enter_phase(self, event: Phase, steps: int) -> None:
         log_phase(self._journal.record, self._log(), self.round, event, steps)
         self.tokens += event.report.tokens
-        if self._journal.config.server is None:
+        if self._journal.config.kind != "server":
             self.steps += steps
 
     def _end_round(self, finished: int) -> None:

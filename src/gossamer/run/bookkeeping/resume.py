@@ -13,9 +13,8 @@ from gossamer.errors import ConfigError
 from gossamer.record import checkpoint
 from gossamer.record.branches import Branch, described, read_branches, write_branches
 from gossamer.record.checkpoint import Lineage
-from gossamer.run.config.document import load_run
-from gossamer.run.config.run_file import RunConfig, differences, digest, parse
-from gossamer.settings.schema import changeable
+from gossamer.run.config.resolve import CHANGEABLE, differences, settings_in
+from gossamer.run.config.resolved import RunSettings
 
 __all__ = ["History", "Resume", "history", "lineage", "may_restart", "must_go_on"]
 
@@ -28,7 +27,7 @@ Resume = bool | Literal["auto"]
 class History(NamedTuple):
     """The settings that the run in a folder has had before those it is resumed with."""
 
-    config: RunConfig
+    config: RunSettings
     branches: list[Branch]
     changes: dict[str, tuple[Any, Any]]
     """What the settings of the folder are changed to now."""
@@ -39,7 +38,7 @@ class History(NamedTuple):
     def lineage(self) -> Lineage:
         """Whose checkpoints the run may go on from."""
         now = [(self.digest, 1 << 31)] if self.changes else []
-        return Lineage(digest(self.config), (*_earlier(self.branches), *now))
+        return Lineage(self.config.digest, (*_earlier(self.branches), *now))
 
     def go_on(self, folder: Path, round: int) -> Lineage:
         """Records that the run goes on from this round, and returns whose checkpoints belong to it from now on."""
@@ -51,7 +50,7 @@ class History(NamedTuple):
             log.warning("settings change %s", described(kept[-1]))
         if kept != self.branches:
             write_branches(folder, kept)
-        return Lineage(digest(self.config), _earlier(kept))
+        return Lineage(self.config.digest, _earlier(kept))
 
     def newest(
         self, folder: Path, owned: Sequence[Sequence[int]], faults: Callable[[int], Sequence[str | None]], *, auto: bool,
@@ -79,7 +78,7 @@ class History(NamedTuple):
         return newest or 0
 
 
-def must_go_on(config: RunConfig, folder: Path, owned: Sequence[Sequence[int]], newest: int, *, auto: bool) -> None:
+def must_go_on(config: RunSettings, folder: Path, owned: Sequence[Sequence[int]], newest: int, *, auto: bool) -> None:
     """Raises CheckpointError where an elastic run has no round to go on from, ConfigError where it would end before that.
 
     Args: as of `History.newest`; `newest` is 0 where nobody has a checkpoint.
@@ -89,7 +88,7 @@ def must_go_on(config: RunConfig, folder: Path, owned: Sequence[Sequence[int]], 
     _must_not_be_over(config, newest)
 
 
-def _must_not_be_over(config: RunConfig, newest: int) -> None:
+def _must_not_be_over(config: RunSettings, newest: int) -> None:
     if newest > config.rounds:
         raise ConfigError(
             f"run.steps is {config.run.steps}, which ends the run after round {config.rounds}, but it is at round {newest} "
@@ -97,29 +96,29 @@ def _must_not_be_over(config: RunConfig, newest: int) -> None:
         )
 
 
-def history(config: RunConfig, folder: Path) -> History:
+def history(config: RunSettings, folder: Path) -> History:
     """The history of the run in a folder, which shall go on with these settings.
 
     Raises: ConfigError, naming the keys that may change, when others differ; DataError for a spoilt record of branches.
     """
-    before = parse(load_run(folder)) if (folder / "run.toml").exists() else config
-    changes, allowed = differences(before, config), changeable(RunConfig)
+    before = settings_in(folder) if (folder / "run.toml").exists() else config
+    changes = differences(before, config)
     for key, (old, new) in changes.items():
-        if not any(key == one or key.startswith(f"{one}.") for one in allowed):
+        if not any(key == one or key.startswith(f"{one}.") for one in CHANGEABLE):
             was, now = ("not set" if value is None else f"{value!r:.60}" for value in (old, new))
             raise ConfigError(
                 f"{key} is {was} in '{folder}' and {now} now, but a resumed run keeps it; may change: "
-                f"{', '.join(sorted(allowed))}; start again with another --out for anything else"
+                f"{', '.join(CHANGEABLE)}; start again with another --out for anything else"
             )
-    return History(config, read_branches(folder), changes, digest(before))
+    return History(config, read_branches(folder), changes, before.digest)
 
 
-def lineage(config: RunConfig, folder: Path) -> Lineage:
+def lineage(config: RunSettings, folder: Path) -> Lineage:
     """Whose checkpoints belong to the run in a folder, which has these settings."""
-    return Lineage(digest(config), _earlier(read_branches(folder)))
+    return Lineage(config.digest, _earlier(read_branches(folder)))
 
 
-def may_restart(config: RunConfig, owned: Sequence[Sequence[int]]) -> bool:
+def may_restart(config: RunSettings, owned: Sequence[Sequence[int]]) -> bool:
     """Whether nothing is lost by a start from the beginning: nobody has a checkpoint, or some have the first and others none."""
     first = next(r for r in range(1, config.rounds + 1) if config.due(config.run.checkpoint_every, r))
     return all(first in rounds for rounds in owned if rounds)

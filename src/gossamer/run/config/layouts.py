@@ -11,7 +11,7 @@ from gossamer.layout import Layout, Leaf, arrange, in_parts
 from gossamer.models.holders import Holders, holders_of
 from gossamer.models.sizes import ModelConfig, tensors
 from gossamer.rounds.mean_model import mean_of
-from gossamer.run.config.run_file import RunConfig
+from gossamer.run.config.resolved import RunSettings
 
 __all__ = ["Holding", "Spans", "arranged", "holding_of", "layout_for"]
 
@@ -82,7 +82,7 @@ class Holding(NamedTuple):
         return into
 
 
-def holding_of(config: RunConfig, layout: Layout | None) -> Holding | None:
+def holding_of(config: RunSettings, layout: Layout | None) -> Holding | None:
     """What each worker holds of a model with this layout; None without `model.experts.holders`."""
     holders = holders_of(config.model.experts, config.workers)
     return None if holders is None or layout is None else Holding(holders, *_in_parts(layout, holders))
@@ -92,7 +92,7 @@ def _in_parts(layout: Layout, holders: Holders) -> tuple[Layout, Spans]:
     return in_parts(layout, holders.part, len(holders.parts))
 
 
-def arranged(layout: Layout, config: RunConfig) -> tuple[Layout, Spans]:
+def arranged(layout: Layout, config: RunSettings) -> tuple[Layout, Spans]:
     """The layout of a model, or of what a worker holds of it, in the order of a run, and the slices that are exchanged."""
     holders = holders_of(config.model.experts, config.workers)
     return arrange(layout, *config.fragments) if holders is None else _in_parts(layout, holders)

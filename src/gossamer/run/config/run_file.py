@@ -13,7 +13,6 @@ from pydantic import Field
 from gossamer.clock import EventsConfig
 from gossamer.data.settings import DataConfig
 from gossamer.errors import ConfigError, GossamerError, PairingError
-from gossamer.layout import Pattern
 from gossamer.models.holders import must_deal
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, to_options
@@ -30,7 +29,7 @@ from gossamer.settings.fields import NEUTRAL, AtLeastOne, AtLeastZero, Changeabl
 from gossamer.settings.schema import build, plain, settings
 from gossamer.settings.schema import faults as schema_faults
 
-__all__ = ["LoopSettings", "RunConfig", "decisive", "differences", "digest", "dump", "faults", "parse"]
+__all__ = ["LoopSettings", "RunConfig", "RunLength", "decisive", "digest", "dump", "faults", "parse"]
 
 _IN_TOKENS = ("tokens", "tokens_per_parameter")
 _LONGEST_S = 1e6  # twelve days; threads and sockets take no wait without end
@@ -131,9 +130,37 @@ class LoopSettings:
             )
 
 
+class RunLength:
+    """How long a run is, for its file and for what that resolves to."""
+
+    run: LoopSettings
+    data: DataConfig
+
+    @property
+    def full_steps(self) -> int:
+        """Inner steps per round of the worker that takes most (H)."""
+        h = self.run.local_steps
+        return max(h) if isinstance(h, tuple) else h
+
+    @property
+    def rounds(self) -> int:
+        """Exchanges in the run: run.steps over the largest number of local steps."""
+        return self.run.steps // self.full_steps
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens one worker trains on in one inner step."""
+        return self.data.batch_size * self.data.accumulate * self.data.seq_len
+
+    def local_steps_of(self, worker: int) -> int:
+        """Inner steps per round of one worker (H_i); those it begins with if they adapt."""
+        h = self.run.local_steps
+        return h[worker] if isinstance(h, tuple) else h
+
+
 @settings("")
-class RunConfig:
-    """One run, resolved: everything that decides its numbers, and a little that does not."""
+class RunConfig(RunLength):
+    """One run file, validated: everything that decides the numbers of a run, and a little that does not."""
 
     name: Annotated[str, NEUTRAL] = "run"
     """The name of the run, and of its folder in `runs/` unless --out is given."""
@@ -209,36 +236,6 @@ class RunConfig:
             steps = rounds_for(tokens, taken * self.step_tokens) * max(each)
             object.__setattr__(self, "run", replace(run, steps=steps, tokens=None, tokens_per_parameter=None))
 
-    def local_steps_of(self, worker: int) -> int:
-        """Inner steps per round of one worker (H_i); those it begins with if they adapt."""
-        h = self.run.local_steps
-        return h[worker] if isinstance(h, tuple) else h
-
-    @property
-    def full_steps(self) -> int:
-        """Inner steps per round of the worker that takes most (H)."""
-        h = self.run.local_steps
-        return max(h) if isinstance(h, tuple) else h
-
-    def pace_s_of(self, worker: int) -> float:
-        """Seconds that an inner step of one worker takes at least."""
-        pace_s = self.run.pace_s
-        return pace_s[worker] if isinstance(pace_s, tuple) else pace_s
-
-    def unpaced(self) -> "RunConfig":
-        """The run whose inner steps take no longer than they must, for whoever computes it again."""
-        return replace(self, run=replace(self.run, pace_s=0.0))
-
-    @property
-    def rounds(self) -> int:
-        """Exchanges in the run: run.steps over the largest number of local steps."""
-        return self.run.steps // self.full_steps
-
-    @property
-    def owners(self) -> range:
-        """The owners whose checkpoints a complete round has: all workers, or the server, whose number follows theirs."""
-        return range(self.workers) if self.server is None else range(self.workers, self.workers + 1)
-
     @property
     def kind(self) -> Kind:
         """How the run communicates."""
@@ -252,23 +249,6 @@ class RunConfig:
     def event_driven(self) -> bool:
         """Whether it is asynchronous: delays decide what is computed."""
         return self.kind != "rounds"
-
-    @property
-    def step_tokens(self) -> int:
-        """Tokens one worker trains on in one inner step."""
-        return self.data.batch_size * self.data.accumulate * self.data.seq_len
-
-    @property
-    def fragments(self) -> tuple[int, Pattern]:
-        """How many fragments the parameters are cut into, and how; those of a server are packed by size."""
-        if self.server is not None:
-            return self.events.fragments, "packed"
-        return self.schedule.fragments, self.schedule.pattern
-
-    def due(self, every: int, finished: int) -> bool:
-        """Whether something done every so many inner steps is due after this many finished rounds; always after the last."""
-        here, before = finished * self.full_steps, (finished - 1) * self.full_steps
-        return finished == self.rounds or (every > 0 and here // every > before // every)
 
 
 def parse(document: Mapping[str, Any]) -> RunConfig:
@@ -381,10 +361,3 @@ def _deciding(config: RunConfig) -> dict[str, Any]:
             if name == clock or clock not in config.network
         }
     return document
-
-
-def differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """The dotted keys in which two runs differ, each with both values; None for a key that a run does not have."""
-    old, new = flat(_document(before)), flat(_document(after))
-    keys = sorted(old.keys() | new.keys())
-    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}

@@ -15,7 +15,7 @@ from gossamer.settings.options import unknown_options
 from gossamer.settings.user_code import Code, calling, imported, is_code
 from gossamer.topologies import Topology, make_topology
 
-__all__ = ["GIVEN", "KEYS", "OURS", "Parts", "caller", "make", "named", "own_parts"]
+__all__ = ["BUILT_IN", "GIVEN", "KEYS", "UserParts", "caller", "make", "named", "own_parts"]
 
 KEYS = {
     "rule": "rule.name", "topology": "topology.name", "codec": "codec.name", "server": "server.name", "pair": "pair.name",
@@ -31,7 +31,7 @@ _KINDS: Mapping[str, type] = {
 T = TypeVar("T")
 
 
-class Parts(NamedTuple):
+class UserParts(NamedTuple):
     """The user's own parts of a run."""
 
     own: Mapping[str, Callable[..., Any]] = {}
@@ -40,7 +40,7 @@ class Parts(NamedTuple):
     """Those that were imported for a run file."""
 
 
-OURS = Parts()
+BUILT_IN = UserParts()
 """No part of the user's."""
 
 
@@ -58,7 +58,7 @@ def named(config: RunConfig) -> dict[str, str]:
     return {kind: name for kind, name in names.items() if isinstance(name, str) and is_code(name)}
 
 
-def own_parts(config: RunConfig, without: Collection[str] = ()) -> Parts:
+def own_parts(config: RunConfig, without: Collection[str] = ()) -> UserParts:
     """Imports the code that a run names; nothing without any.
 
     Args: `without` are kinds that are here already, or are not needed.
@@ -66,7 +66,7 @@ def own_parts(config: RunConfig, without: Collection[str] = ()) -> Parts:
     Raises: ConfigError and UserCodeError, as `gossamer.settings.user_code.imported`.
     """
     found = {kind: _imported(kind, name) for kind, name in named(config).items() if kind not in without}
-    return Parts({kind: code.object for kind, code in found.items()}, tuple(dict.fromkeys(found.values())))
+    return UserParts({kind: code.object for kind, code in found.items()}, tuple(dict.fromkeys(found.values())))
 
 
 def _imported(kind: str, name: str) -> Code:
@@ -78,7 +78,7 @@ def _imported(kind: str, name: str) -> Code:
     return imported(KEYS[kind], name)
 
 
-def caller(parts: Parts, kind: str, name: str) -> Callable[..., Any]:
+def caller(parts: UserParts, kind: str, name: str) -> Callable[..., Any]:
     """The user's own function of this kind, whose arguments are checked at its first call, and its result at each.
 
     Raises: ConfigError when it is not here; when called, ConfigError if it does not take its arguments or returns something of
@@ -125,7 +125,7 @@ def _must_take(said: str, function: Callable[..., Any], given: tuple[Any, ...], 
         ) from None
 
 
-def make(parts: Parts, kind: str, config: RunConfig) -> Any:
+def make(parts: UserParts, kind: str, config: RunConfig) -> Any:
     """The rule, topology, codec, server or pair of a run: Gossamer's own by its name, or the user's.
 
     Raises: ConfigError and UserCodeError.
@@ -133,7 +133,7 @@ def make(parts: Parts, kind: str, config: RunConfig) -> Any:
     choice = getattr(config, kind)
     name, options = choice.name, dict(choice.options)
     if not is_code(name):
-        return _OURS[kind](config, name, options)
+        return _FROM_TABLES[kind](config, name, options)
     around = {key: options.pop(key) for key in [*options] if kind == "rule" and key in WRAPPERS}
     back = options.pop("back", None) if kind == "codec" else None
     given = (config.workers,) if kind == "topology" else ()
@@ -146,7 +146,7 @@ def make(parts: Parts, kind: str, config: RunConfig) -> Any:
     return wrapped(made, around) if kind == "rule" else made
 
 
-_OURS: Mapping[str, Callable[[RunConfig, str, Mapping[str, Any]], Any]] = {
+_FROM_TABLES: Mapping[str, Callable[[RunConfig, str, Mapping[str, Any]], Any]] = {
     "rule": lambda config, name, options: make_rule(name, **options),
     "topology": lambda config, name, options: make_topology(name, config.workers, seed=config.seed, **options),
     "codec": lambda config, name, options: make_codec(name, **options),

@@ -21,14 +21,11 @@ from gossamer.record.folder import RunFolder
 from gossamer.record.logs.outcomes import Begun, Ended, ExchangeOutcome, Followed, OutcomeWriter, RoundOutcome
 from gossamer.record.packed import cold, frozen
 from gossamer.record.progress import say
-from gossamer.rounds.compatibility.combine import Method
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.journal import Journal
 from gossamer.run.bookkeeping.resume import Resume
 from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
-from gossamer.run.config.run_file import RunConfig, dump
-from gossamer.run.config.settle import in_rounds
-from gossamer.run.config.user_parts import own_parts
+from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.elastic.messages import say_changes
 from gossamer.run.elastic.rendezvous import Seat, addresses_in, joined, started
 from gossamer.run.elastic.state_transfer import give_state, take_state
@@ -53,7 +50,7 @@ KEPT = 4
 """Checkpoints that a worker keeps: gossip lets workers run ahead, and nobody knows what a worker that is gone has owned."""
 
 
-def train_elastic(config: RunConfig, folder: Path, *, join: str | None = None, resume: Resume = False) -> None:
+def train_elastic(config: ResolvedRun, folder: Path, *, join: str | None = None, resume: Resume = False) -> None:
     """Trains one worker of an elastic run to the end, or until it is asked to leave by SIGTERM.
 
     Args:
@@ -64,13 +61,11 @@ def train_elastic(config: RunConfig, folder: Path, *, join: str | None = None, r
     Raises: ConfigError, DataError, CheckpointError, TrainingError; PeerError when no worker can be reached to join;
         SlotTakenError when another process has taken the slot of one that has not joined, which asks for another.
     """
-    parts = own_parts(config)
     use_threads(config)
-    m, _, warnings = in_rounds(config, parts, real=True)
-    for sentence in warnings:
+    for sentence in config.warnings:
         log.warning(sentence)
-    task = task_of(config, parts)
-    key, nonce = run_key(config, task, parts), secrets.randbits(61)
+    task = task_of(config)
+    key, nonce = run_key(config, task), secrets.randbits(61)
     starts = join is None
     seat = started(config, folder, key, nonce, resume=resume) if starts else joined(config, folder, key, nonce, join)
     if starts and seat.begun.after == config.rounds:
@@ -81,7 +76,7 @@ def train_elastic(config: RunConfig, folder: Path, *, join: str | None = None, r
     with leaving() as asked:
         while True:
             try:
-                return _Participant(config, folder, m, task, seat, asked).train()
+                return _Participant(config, folder, task, seat, asked).train()
             except SlotTakenError:
                 if join is None or asked.is_set():
                     raise
@@ -108,9 +103,8 @@ def leaving() -> Iterator[threading.Event]:
 class _Participant:
     """One process in its slot."""
 
-    def __init__(
-        self, config: RunConfig, folder: Path, m: Method, task: Task, seat: Seat, asked: threading.Event
-    ) -> None:
+    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: threading.Event) -> None:
+        m = config.in_rounds
         self.config, self.folder, self._method, self._seat, self._asked = config, folder, m, seat, asked
         self.slot, self._store, self._line = seat.members.me, folder / "checkpoints", seat.line
         device = device_of(config.run.device)
@@ -155,7 +149,7 @@ class _Participant:
             with (
                 OutcomeWriter(self.folder, self.slot, None if fresh else begun.round) as log,
                 RunFolder(
-                    self.folder, dump(self.config), self.config.record, worker=self.slot,
+                    self.folder, self.config.document, self.config.record, worker=self.slot,
                     resume_round=None if fresh else begun.round, traced_per_round=self._method.sends_per_round,
                 ) as record,
             ):  # fmt: skip

@@ -13,7 +13,7 @@ from gossamer.record.checkpoint import Lineage
 from gossamer.record.logs.outcomes import Begun
 from gossamer.run.bookkeeping.newest_round import Held, held_by, to_resume
 from gossamer.run.bookkeeping.resume import Resume, history, lineage, must_go_on
-from gossamer.run.config.run_file import RunConfig, decisive, digest
+from gossamer.run.config.resolved import RunSettings
 from gossamer.transport.alike import short_settings
 from gossamer.transport.elastic.members import Members, SlotEntry, Standing, news, read_news
 from gossamer.transport.elastic.newcomer import Applicant, ask
@@ -37,7 +37,7 @@ class Seat(NamedTuple):
     """Whether files of this slot may be there already."""
 
 
-def started(config: RunConfig, folder: Path, run: int, nonce: int, *, resume: Resume) -> Seat:
+def started(config: RunSettings, folder: Path, run: int, nonce: int, *, resume: Resume) -> Seat:
     """Waits for all processes of a run that starts, as torchrun's environment variables or our launcher name them.
 
     They may be fewer than the run has slots; the others are empty until somebody joins.
@@ -48,13 +48,13 @@ def started(config: RunConfig, folder: Path, run: int, nonce: int, *, resume: Re
     member, listener, address = arrived(config)
     me, past = member.worker, history(config, folder) if resume else None
     own = {} if past is None else held_by(folder, [me], past.lineage)[me]
-    settings = short_settings(decisive(config))
+    settings = short_settings(config.decisive)
     fact = [address, nonce, [[r, None if seen is None else sorted(seen)] for r, seen in own.items()]]
     said = agree(member, f"{run:016x} elastic", fact, settings=settings, timeout_s=wait_s)
     facts = [_fact(slot, fact) for slot, fact in enumerate(said)]
     held = {slot: fact.held for slot, fact in enumerate(facts)}
     after = to_resume(held, config.run.rejoin_rounds)
-    line = Lineage(digest(config))
+    line = Lineage(config.digest)
     if past is not None:
         must_go_on(config, folder, [[*rounds] for rounds in held.values()], after, auto=resume == "auto")
         checkpoint.rewind(folder / "checkpoints", after, me)
@@ -66,7 +66,7 @@ def started(config: RunConfig, folder: Path, run: int, nonce: int, *, resume: Re
     return Seat(members, station, line, Begun(after, after, donor, 0, 0), past is not None)
 
 
-def arrived(config: RunConfig) -> tuple[Member, socket.socket, str]:
+def arrived(config: RunSettings) -> tuple[Member, socket.socket, str]:
     """This process among those that start together, the socket at which it listens from now on, and its address."""
     run = config.run
     member = join(
@@ -75,7 +75,7 @@ def arrived(config: RunConfig) -> tuple[Member, socket.socket, str]:
     return member, *_listening(os.environ["MASTER_ADDR"])
 
 
-def _entry(slot: int, facts: Sequence["_Fact"], after: int, config: RunConfig) -> SlotEntry:
+def _entry(slot: int, facts: Sequence["_Fact"], after: int, config: RunSettings) -> SlotEntry:
     """What is known of a slot at the start.
 
     One whose checkpoint is lost goes on behind all inner steps that it can have taken, so that none is trained twice.
@@ -88,13 +88,13 @@ def _entry(slot: int, facts: Sequence["_Fact"], after: int, config: RunConfig) -
     return SlotEntry(slot, 0, nonce, Standing.ALIVE, after, address, after, steps)
 
 
-def addresses_in(folder: Path, config: RunConfig, run: int) -> list[tuple[int, str]]:
+def addresses_in(folder: Path, config: RunSettings, run: int) -> list[tuple[int, str]]:
     """The slots of a run and the addresses of their newest processes, as its folder on this machine says."""
     return [(one.slot, one.address) for one in read_addresses(folder) if one.run == run and one.slot < config.workers]
 
 
 def joined(
-    config: RunConfig, folder: Path, run: int, nonce: int, where: str, others: Sequence[str] = ()
+    config: RunSettings, folder: Path, run: int, nonce: int, where: str, others: Sequence[str] = ()
 ) -> Seat:  # fmt: skip
     """Gets a slot of a run that is under way. The state comes later, when this process is ready to train.
 

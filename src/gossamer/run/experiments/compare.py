@@ -19,7 +19,9 @@ from gossamer.report.table import summary_rows
 from gossamer.run.bookkeeping.finished import is_evaluated, is_finished, measures_alike
 from gossamer.run.config.document import load
 from gossamer.run.config.experiment_file import Point, place_of
-from gossamer.run.config.run_file import RunConfig, digest, dump, parse
+from gossamer.run.config.resolve import settings_of
+from gossamer.run.config.resolved import RunSettings
+from gossamer.run.config.run_file import digest, dump, parse
 from gossamer.run.experiments.processes import Apart, RunEnd
 from gossamer.run.experiments.shared_start import shared_trunks, stands_at_its_trunk
 from gossamer.settings.schema import Records
@@ -61,7 +63,7 @@ def train_all(
     for run in runs if resume else ():
         if trunks[run.label] and stands_at_its_trunk(run.config, folders[run.label]):
             continue
-        if is_finished(run.config, folders[run.label]):
+        if is_finished(settings_of(run.config), folders[run.label]):
             _adopt(run, folders)
             origins[run.label], line = None, known.get(place_of(run))
             if line is not None and line.origin is not None and line.origin["digest"] == digest(run.config):
@@ -108,19 +110,19 @@ def _copied(
             f"--reuse got '{reuse}', which has no outcomes.jsonl; name the --out of a gossamer tune or compare"
         )
     computed = {one["digest"]: one for _, line in records(outcomes, _ENDED) if (one := line.get("origin"))}
-    there = dict[str, list[tuple[Path, RunConfig]]]()
+    there = dict[str, list[tuple[Path, RunSettings]]]()
     for file in sorted([*reuse.glob("*/run.toml"), *reuse.glob("*/*/run.toml")]):
-        config = parse(load(file))
-        there.setdefault(digest(config), []).append((file.parent, config))
+        config = settings_of(parse(load(file)))
+        there.setdefault(config.digest, []).append((file.parent, config))
     taken = list[tuple[Point, Origin]]()
     for run in missing:
-        mine = digest(run.config)
-        alike = (place for place, config in there.get(mine, []) if measures_alike(run.config, config))
-        place = next((place for place in alike if is_evaluated(run.config, place)), None)
-        if place is not None and mine in computed:
+        own = settings_of(run.config)
+        alike = (place for place, config in there.get(own.digest, []) if measures_alike(own, config))
+        place = next((place for place in alike if is_evaluated(own, place)), None)
+        if place is not None and own.digest in computed:
             _copy(place, folders[run.label])
             _adopt(run, folders)
-            taken.append((run, computed[mine]))
+            taken.append((run, computed[own.digest]))
     if some and not taken:
         raise ConfigError(
             f"none of the {len(missing)} runs is finished in '{reuse}' with the same settings, seed and validations; gossamer "

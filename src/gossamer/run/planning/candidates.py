@@ -1,7 +1,7 @@
 """The plan of all other methods: what each recipe would send on a network, and how long it takes.
 
 `gossamer.run.planning.plan` prices data parallelism, DiLoCo and GASLoC by formula, with local steps that match each worker's
-speed. Here every method is settled as a run file would settle it, a few of its rounds are played on tensors without data, and
+speed. Here every method is resolved as its run file is, a few of its rounds are played on tensors without data, and
 their trace is priced. All workers take the same local steps, unless the method chooses them.
 """
 
@@ -17,8 +17,8 @@ from gossamer.network.links import to_options
 from gossamer.network.timeline import in_words
 from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.recipes import Recipe, recipe, recipes
+from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import parse
-from gossamer.run.config.settle import InPairs, WithServer, settle
 from gossamer.run.planning.check import counted
 from gossamer.run.planning.measured_losses import loss_penalty
 from gossamer.run.planning.plan import Candidate, PlanSettings, RunPlan, best_among, with_tables
@@ -140,11 +140,11 @@ def _document(method: str, local_steps: int, made: RunPlan, rounds: int) -> dict
 def _candidate(method: str, local_steps: int, made: RunPlan, layout: Layout) -> Candidate:
     """The price of a method with these local steps. Raises ConfigError where it cannot run, or its network has no price."""
     config = parse(_document(method, local_steps, made, made.options.rounds))
-    settled = settle(config)
-    sent_bytes, _, _, (priced,) = counted(config, settled, layout, _ROUNDS)
+    run = resolve(config)
+    sent_bytes, _, _, (priced,) = counted(run, layout, _ROUNDS)
     if priced.round_s is None or priced.utilisation is None or priced.between_stages is None:
         raise ConfigError(f"{priced.name} gives it no price: {priced.note}")
-    codec = settled.codec if isinstance(settled, WithServer | InPairs) else settled.method.codec
+    codec = run.method.codec
     own = tuple(config.local_steps_of(i) for i in range(config.workers))
     return Candidate(
         method=method,

@@ -19,9 +19,10 @@ from gossamer.rounds.compatibility.combine import Method
 from gossamer.run.config.document import EXPERIMENT
 from gossamer.run.config.experiment_file import drafts
 from gossamer.run.config.layouts import holding_of, layout_for
+from gossamer.run.config.resolve import faults, pairing_faults, resolve, settings_of
+from gossamer.run.config.resolved import InPairs, ResolvedRun, RunSettings, WithServer
 from gossamer.run.config.run_file import RunConfig, parse
 from gossamer.run.config.run_file import faults as faults_of_keys
-from gossamer.run.config.settle import InPairs, InRounds, Settled, WithServer, faults, pairing_faults, settle
 from gossamer.run.config.user_parts import named
 from gossamer.run.planning.traffic import period_of, played, traffic
 from gossamer.run.worker.stages.timing import in_stages
@@ -108,47 +109,43 @@ class Examined(NamedTuple):
 def examine(config: RunConfig) -> Examined:
     """What this run will do. A pure function of the run file, and of a tokenizer file that it names.
 
-    Raises: ConfigError and PairingError, as `gossamer.run.config.settle.settle`; DataError for a tokenizer file that cannot be
+    Raises: ConfigError and PairingError, as `gossamer.run.config.resolve.resolve`; DataError for a tokenizer file that cannot be
     opened. Cost: a few rounds played on tensors without data, and priced: some 10 ms, and seconds for hundreds of workers.
     """
-    settled = settle(config)
-    vocab_size = vocabulary(config.data.tokenizer)
-    layout = _layout(config, vocab_size)
-    m, topology = None, None
-    if isinstance(settled, InPairs):
-        topology = settled.topology
-    elif not isinstance(settled, WithServer):
-        m, topology = settled.method, settled.method.topology
-    predicted = None if m is None else stability.stability_of(m.rule, m.topology, m.schedule.merge)
-    sent, most, kept, networks = counted(config, settled, layout) if layout else (None, None, (), ())
+    run = resolve(config)
+    vocab_size, m = vocabulary(run.data.tokenizer), run.method
+    layout = _layout(run, vocab_size)
+    topology = None if isinstance(m, WithServer) else m.topology
+    predicted = stability.stability_of(m.rule, m.topology, m.schedule.merge) if isinstance(m, Method) else None
+    sent, most, kept, networks = counted(run, layout) if layout else (None, None, (), ())
     return Examined(
-        name=config.name,
-        kind=config.kind,
-        method=_words(settled),
-        workers=config.workers,
+        name=run.name,
+        kind=run.kind,
+        method=_words(m),
+        workers=run.workers,
         topology=None if topology is None else topology.name,
         spectral_gap=None if topology is None else stability.mean_gap(topology),
         vocabulary=vocab_size,
         parameters=None if layout is None else layout.numel,
-        experts=None if layout is None else _experts(config, layout),
+        experts=None if layout is None else _experts(run, layout),
         sent_bytes=sent,
         most_bytes=most,
         kept=kept,
         networks=networks,
         disagreement=None if predicted is None else predicted.radius,
-        rounds=config.rounds,
-        tokens=_steps(config) * config.step_tokens,
-        warnings=_warnings(config, settled),
+        rounds=run.rounds,
+        tokens=_steps(run) * run.step_tokens,
+        warnings=(*run.warnings, *_warnings(config)),
         code=tuple(named(config).values()),
     )
 
 
-def _layout(config: RunConfig, vocab_size: int | None) -> Layout | None:
+def _layout(config: RunSettings, vocab_size: int | None) -> Layout | None:
     """The layout of the model; None where it is not known without its tokenizer, or is made by code of the user's."""
     return None if vocab_size is None or config.model.own else layout_for(config.model, vocab_size)
 
 
-def _experts(config: RunConfig, layout: Layout) -> HeldExperts | None:
+def _experts(config: RunSettings, layout: Layout) -> HeldExperts | None:
     held = holding_of(config, layout)
     if held is None:
         return None
@@ -161,15 +158,15 @@ def _experts(config: RunConfig, layout: Layout) -> HeldExperts | None:
 
 def _known_of(config: RunConfig) -> Examined:
     """What is known of a run whose method is code of the user's: its length, and the size of its model."""
-    names, vocab_size = named(config), vocabulary(config.data.tokenizer)
+    names, vocab_size, run = named(config), vocabulary(config.data.tokenizer), settings_of(config)
     kind = "server" if config.server is not None else "pair" if config.pair is not None else "rule"
     method, topology = getattr(config, kind), None if kind == "server" else config.topology.name
-    layout = _layout(config, vocab_size)
+    layout = _layout(run, vocab_size)
     return Examined(
         name=config.name, kind=config.kind, method=f"{method.name}, codec {config.codec.name}", workers=config.workers,
         topology=topology, spectral_gap=None, vocabulary=vocab_size, parameters=None if layout is None else layout.numel,
-        experts=None if layout is None else _experts(config, layout), sent_bytes=None, most_bytes=None, kept=(), networks=(),
-        disagreement=None, rounds=config.rounds, tokens=_steps(config) * config.step_tokens, warnings=(),
+        experts=None if layout is None else _experts(run, layout), sent_bytes=None, most_bytes=None, kept=(), networks=(),
+        disagreement=None, rounds=config.rounds, tokens=_steps(run) * run.step_tokens, warnings=(),
         code=tuple(names.values()),
     )  # fmt: skip
 
@@ -222,29 +219,28 @@ def inner_copies(config: InnerConfig, layout: Layout) -> float:
     return averages + 2.0 - sum(hidden) / layout.numel
 
 
-def _steps(config: RunConfig) -> int:
+def _steps(config: RunSettings) -> int:
     """Inner steps of all workers together; a run without rounds ends when all have taken as many as full rounds have."""
     per_round = [config.local_steps_of(i) for i in range(config.workers)]
     return config.workers * config.run.steps if config.event_driven else config.rounds * sum(per_round)
 
 
-def _words(settled: Settled) -> str:
-    rule = settled.method.rule if not isinstance(settled, WithServer | InPairs) else settled.rule
-    codec = settled.method.codec if not isinstance(settled, WithServer | InPairs) else settled.codec
+def _words(method: Method | WithServer | InPairs) -> str:
+    rule, codec = method.rule, method.codec
     options = ", ".join(f"{key} = {value}" for key, value in rule.options.items() if value is not None)
     back = f", sums back in {codec.back.name}" if codec.back else ""
     return f"{rule.name}({options}), codec {codec.name}{back}"
 
 
-def _warnings(config: RunConfig, settled: Settled) -> tuple[str, ...]:
-    found = [] if isinstance(settled, WithServer) else [*settled.warnings]
-    found += [f"real processes cannot run it: {sentence}" for sentence in pairing_faults(config, real=True)]
+def _warnings(config: RunConfig) -> list[str]:
+    """What does not go on real processes, or on this machine."""
+    found = [f"real processes cannot run it: {sentence}" for sentence in pairing_faults(config, real=True)]
     if not config.data.own and not config.data.streamed:
         try:
             files_of(config.data.sources)
         except DataError as error:  # the run may be meant for another machine
             found.append(f"on this machine {error}")
-    return tuple(found)
+    return found
 
 
 class Counted(NamedTuple):
@@ -256,7 +252,7 @@ class Counted(NamedTuple):
     networks: tuple[OnNetwork, ...]
 
 
-def counted(config: RunConfig, settled: Settled, layout: Layout, rounds: int = _ROUNDS) -> Counted:
+def counted(config: ResolvedRun, layout: Layout, rounds: int = _ROUNDS) -> Counted:
     """Bytes, memory and seconds, by so many played rounds or by whole periods of what is sent."""
     size = _BYTES * layout.numel
 
@@ -269,27 +265,26 @@ def counted(config: RunConfig, settled: Settled, layout: Layout, rounds: int = _
     rows = [kept("weights", part), kept("gradients", part)]
     if not is_code(config.inner.optimizer):
         rows.append(kept("inner optimizer", part * inner_copies(config.inner, own)))
-    if not isinstance(settled, InRounds):
-        sent = traffic(config, layout, settled=settled)
+    m = config.method
+    if config.kind != "rounds" or not isinstance(m, Method):
+        sent = traffic(config, layout)
         rows += [kept("outer state", sent.state_copies), kept("messages", sent.sent_bytes / size)]
-        if isinstance(settled, WithServer):
-            regions = settled.rule.regions
-            rows.append(
-                kept("server: state" if regions is None else "server of a region: state", settled.rule.state_copies)
-            )
+        if isinstance(m, WithServer):
+            regions = m.rule.regions
+            rows.append(kept("server: state" if regions is None else "server of a region: state", m.rule.state_copies))
             rows += [] if regions is None else [kept("server of all: state", regions.rule.state_copies)]
-        priced = _on_a_clock(config, settled, sent.sent_bytes, size)
+        priced = _on_a_clock(config, sent.sent_bytes, size)
         return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), (priced,))
-    sent, entries = played(config, settled.method, layout, _rounds(config, settled.method, rounds))
+    sent, entries = played(config, m, layout, _rounds(config, m, rounds))
     rows += [
         kept("outer state", sent.state_copies),
         kept("messages", (_message_bytes(entries) + sent.flight_copies * size) / size),
     ]
-    networks = tuple(_priced(config, name, entries, settled.method, layout) for name in config.network)
+    networks = tuple(_priced(config, name, entries, m, layout) for name in config.networks)
     return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), networks)
 
 
-def _rounds(config: RunConfig, m: Method, some: int) -> int:
+def _rounds(config: RunSettings, m: Method, some: int) -> int:
     """How many rounds to play: about as many as asked for in whole periods, and not more than the run has."""
     period = period_of(config, m)
     some = 1 if config.workers > _MANY_WORKERS else some
@@ -306,9 +301,9 @@ def _message_bytes(entries: Sequence[Entry]) -> int:
     return max(held)
 
 
-def _priced(config: RunConfig, name: str, entries: Sequence[Entry], m: Method, layout: Layout) -> OnNetwork:
+def _priced(config: RunSettings, name: str, entries: Sequence[Entry], m: Method, layout: Layout) -> OnNetwork:
     """A round on a network, by the trace that the played rounds would leave."""
-    network = config.network[name]
+    network = config.networks[name]
     if network.step_s is None:
         return OnNetwork(name, None, None, None, f"unknown: network.{name} has no step_s")
     trace = from_entries(entries)
@@ -323,19 +318,19 @@ def _priced(config: RunConfig, name: str, entries: Sequence[Entry], m: Method, l
     return OnNetwork(name, timeline.total_s / rounds, timeline.mean_utilisation, timeline.mean_between_stages, note)
 
 
-def _on_a_clock(config: RunConfig, settled: Settled, sent_bytes: float, size: int) -> OnNetwork:
+def _on_a_clock(config: ResolvedRun, sent_bytes: float, size: int) -> OnNetwork:
     """As many inner steps as a round has, on the network whose seconds decide what is computed."""
-    assert not isinstance(settled, InRounds) and settled.network is not None and settled.network_name is not None
-    run, links, note = settled.config, Durations(settled.network, config.workers), ""
-    compute = [run.local_steps_of(i) * links.step_s[i] for i in range(config.workers)]
+    assert config.network is not None and config.network_name is not None
+    m, links, note = config.method, Durations(config.network, config.workers), ""
+    compute = [config.local_steps_of(i) * links.step_s[i] for i in range(config.workers)]
     cycles = compute
-    if isinstance(settled, WithServer) and not config.events.overlap:
-        push, fetch, near = round(sent_bytes), size // config.events.fragments, settled.rule.regions is not None
+    if isinstance(m, WithServer) and not config.events.overlap:
+        push, fetch, near = round(sent_bytes), size // config.events.fragments, m.rule.regions is not None
         cycles = [
             s + links.transfer_s(i, SERVER, push, near=near) + links.transfer_s(SERVER, i, fetch, near=near)
             for i, s in enumerate(compute)
         ]
-        note = "without waiting for a quorum" if settled.rule.window is not None else ""
-    steps_per_s = math.fsum(run.local_steps_of(i) / s for i, s in enumerate(cycles))
+        note = "without waiting for a quorum" if m.rule.window is not None else ""
+    steps_per_s = math.fsum(config.local_steps_of(i) / s for i, s in enumerate(cycles))
     utilisation = math.fsum(c / s for c, s in zip(compute, cycles, strict=True)) / config.workers
-    return OnNetwork(settled.network_name, config.workers * config.full_steps / steps_per_s, utilisation, 0.0, note)
+    return OnNetwork(config.network_name, config.workers * config.full_steps / steps_per_s, utilisation, 0.0, note)

@@ -21,8 +21,8 @@ from gossamer.network.inner_steps import InnerSteps
 from gossamer.network.links import Network
 from gossamer.network.pipeline_time import StageLinks
 from gossamer.run.config.layouts import layout_for
+from gossamer.run.config.resolve import resolve, settings_of
 from gossamer.run.config.run_file import parse
-from gossamer.run.config.settle import settle
 from gossamer.run.planning.candidates import PLANNED, drafted
 from gossamer.run.planning.check import counted
 from gossamer.run.planning.plan import PlanSettings, RunPlan, plan, stepped, workers_of
@@ -124,7 +124,7 @@ def plan_in_stages(
         raise ConfigError(f"no boundary codec fits: {'; '.join(refused.values())}")
     chosen = next((cut for cut in tried if cut.unhindered >= options.target), min(tried, key=lambda cut: cut.step_s))
     tables = chosen.tables(options.batch_size)
-    config = parse(sketch.document("diloco", tables))
+    config = settings_of(parse(sketch.document("diloco", tables)))
     steps = in_stages(network, config, layout)
     made = plan(steps.network, model, options, steps.computing)
     made = made._replace(network=network, replica=tables)
@@ -155,7 +155,7 @@ class _Sketch(NamedTuple):
         for method in PLANNED:
             config = parse(self.document(method, {}))
             try:
-                found = counted(config, settle(config), self.layout, 1)
+                found = counted(resolve(config), self.layout, 1)
             except ConfigError:  # two peers of two workers
                 continue
             needed = max(needed, sum(kept.bytes for kept in found.kept))
@@ -166,8 +166,7 @@ class _Sketch(NamedTuple):
         made = StagedReplica(
             len(cuts) + 1, cuts, forward, BOUNDARY_PAIRS[forward], micro_batches, stage_bytes, 0.0, 0.0, 0.0
         )
-        config = parse(self.document("diloco", made.tables(self.options.batch_size)))
-        settle(config)
+        config = resolve(parse(self.document("diloco", made.tables(self.options.batch_size))))
         links = self.network.stages or StageLinks()
         free = replace(self.network, stages=StageLinks(speeds=links.speeds))
         step_s, computing = _slowest(in_stages(self.network, config, self.layout))

@@ -17,8 +17,7 @@ from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.loop import OuterLoop
 from gossamer.rules import Rule
 from gossamer.run.config.layouts import arranged, holding_of
-from gossamer.run.config.run_file import RunConfig
-from gossamer.run.config.settle import InPairs, Settled, WithServer, settle
+from gossamer.run.config.resolved import InPairs, ResolvedRun, RunSettings, WithServer
 from gossamer.run.worker.worker import parts_of
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import Tree, leaves, nbytes
@@ -42,24 +41,24 @@ class Traffic(NamedTuple):
     """What is kept for exchanges under way while training goes on, in models, at its most."""
 
 
-def traffic(config: RunConfig, layout: Layout, rounds: int = 0, settled: Settled | None = None) -> Traffic:
+def traffic(config: ResolvedRun, layout: Layout, rounds: int = 0) -> Traffic:
     """Plays rounds of a run and counts; as many as until everything repeats, unless given.
 
-    Args: `layout` is that of the whole model, and `settled` what the run settles to, for whoever has it.
+    Args: `layout` is that of the whole model.
     """
-    settled = settled or settle(config)
-    if isinstance(settled, WithServer | InPairs):
-        return _of_phases(config, settled, layout)
-    m = settled.method  # without waiting, what is published after a phase is what would be sent in a round
+    m = config.method
+    if isinstance(m, WithServer | InPairs):
+        return _of_phases(config, m, layout)
+    # Without waiting, what is published after a phase is what would be sent in a round.
     return played(config, m, layout, rounds or period_of(config, m))[0]
 
 
-def period_of(config: RunConfig, m: Method) -> int:
+def period_of(config: RunSettings, m: Method) -> int:
     """Rounds after which what is sent repeats, as far as its bytes go."""
     return math.lcm(m.topology.period or 1, *(every for every in config.schedule.inner_every if every))
 
 
-def played(config: RunConfig, m: Method, layout: Layout, rounds: int) -> tuple[Traffic, list[Entry]]:
+def played(config: RunSettings, m: Method, layout: Layout, rounds: int) -> tuple[Traffic, list[Entry]]:
     """What so many rounds send and keep, and the trace that they would leave, its seconds left at zero."""
     n, network, schedule, size = config.workers, MemoryNetwork(config.workers), config.schedule, layout.numel
     m = m._replace(codec=each_shape_once(m.codec), rule=_once(m.rule))
@@ -130,11 +129,11 @@ def _once(rule: Rule) -> Rule:
     return rule._replace(init=kept(rule.init), send=kept(rule.send))
 
 
-def _of_phases(config: RunConfig, settled: WithServer | InPairs, layout: Layout) -> Traffic:
+def _of_phases(config: RunSettings, method: WithServer | InPairs, layout: Layout) -> Traffic:
     """What a worker pushes, or sends at a meeting, after one local phase."""
     # A worker of a server keeps one: where the server let it start.
-    copies = 1.0 if isinstance(settled, WithServer) else float(settled.rule.state_copies)
+    copies = 1.0 if isinstance(method, WithServer) else float(method.rule.state_copies)
     arranged, spans = arrange(layout, *config.fragments)
-    sizes = [payload_bytes(fitted(settled.codec, arranged.slice(a, b)), b - a) for a, b in spans]
+    sizes = [payload_bytes(fitted(method.codec, arranged.slice(a, b)), b - a) for a, b in spans]
     sent_bytes = sum(sizes) / len(sizes)
     return Traffic(sent_bytes, sent_bytes, 1, 1, (), copies, 0.0)

@@ -41,15 +41,14 @@ from gossamer.record.logs.order import (
     read_order,
 )
 from gossamer.record.packed import packed, unpacked
-from gossamer.run.asynchronous.pair_process import settled_pair
+from gossamer.rounds.compatibility.combine import Method
+from gossamer.run.asynchronous.pair_process import pair_rule_of
 from gossamer.run.asynchronous.participant import due_round, save_state
 from gossamer.run.asynchronous.start import Core, Source, adopt, content_of, state_of
 from gossamer.run.bookkeeping.evaluate import Probe, Probes, Result, assess
 from gossamer.run.bookkeeping.finished import must_be_record_of
 from gossamer.run.bookkeeping.journal import log_phase
-from gossamer.run.config.run_file import RunConfig, digest, dump
-from gossamer.run.config.settle import InPairs, WithoutWaiting, settle
-from gossamer.run.config.user_parts import own_parts
+from gossamer.run.config.resolved import InPairs, ResolvedRun
 from gossamer.run.served.protocol import HERE
 from gossamer.run.worker.replica import LocalPhase, Replica
 from gossamer.run.worker.task import Task, task_of
@@ -66,14 +65,13 @@ Key = tuple[int, ...]
 _NEVER = 1 << 31
 
 
-def replay_asynchronous(config: RunConfig, folder: Path, recorded: Path) -> Result:
+def replay_asynchronous(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
     """Computes the run in the folder `recorded` again and records it in `folder`, as far as its events go.
 
     Raises: ConfigError when the record is of another run or of none, or `folder` holds one; DataError for a record that
         contradicts itself.
     Cost: the models of all workers, and the messages that somebody has yet to hear.
     """
-    parts = own_parts(config)
     must_be_record_of(config, recorded)
     order = read_order(recorded)
     if not order:
@@ -90,9 +88,8 @@ def replay_asynchronous(config: RunConfig, folder: Path, recorded: Path) -> Resu
             f"'{recorded}' went on with other settings {described(branches[-1])}; only a run whose settings stayed the same can "
             "be computed again"
         )
-    settled, task = settle(config, parts, real=True), task_of(config, parts)
-    assert isinstance(settled, InPairs | WithoutWaiting)
-    began, replay = time.perf_counter(), _Replay(config, settled, folder, task, order)
+    task = task_of(config)
+    began, replay = time.perf_counter(), _Replay(config, folder, task, order)
     replay.run()
     for path in sorted(recorded.glob("order-*.jsonl")):
         shutil.copyfile(path, folder / path.name)
@@ -131,10 +128,10 @@ class _Replay:
     """A run that is computed again, with its record."""
 
     def __init__(
-        self, config: RunConfig, settled: InPairs | WithoutWaiting, folder: Path, task: Task,
+        self, config: ResolvedRun, folder: Path, task: Task,
         order: Mapping[int, list[OrderLife]],
     ) -> None:  # fmt: skip
-        self._config, self._folder, self._line = config, folder, Lineage(digest(config))
+        self._config, self._folder, self._line = config, folder, Lineage(config.digest)
         device = one_device(config.run.device)
         self._probe = Probe(config, task, device)
         self._processes = [
@@ -145,15 +142,15 @@ class _Replay:
         self._last = {one.slot: one for one in self._processes}
         self._wanted = {one.begun.source for one in self._processes}
         self._states: dict[Source, bytes] = {}
-        make = _Pairs if isinstance(settled, InPairs) else _Gossip
-        self._run = make(config, settled, lambda slot: Replica(slot, settled.config.unpaced(), task, device), order)
+        make = _Pairs if isinstance(config.method, InPairs) else _Gossip
+        self._run = make(config, lambda slot: Replica(slot, config.unpaced(), task, device), order)
         self.tokens, self.time_s, self.loss = 0, 0.0, math.nan
 
     def run(self) -> None:
         """Takes every event as soon as what it needs is there."""
         config, processes = self._config, self._processes
         with (
-            RunFolder(self._folder, dump(config), config.record) as self._record,
+            RunFolder(self._folder, config.document, config.record) as self._record,
             EventWriter(self._folder, network=HERE, workers=config.workers) as self._events,
         ):
             if config.run.eval_every:
@@ -255,10 +252,9 @@ class _Run(ABC, Generic[Core]):
     """The workers of a replay, and the messages that somebody has yet to hear."""
 
     def __init__(
-        self, config: RunConfig, settled: InPairs | WithoutWaiting, replica: Callable[[int], Replica],
+        self, config: ResolvedRun, replica: Callable[[int], Replica],
         order: Mapping[int, list[OrderLife]],
     ) -> None:  # fmt: skip
-        codec = settled.codec if isinstance(settled, InPairs) else settled.method.codec
         self._workers, self._replica = config.workers, replica
         self.replicas: dict[Name, Replica] = {}
         self.cores: dict[Name, Core] = {}
@@ -269,7 +265,7 @@ class _Run(ABC, Generic[Core]):
             for event in one.events
             for key in self.needs((slot, one.life), event)
         ]
-        self._options = LoopOptions(codec=codec, seed=config.seed)
+        self._options = LoopOptions(codec=config.method.codec, seed=config.seed)
         self._wanted, self._held = Counter(wanted), dict[Key, Tree]()
         self.bytes = 0
         """Of one message."""
@@ -335,11 +331,12 @@ class _Run(ABC, Generic[Core]):
 
 class _Gossip(_Run[GossipWorker]):
     def __init__(
-        self, config: RunConfig, settled: Any, replica: Callable[[int], Replica],
+        self, config: ResolvedRun, replica: Callable[[int], Replica],
         order: Mapping[int, list[OrderLife]],
     ) -> None:  # fmt: skip
-        super().__init__(config, settled, replica, order)
-        self._rule, self._topology = settled.method.rule, settled.method.topology
+        super().__init__(config, replica, order)
+        assert isinstance(config.method, Method)
+        self._rule, self._topology = config.method.rule, config.method.topology
         self._own: dict[Name, Tree] = {}
         everyone = frozenset(range(config.workers))
         self._alive = {
@@ -393,11 +390,12 @@ class _Gossip(_Run[GossipWorker]):
 
 class _Pairs(_Run[PairWorker]):
     def __init__(
-        self, config: RunConfig, settled: Any, replica: Callable[[int], Replica],
+        self, config: ResolvedRun, replica: Callable[[int], Replica],
         order: Mapping[int, list[OrderLife]],
     ) -> None:  # fmt: skip
-        super().__init__(config, settled, replica, order)
-        self._rule = settled_pair(settled)
+        super().__init__(config, replica, order)
+        assert isinstance(config.method, InPairs)
+        self._rule = pair_rule_of(config.method)
 
     def core(self, i: Name, replica: Replica) -> PairWorker:
         return PairWorker(self._rule, replica)

@@ -19,10 +19,9 @@ from gossamer.record.logs.outcomes import read_outcomes
 from gossamer.record.machines import read_machines, this_machine
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.resume import lineage
-from gossamer.run.config.document import load_run
-from gossamer.run.config.run_file import RunConfig, parse
-from gossamer.run.config.settle import in_rounds
-from gossamer.run.config.user_parts import Parts, own_parts
+from gossamer.run.config.resolve import recorded_run
+from gossamer.run.config.resolved import ResolvedRun
+from gossamer.run.config.user_parts import UserParts
 from gossamer.run.replay.repeat import Repeat
 from gossamer.run.replay.script import Script, calm, script_of
 from gossamer.run.simulated.threads import Lanes
@@ -61,7 +60,11 @@ class Audit(NamedTuple):
 
 
 def audit(
-    folder: Path, *, worker: int | None = None, rounds: tuple[int, int | None] = (0, None), parts: Parts | None = None
+    folder: Path,
+    *,
+    worker: int | None = None,
+    rounds: tuple[int, int | None] = (0, None),
+    parts: UserParts | None = None,
 ) -> Audit:
     """Trains the workers of the run in a folder again, from the newest checkpoints of all of them, and compares what they sent.
 
@@ -72,10 +75,9 @@ def audit(
     Raises: ConfigError for a run that cannot be repeated here or has no hashes; DataError for a record that contradicts itself.
     Cost: as a simulation of the rounds from the checkpoints on.
     """
-    config = parse(load_run(folder))
-    config = _repeatable(config, folder)
-    parts = own_parts(config) if parts is None else parts
-    m, _, _ = in_rounds(config, parts)
+    real = any(folder.glob("metrics-[0-9]*.jsonl"))
+    config = _repeatable(recorded_run(folder, parts, real=real), folder, real=real)
+    m = config.in_rounds
     recorded = _hashes(folder)
     if not recorded:
         raise ConfigError(
@@ -93,7 +95,7 @@ def audit(
     else:
         script = calm([config.local_steps_of(i) for i in range(config.workers)], max(recorded) + 1)
     snapshot = next(q for q in _candidates(folder, script, first, line) if _usable(folder, script, q, line))
-    task, lanes = task_of(config, parts), Lanes(device, config, alone=bool(parts.own))
+    task, lanes = task_of(config), Lanes(device, config)
     repeat = Repeat(config, task, m, script, Probe(config, task, device).x, logged=bool(lives))
     repeat.restore(folder, snapshot, line)
     compared = 0
@@ -113,14 +115,14 @@ def audit(
     return Audit(first, last, snapshot, compared, None)
 
 
-def _repeatable(config: RunConfig, folder: Path) -> RunConfig:
+def _repeatable(config: ResolvedRun, folder: Path, *, real: bool) -> ResolvedRun:
     """The run with the threads that it had. Raises ConfigError, with the reason, for one that cannot be repeated here."""
-    real, here = any(folder.glob("metrics-[0-9]*.jsonl")), this_machine()
+    here = this_machine()
 
     def refuse(why: str, instead: str) -> ConfigError:
         return ConfigError(f"the run in '{folder}' cannot be audited: {why}; {instead}")
 
-    if config.server is not None:
+    if config.kind == "server":
         raise refuse(
             "a run with a server has no rounds of hashes",
             f"gossamer simulate RUN.toml --replay {folder} computes a real one again from its record",

@@ -21,9 +21,7 @@ from gossamer.rounds.compatibility.combine import Method
 from gossamer.run.bookkeeping.evaluate import Probe, Probes, Result, assess
 from gossamer.run.bookkeeping.finished import must_be_record_of
 from gossamer.run.bookkeeping.journal import Journal
-from gossamer.run.config.run_file import RunConfig, digest, dump
-from gossamer.run.config.settle import in_rounds
-from gossamer.run.config.user_parts import Parts, own_parts
+from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.elastic.participant import KEPT
 from gossamer.run.replay.repeat import Repeat
 from gossamer.run.replay.script import Script, script_of
@@ -35,14 +33,13 @@ from gossamer.transport.processes.launch import one_device
 __all__ = ["replay_elastic"]
 
 
-def replay_elastic(config: RunConfig, folder: Path, recorded: Path) -> Result:
+def replay_elastic(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
     """Computes the elastic run in the folder `recorded` again and records it in `folder`, as far as its log goes.
 
     Raises: ConfigError when the record is of another run or of none, or `folder` holds one; DataError for a log that contradicts
         itself.
     Cost: as a simulation, and the states that workers took over.
     """
-    parts = own_parts(config)
     must_be_record_of(config, recorded)
     lives = read_outcomes(recorded)
     if not lives:
@@ -50,9 +47,8 @@ def replay_elastic(config: RunConfig, folder: Path, recorded: Path) -> Result:
             f"'{recorded}' has no log of outcomes (outcomes-*.jsonl), which real runs with run.elastic = true write; any other "
             "run in rounds is repeated by gossamer simulate alone"
         )
-    method, _, _ = in_rounds(config, parts)
-    script = script_of(lives, method, config.rounds, config.seed)
-    replay = _Replay(config, folder, parts, method, script)
+    script = script_of(lives, config.in_rounds, config.rounds, config.seed)
+    replay = _Replay(config, folder, config.in_rounds, script)
     began = time.perf_counter()
     replay.run()
     for path in sorted(recorded.glob("outcomes-*.jsonl")):
@@ -64,12 +60,12 @@ def replay_elastic(config: RunConfig, folder: Path, recorded: Path) -> Result:
 class _Replay:
     """An elastic run that is computed again, with its record."""
 
-    def __init__(self, config: RunConfig, folder: Path, parts: Parts, m: Method, script: Script) -> None:
+    def __init__(self, config: ResolvedRun, folder: Path, m: Method, script: Script) -> None:
         self._config, self._folder, self._script = config, folder, script
-        device, task = one_device(config.run.device), task_of(config, parts)
+        device, task = one_device(config.run.device), task_of(config)
         probe = Probe(config, task, device)
         self._probes = Probes([probe])
-        self._lanes = Lanes(device, config, alone=bool(parts.own))
+        self._lanes = Lanes(device, config)
         self._sends_per_round = m.sends_per_round
         self._repeat = Repeat(config, task, m, script, probe.x, logged=True)
         self._present: list[Worker] = []
@@ -81,7 +77,7 @@ class _Replay:
         config, traced = self._config, self._sends_per_round
         with (
             self._lanes.opened(),
-            RunFolder(self._folder, dump(config), config.record, traced_per_round=traced) as record,
+            RunFolder(self._folder, config.document, config.record, traced_per_round=traced) as record,
         ):
             journal = Journal(config, lambda: record, self._validate, self._save_all)
             if 0 in self._script.turns:
@@ -119,5 +115,5 @@ class _Replay:
         self._lanes.each(lambda worker: self._save(worker, finished), self._present)
 
     def _save(self, worker: Worker, finished: int) -> None:
-        line = Lineage(digest(self._config))
+        line = Lineage(self._config.digest)
         checkpoint.save(self._folder / "checkpoints", finished, worker.index, worker.state(), digest=line, keep=KEPT)

@@ -19,7 +19,7 @@ from gossamer.record.logs.outcomes import Begun, Followed
 from gossamer.record.packed import cold, packed, unpacked
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.exchange import Each
-from gossamer.run.config.run_file import RunConfig
+from gossamer.run.config.resolved import RunSettings
 from gossamer.run.replay.script import Message, Script
 from gossamer.run.simulated.rounds import crew, train_together
 from gossamer.run.worker.replica import Replica
@@ -43,7 +43,7 @@ class Repeat:
     """
 
     def __init__(
-        self, config: RunConfig, task: Task, m: Method, script: Script, like: Tensor, *, logged: bool
+        self, config: RunSettings, task: Task, m: Method, script: Script, like: Tensor, *, logged: bool
     ) -> None:  # fmt: skip
         config = config.unpaced()
         self._config, self._task, self._method, self._like = config, task, m, like

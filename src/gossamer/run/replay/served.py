@@ -20,10 +20,8 @@ from gossamer.errors import ConfigError, DataError
 from gossamer.record.logs.arrivals import ServerInput, arrivals_file, read_arrivals
 from gossamer.run.bookkeeping.evaluate import Probe, Result
 from gossamer.run.bookkeeping.journal import EventJournal
-from gossamer.run.config.run_file import RunConfig, digest
-from gossamer.run.config.settle import WithServer
-from gossamer.run.config.user_parts import own_parts
-from gossamer.run.served.protocol import HERE, settled_server, use_threads
+from gossamer.run.config.resolved import ResolvedRun
+from gossamer.run.served.protocol import HERE, use_threads
 from gossamer.run.served.session import Reply, ServerSession, open_session
 from gossamer.run.served.worker import ServedWorker, Trained
 from gossamer.run.worker.task import Task, task_of
@@ -34,15 +32,14 @@ __all__ = ["replay_server"]
 class _Recorded(NamedTuple):
     """A recorded run, and where its replay goes."""
 
-    config: RunConfig
-    settled: WithServer
+    config: ResolvedRun
     task: Task
     probe: Probe
     folder: Path
     where: Path
 
 
-def replay_server(config: RunConfig, folder: Path, recorded: Path) -> Result:
+def replay_server(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
     """Computes the server run in the folder `recorded` again and records it in `folder`.
 
     It ends where the record ends, so an interrupted run is replayed up to its interruption.
@@ -50,27 +47,25 @@ def replay_server(config: RunConfig, folder: Path, recorded: Path) -> Result:
     Raises: ConfigError when the record is of another run or `folder` holds one; DataError for an impossible record.
     Cost: parameters, gradients and inner state of every worker, and the state of the rule at the server.
     """
-    if config.server is None:
+    if config.kind != "server":
         raise ConfigError(
             f"a replay needs a run with a [server], and '{config.name}' has none; give the run file of the server"
         )
-    parts = own_parts(config)
-    settled = settled_server(config, parts)
     use_threads(config)
     inputs = _of_this_run(read_arrivals(recorded), config, recorded)
-    task, began = task_of(config, parts), time.perf_counter()
-    run = _Recorded(config, settled, task, Probe(config, task, torch.device("cpu")), folder, recorded)
+    task, began = task_of(config), time.perf_counter()
+    run = _Recorded(config, task, Probe(config, task, torch.device("cpu")), folder, recorded)
     journal = _replay_processes(run, inputs)
     return Result(journal.loss, journal.tokens, journal.tokens / (time.perf_counter() - began), {HERE: journal.time_s})
 
 
-def _of_this_run(inputs: list[ServerInput], config: RunConfig, recorded: Path) -> list[ServerInput]:
+def _of_this_run(inputs: list[ServerInput], config: ResolvedRun, recorded: Path) -> list[ServerInput]:
     """The inputs, if the processes that had them are of this run. Raises ConfigError."""
     for item in inputs:
-        if item.event == "serve" and (item.workers, item.digest) != (config.workers, digest(config)):
+        if item.event == "serve" and (item.workers, item.digest) != (config.workers, config.digest):
             raise ConfigError(
                 f"'{recorded}' is a run of {item.workers} workers with digest {item.digest} and the run file has "
-                f"{config.workers} with {digest(config)}; replay it with its own run.toml"
+                f"{config.workers} with {config.digest}; replay it with its own run.toml"
             )
     return inputs
 
@@ -87,7 +82,7 @@ def _replay_processes(run: _Recorded, inputs: Sequence[ServerInput]) -> EventJou
     journal = None
     for begin, lines in _processes(inputs):
         start = begin.round or None
-        with open_session(run.config, run.settled, run.folder, run.probe, start, replays=True) as session:
+        with open_session(run.config, run.folder, run.probe, start, replays=True) as session:
             replay = _Replay(session, run, arrivals_file(run.where))
             for item in lines:
                 replay.enter(item)
@@ -104,7 +99,7 @@ class _Replay:
     def __init__(self, session: ServerSession, run: _Recorded, where: Path) -> None:
         self.session, self._run, self._where = session, run, where
         self._device = torch.device("cpu")
-        self._options = LoopOptions(codec=run.settled.codec, seed=run.config.seed)
+        self._options = LoopOptions(codec=run.config.method.codec, seed=run.config.seed)
         self._workers: dict[int, ServedWorker] = {}  # those that are present
         self._joins: dict[int, ServerInput] = {}  # of those who have no starting point yet
         self._trained: dict[int, Trained] = {}  # their last phases
@@ -131,7 +126,7 @@ class _Replay:
 
     def _join(self, item: ServerInput) -> None:
         worker, owned, run = item.worker, [item.checkpoint] if item.checkpoint else [], self._run
-        served = ServedWorker(worker, run.config, run.settled.config, run.folder, run.task, self._device)
+        served = ServedWorker(worker, run.config, run.folder, run.task, self._device)
         self._workers[worker], self._joins[worker] = served, item
         self._receive(self.session.join(worker, owned, item.time_s), item.time_s)
 

@@ -7,13 +7,11 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import ConfigError, TransportError
-from gossamer.run.config.run_file import RunConfig, decisive, digest
-from gossamer.run.config.settle import WithServer, settle
-from gossamer.run.config.user_parts import OURS, Parts
+from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.task import Task, found_by_each
 from gossamer.transport.alike import short_settings
 
-__all__ = ["HERE", "OWNED", "Terms", "address", "run_key", "run_settings", "settled_server", "terms_of", "use_threads"]
+__all__ = ["HERE", "OWNED", "Terms", "address", "run_key", "run_settings", "terms_of", "use_threads"]
 
 HERE = "these machines"
 """What a real run calls the network whose seconds it records."""
@@ -64,25 +62,18 @@ def address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def run_key(settled: RunConfig, task: Task, parts: Parts) -> int:
-    """64 bits of what a server and its workers must have in common: the run with its local steps, and the text."""
-    common = f"{digest(settled)} {found_by_each(task, parts)}"
+def run_key(config: RunSettings, task: Task) -> int:
+    """64 bits of what a server and its workers must have in common: the run and the text."""
+    common = f"{config.digest} {found_by_each(task, config.parts)}"
     return int(hashlib.sha256(common.encode()).hexdigest()[:16], 16)
 
 
-def run_settings(settled: RunConfig, task: Task, parts: Parts) -> dict[str, str]:
+def run_settings(config: RunSettings, task: Task) -> dict[str, str]:
     """What `run_key` is made of, key by key: a server that refuses a worker names those that differ."""
-    return short_settings({**decisive(settled), **found_by_each(task, parts)})
+    return short_settings({**config.decisive, **found_by_each(task, config.parts)})
 
 
-def settled_server(config: RunConfig, parts: Parts = OURS) -> WithServer:
-    """What a run with a server runs on real processes. Raises ConfigError for unsupported settings."""
-    settled = settle(config, parts, real=True)
-    assert isinstance(settled, WithServer)  # no other run gets here
-    return settled
-
-
-def use_threads(config: RunConfig) -> None:
+def use_threads(config: RunSettings) -> None:
     """Sets the intra-op threads of the run file; without that key, those of the environment."""
     if config.run.threads:
         torch.set_num_threads(config.run.threads)

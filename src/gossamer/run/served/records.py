@@ -22,7 +22,7 @@ from gossamer.record.whole_files import worker_suffix
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.journal import EventJournal, Journal, saver
 from gossamer.run.bookkeeping.resume import lineage
-from gossamer.run.config.run_file import RunConfig, dump
+from gossamer.run.config.resolved import RunSettings
 from gossamer.run.served.protocol import HERE
 
 __all__ = ["ServerFiles", "ServerRecords", "Snapshots", "open_files", "restored"]
@@ -56,7 +56,7 @@ class ServerRecords:
     """
 
     def __init__(
-        self, config: RunConfig, files: ServerFiles, snapshots: Snapshots, *, begin_s: float, round: int, steps: int
+        self, config: RunSettings, files: ServerFiles, snapshots: Snapshots, *, begin_s: float, round: int, steps: int
     ) -> None:  # fmt: skip
         self.files = files
         self.record, self.events, self._arrivals, self._aside = files
@@ -121,7 +121,7 @@ class ServerRecords:
 
 @contextlib.contextmanager
 def open_files(
-    config: RunConfig, folder: Path, start: int | None, *, replays: bool = False
+    config: RunSettings, folder: Path, start: int | None, *, replays: bool = False
 ) -> Iterator[ServerFiles]:  # fmt: skip
     """The files of a server process, which a replay writes for the workers as well.
 
@@ -131,7 +131,7 @@ def open_files(
     n = config.workers
     who, suffix = (None, "") if replays else (n, worker_suffix(n))
     with contextlib.ExitStack() as files:
-        record = files.enter_context(RunFolder(folder, dump(config), config.record, worker=who, resume_round=start))
+        record = files.enter_context(RunFolder(folder, config.document, config.record, worker=who, resume_round=start))
         events = files.enter_context(EventWriter(folder, network=HERE, workers=n, suffix=suffix, resume_round=start))
         arrivals = aside = None
         if not replays:
@@ -142,7 +142,7 @@ def open_files(
         yield ServerFiles(record, events, arrivals, aside)
 
 
-def restored(config: RunConfig, folder: Path, start: int | None) -> dict[str, Any]:
+def restored(config: RunSettings, folder: Path, start: int | None) -> dict[str, Any]:
     """The server's checkpoint of a round, empty where there is none to restore, without those of later rounds."""
     if start is None:
         return {}

@@ -29,9 +29,8 @@ from gossamer.record import checkpoint
 from gossamer.record.progress import say
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.resume import Resume, history
-from gossamer.run.config.run_file import RunConfig
-from gossamer.run.config.user_parts import own_parts
-from gossamer.run.served.protocol import OWNED, run_key, run_settings, settled_server, use_threads
+from gossamer.run.config.resolved import ResolvedRun
+from gossamer.run.served.protocol import OWNED, run_key, run_settings, use_threads
 from gossamer.run.served.session import Pushed, Reply, open_session
 from gossamer.run.worker.task import task_of
 from gossamer.transport.contract import Turn
@@ -45,7 +44,7 @@ __all__ = ["serve"]
 log = logging.getLogger("gossamer")
 
 
-def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: Resume = False) -> None:
+def serve(config: ResolvedRun, folder: Path, host: str, port: int, *, resume: Resume = False) -> None:
     """Serves workers until together they have taken all inner steps of the run.
 
     Workers prove that they know the secret of the run, which is in GOSSAMER_SECRET, or else in the run folder, where a new one is
@@ -56,9 +55,7 @@ def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: Resu
     Cost: the rule's state; one message and one starting point per worker in flight.
     """
     use_threads(config)
-    parts = own_parts(config)
-    settled = settled_server(config, parts)
-    task = task_of(config, parts)
+    task = task_of(config)
     probe, start = Probe(config, task, torch.device("cpu")), _first_round(config, folder, resume)
     if start == config.rounds:
         return
@@ -68,9 +65,9 @@ def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: Resu
             "the workers need the secret of the run: copy '%s' into the run folder of each machine",
             folder / SECRET_FILE,
         )
-    key, settings = run_key(settled.config, task, parts), run_settings(settled.config, task, parts)
-    with open_session(config, settled, folder, probe, start) as session, listener_at(host, port) as listener:
-        member, manner = Credentials(config.workers, secret, key, settings), _manner(probe, config, settled.codec)
+    key, settings = run_key(config, task), run_settings(config, task)
+    with open_session(config, folder, probe, start) as session, listener_at(host, port) as listener:
+        member, manner = Credentials(config.workers, secret, key, settings), _manner(probe, config)
         hub = Hub(listener, member, manner, config.run.timeout_s)
         try:
             hub.open()
@@ -79,7 +76,7 @@ def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: Resu
             hub.close()
 
 
-def _first_round(config: RunConfig, folder: Path, resume: Resume) -> int | None:
+def _first_round(config: ResolvedRun, folder: Path, resume: Resume) -> int | None:
     """The rounds that are over where a server begins; None for a new run, and that of the end is said."""
     if not resume:
         return None
@@ -95,10 +92,10 @@ def _first_round(config: RunConfig, folder: Path, resume: Resume) -> int | None:
     return start
 
 
-def _manner(probe: Probe, config: RunConfig, codec: Codec) -> Manner:
+def _manner(probe: Probe, config: ResolvedRun) -> Manner:
     """How workers are talked with: each starting point is answered with a push."""
     layout, spans = arrange(layout_of(probe.model), *config.fragments)
-    codecs = [fitted(codec, layout.slice(*span)) for span in spans]
+    codecs = [fitted(config.method.codec, layout.slice(*span)) for span in spans]
 
     def talk(connection: Conversation[Reply], heard: Callable[[Any], None], now: Callable[[], float]) -> None:
         stream, number = connection.stream, 0

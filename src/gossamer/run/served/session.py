@@ -16,8 +16,7 @@ from gossamer.clock.phases import Budget
 from gossamer.clock.server_core import Send, ServerAction, ServerCore
 from gossamer.layout import arrange, layout_of
 from gossamer.run.bookkeeping.evaluate import Probe
-from gossamer.run.config.run_file import RunConfig, digest
-from gossamer.run.config.settle import WithServer
+from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.served.protocol import Terms
 from gossamer.run.served.records import ServerRecords, Snapshots, open_files, restored
 
@@ -56,12 +55,12 @@ class ServerSession:
     """
 
     def __init__(
-        self, config: RunConfig, settled: WithServer, core: ServerCore, records: ServerRecords, resumed: int | None
+        self, config: ResolvedRun, core: ServerCore, records: ServerRecords, resumed: int | None
     ) -> None:  # fmt: skip
         self.config, self.core, self.records, self.journal = config, core, records, records.journal
         self._resumed = resumed
         self._joined: dict[int, Terms] = {}  # of those who have joined and have no starting point yet
-        self._local_steps = [settled.config.local_steps_of(i) for i in range(config.workers)]
+        self._local_steps = [config.local_steps_of(i) for i in range(config.workers)]
 
     def join(self, worker: int, owned: Sequence[int], now_s: float) -> list[Reply]:
         """A worker joins that has checkpoints of the rounds `owned`."""
@@ -141,7 +140,7 @@ class ServerSession:
 
 @contextlib.contextmanager
 def open_session(
-    config: RunConfig, settled: WithServer, folder: Path, probe: Probe, start: int | None, *, replays: bool = False
+    config: ResolvedRun, folder: Path, probe: Probe, start: int | None, *, replays: bool = False
 ) -> Iterator[ServerSession]:  # fmt: skip
     """The session of a server that serves all workers, with its files. Raises CheckpointError and ConfigError.
 
@@ -154,7 +153,7 @@ def open_session(
         begin_s = saved.get("time_s", 0.0)
         layout, spans = arrange(layout_of(probe.model), *config.fragments)
         core = ServerCore(
-            settled.rule, probe.x.clone(), layout, spans, [settled.config.local_steps_of(i) for i in range(n)],
+            config.with_server.rule, probe.x.clone(), layout, spans, [config.local_steps_of(i) for i in range(n)],
             budget=Budget(n * config.run.steps), expected_until_s=begin_s + config.run.timeout_s,
         )  # fmt: skip
         if saved:
@@ -163,7 +162,7 @@ def open_session(
         records = ServerRecords(
             config, files, snapshots, begin_s=begin_s, round=start or 0, steps=core.absorbed_steps
         )  # fmt: skip
-        records.write("serve", begin_s, workers=n, round=start or 0, digest=digest(config))
+        records.write("serve", begin_s, workers=n, round=start or 0, digest=config.digest)
         if not start:
             records.begin()
-        yield ServerSession(config, settled, core, records, start or None)
+        yield ServerSession(config, core, records, start or None)

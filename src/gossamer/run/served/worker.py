@@ -28,15 +28,13 @@ from gossamer.rng import key as random_key
 from gossamer.run.bookkeeping.journal import log_phase
 from gossamer.run.bookkeeping.resume import History, Resume, history, lineage
 from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
-from gossamer.run.config.run_file import RunConfig, dump
-from gossamer.run.config.user_parts import own_parts
+from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.served.protocol import (
     HERE,
     OWNED,
     Terms,
     run_key,
     run_settings,
-    settled_server,
     terms_of,
     use_threads,
 )
@@ -66,16 +64,15 @@ class Trained(NamedTuple):
 class ServedWorker:
     """A worker of a server with its model, data, records and checkpoints, and without a connection.
 
-    Args: `settled` is the run with the local steps of its workers, `config` the run as in its file, and `line` tells whose
-        checkpoints it may go on from.
+    Args: `line` tells whose checkpoints it may go on from.
     """
 
     def __init__(
-        self, index: int, config: RunConfig, settled: RunConfig, folder: Path, task: Task, device: torch.device,
+        self, index: int, config: RunSettings, folder: Path, task: Task, device: torch.device,
         line: Lineage | None = None,
     ) -> None:  # fmt: skip
         self.index, self.config = index, config
-        self.learner = Replica(index, settled, task, device)
+        self.learner = Replica(index, config, task, device)
         self._store, self._lineage = folder / "checkpoints", line or lineage(config, folder)
         self._terms: Terms
         self._worker: ServerWorker
@@ -128,7 +125,7 @@ class ServedWorker:
         return finished
 
 
-def work(config: RunConfig, folder: Path, host: str, port: int, worker: int, *, resume: Resume = False) -> None:
+def work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, *, resume: Resume = False) -> None:
     """Trains one worker of the server at this address until there is nothing left to train.
 
     Both prove that they know the secret of the run, which is in GOSSAMER_SECRET or the run folder. When the connection breaks it
@@ -143,14 +140,13 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int, *, 
         raise ConfigError(
             f"--worker got {worker} but the run file has workers = {config.workers}; give 0 to {config.workers - 1}"
         )
-    parts = own_parts(config)
-    settled, secret, task = settled_server(config, parts), folder_secret(folder), task_of(config, parts)
-    key, settings = run_key(settled.config, task, parts), run_settings(settled.config, task, parts)
+    method, secret, task = config.with_server, folder_secret(folder), task_of(config)
+    key, settings = run_key(config, task), run_settings(config, task)
     patience, device = Patience(config.run.timeout_s), device_of(config.run.device, worker)
     while True:
         past = history(config, folder) if resume else None
         # Made before the server waits for a word: it takes seconds.
-        served = ServedWorker(worker, config, settled.config, folder, task, device, past and past.lineage)
+        served = ServedWorker(worker, config, folder, task, device, past and past.lineage)
         hello = torch.tensor([0] * OWNED + served.owned())[-OWNED:]
         stream = connect(
             host, port, secret=secret, run=key, me=worker, server=config.workers, timeout_s=patience.left_s, settings=settings
@@ -158,7 +154,7 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int, *, 
         stream.wait_at_most(config.run.timeout_s)
         try:
             stream.send(Turn(0, 0, HELLO), [hello])
-            return _take_part(stream, served, settled.codec, folder, past, auto=resume == "auto")
+            return _take_part(stream, served, method.codec, folder, past, auto=resume == "auto")
         except LostConnectionError as error:
             log.warning(
                 "%s; worker %d tries again for %g s, and trains this phase again", error, worker, config.run.timeout_s
@@ -185,7 +181,7 @@ def _take_part(
     void = served.uncounted(terms)
 
     with (
-        RunFolder(folder, dump(config), config.record, worker=worker, resume_round=cut, void=void) as record,
+        RunFolder(folder, config.document, config.record, worker=worker, resume_round=cut, void=void) as record,
         EventWriter(
             folder, network=HERE, workers=config.workers, suffix=worker_suffix(worker), resume_round=cut, void=void
         ) as events,

@@ -1,4 +1,4 @@
-"""What is given to `gossamer.simulate` by keyword: objects and settings, resolved into a run and its parts."""
+"""What is given to `gossamer.simulate` by keyword: objects and settings, made into a run file and the user's own parts."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -19,13 +19,13 @@ from gossamer.rules import RULES, Rule
 from gossamer.rules.contract import Needs
 from gossamer.run.config.document import flat, load, load_run, with_settings
 from gossamer.run.config.run_file import LoopSettings, RunConfig, dump, parse
-from gossamer.run.config.user_parts import GIVEN, KEYS, Parts, own_parts
+from gossamer.run.config.user_parts import GIVEN, KEYS, UserParts, own_parts
 from gossamer.settings.schema import parse_toml, plain
 from gossamer.settings.user_code import calling, is_code, name_of
 from gossamer.topologies import Topology
 from gossamer.topologies.graphs import edges_of, graph
 
-__all__ = ["Keywords", "resolved"]
+__all__ = ["Keywords", "run_and_parts"]
 
 
 class Keywords(TypedDict, total=False):
@@ -71,7 +71,7 @@ _LENGTHS = {"steps", "tokens", "tokens_per_parameter"}
 Run = str | Path | Mapping[str, Any] | RunConfig | None
 
 
-def resolved(run: Run, given: Keywords) -> tuple[RunConfig, Parts]:
+def run_and_parts(run: Run, given: Keywords) -> tuple[RunConfig, UserParts]:
     """The run that is meant, and the parts that are the user's own; the code that a run file names is imported.
 
     Raises: ConfigError for unknown keywords and objects of the wrong kind; as `parse` and `own_parts`.
@@ -100,7 +100,7 @@ def resolved(run: Run, given: Keywords) -> tuple[RunConfig, Parts]:
         document = with_settings(document, _shape(calling(KEYS["data"], own["data"])(0, 0)))
     config = parse(document)
     imported = own_parts(config, [*own])
-    return config, Parts({**imported.own, **own}, imported.codes)
+    return config, UserParts({**imported.own, **own}, imported.codes)
 
 
 _QUIET = {"tensorboard": False, "export": False}

@@ -33,9 +33,7 @@ from gossamer.run.bookkeeping.evaluate import Assessment, Probe, Probes, Result,
 from gossamer.run.bookkeeping.journal import Journal
 from gossamer.run.bookkeeping.resume import Resume, history
 from gossamer.run.bookkeeping.spent_seconds import priced
-from gossamer.run.config.run_file import RunConfig, digest, dump
-from gossamer.run.config.settle import in_rounds
-from gossamer.run.config.user_parts import OURS, Parts
+from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.simulated.alignment import Alignment
 from gossamer.run.simulated.threads import Lanes
 from gossamer.run.worker.batched import Stacks
@@ -62,23 +60,21 @@ class Rounds:
 
     _record: RunFolder
 
-    def __init__(
-        self, config: RunConfig, folder: Path, parts: Parts = OURS, *, resume: Resume = False,
-    ) -> None:  # fmt: skip
-        m, self._network, warnings = in_rounds(config, parts)
-        for sentence in warnings:
+    def __init__(self, config: ResolvedRun, folder: Path, *, resume: Resume = False) -> None:
+        m = config.in_rounds
+        for sentence in config.warnings:
             log.warning(sentence)
         self.config, self.folder, device = config, folder, one_device(config.run.device)
-        self.task = task_of(config, parts)
+        self.task = task_of(config)
         probe = Probe(config, self.task, device)
         mailboxes, together = MemoryNetwork(config.workers), Together(config.workers)
         self.workers = crew(config, self.task, m, probe.x, mailboxes.transport, together)
         self._sends_per_round = m.sends_per_round
-        self.finished, line = 0, Lineage(digest(config))
+        self.finished, line = 0, Lineage(config.digest)
         if resume:
             self.finished, line = _restore(self.workers, config, folder, auto=resume == "auto")
         self._cut = self.finished if resume else None
-        self._lanes = Lanes(device, config, alone=bool(parts.own))
+        self._lanes = Lanes(device, config)
         self._train = Stacks(self.workers, config.run.batched).train if config.run.batched > 1 else train_each
         probes = [probe, *(Probe(config, self.task, device) for _ in range(self._lanes.count - 1))]
         self._probes = Probes(probes, self._lanes.each)
@@ -96,7 +92,7 @@ class Rounds:
         with (
             self._lanes.opened(),
             RunFolder(
-                self.folder, dump(config), config.record, resume_round=self._cut,
+                self.folder, config.document, config.record, resume_round=self._cut,
                 traced_per_round=self._sends_per_round,
             ) as self._record,
         ):  # fmt: skip
@@ -116,8 +112,8 @@ class Rounds:
             self._journal.enter(worker, round, report)
         if self._alignment is not None:
             self._record.log("alignment", round=round, **self._alignment.figures())
-        if self._network is not None and finished < config.rounds:
-            _adapt(self._network, workers, round, reports)
+        if config.network is not None and finished < config.rounds:
+            _adapt(config.network, workers, round, reports)
         self._journal.end_round(finished, step=finished * config.full_steps, tokens=_tokens(workers))
         self.finished = finished
 
@@ -125,7 +121,7 @@ class Rounds:
         """The figures of the rounds so far; after the last, the mean model is published."""
         loss = self._assessed().loss if math.isnan(self._journal.loss) else self._journal.loss
         layout = self.workers[0].replica.layout
-        steps = {name: in_stages(network, self.config, layout) for name, network in self.config.network.items()}
+        steps = {name: in_stages(network, self.config, layout) for name, network in self.config.networks.items()}
         time_s = _record_seconds(self._record, steps, self._sends_per_round)
         if self.finished == self.config.rounds and self.config.record.export:
             publish(
@@ -147,7 +143,7 @@ class Rounds:
 
 
 def crew(
-    config: RunConfig, task: Task, m: Method, like: Tensor, transport: Callable[[int], Transport],
+    config: RunSettings, task: Task, m: Method, like: Tensor, transport: Callable[[int], Transport],
     together: Together | None = None,
 ) -> list[Worker]:  # fmt: skip
     """All workers of a run, at its start, with the rows of one matrix as their parameters, where all have the same.
@@ -172,13 +168,13 @@ def _tokens(workers: Sequence[Worker]) -> int:
     return sum(worker.replica.steps_taken for worker in workers) * workers[0].config.step_tokens
 
 
-def _restore(workers: Sequence[Worker], config: RunConfig, folder: Path, *, auto: bool) -> tuple[int, Lineage]:
+def _restore(workers: Sequence[Worker], config: RunSettings, folder: Path, *, auto: bool) -> tuple[int, Lineage]:
     """Restores all workers from the newest sound round that all of them own; returns that round, and whose checkpoints count.
 
     Raises: CheckpointError, ConfigError.
     """
     store, past = Store(config, folder), history(config, folder)
-    line, new = past.lineage, Lineage(digest(config))
+    line, new = past.lineage, Lineage(config.digest)
     newest = past.newest(
         folder, store.rounds(config.owners, line), auto=auto, owners=config.owners,
         faults=lambda round: [store.fault(round, owner, line) for owner in config.owners],

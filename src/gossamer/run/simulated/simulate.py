@@ -15,15 +15,16 @@ from gossamer.report.terminal import Terminal
 from gossamer.run.bookkeeping.evaluate import Result
 from gossamer.run.bookkeeping.finished import is_finished
 from gossamer.run.bookkeeping.resume import Resume
-from gossamer.run.config.run_file import RunConfig, digest
-from gossamer.run.config.user_parts import OURS, Parts
-from gossamer.run.simulated.keywords import Keywords, resolved
+from gossamer.run.config.resolve import resolve
+from gossamer.run.config.resolved import ResolvedRun
+from gossamer.run.config.run_file import RunConfig
+from gossamer.run.simulated.keywords import Keywords, run_and_parts
 from gossamer.run.simulated.rounds import Rounds
 from gossamer.run.simulated.simulation import Engine, Simulation
 from gossamer.run.simulated.virtual_time import Events
 from gossamer.run.worker.task import task_of
 
-__all__ = ["simulate"]
+__all__ = ["engine_of", "simulate"]
 
 
 def simulate(
@@ -64,31 +65,32 @@ def simulate(
     >>> run.rounds, len(run.training["loss"])
     (3, 6)
     """
-    config, parts = resolved(run, given)
+    config, parts = run_and_parts(run, given)
     folder = Path(mkdtemp(prefix="gossamer-")) if out is None else Path(out)
     with Terminal() if progress else nullcontext() as terminal:
         if terminal is not None:
             terminal.follow(config.name, folder, config.record.print_every)
-        simulation = Simulation(_engine(config, folder, parts, resume=resume), temporary=out is None)
+        simulation = Simulation(config, engine_of(resolve(config, parts), folder, resume=resume), temporary=out is None)
         return simulation.go_on(until)
 
 
-def _engine(config: RunConfig, folder: Path, parts: Parts, *, resume: Resume) -> Engine:
+def engine_of(config: ResolvedRun, folder: Path, *, resume: Resume) -> Engine:
+    """What trains a run in this process: in rounds, over virtual time, or nothing where it has ended. Raises: as `simulate`."""
     kept = config.record.keep_checkpoints
     emptied = not kept and not (folder / "checkpoints").exists()
     if resume and emptied and is_finished(config, folder):
         say(checkpoint.ended(folder, config.rounds, kept=kept))
-        return _Ended(config, folder, parts)
+        return _Ended(config, folder)
     if config.event_driven:
-        return Events(config, folder, parts, resume=resume)
-    return Rounds(config, folder, parts, resume=resume)
+        return Events(config, folder, resume=resume)
+    return Rounds(config, folder, resume=resume)
 
 
 class _Ended:
     """A run that has ended in its folder, without its checkpoints."""
 
-    def __init__(self, config: RunConfig, folder: Path, parts: Parts = OURS) -> None:
-        self.config, self.folder, self.task, self.finished = config, folder, task_of(config, parts), config.rounds
+    def __init__(self, config: ResolvedRun, folder: Path) -> None:
+        self.config, self.folder, self.task, self.finished = config, folder, task_of(config), config.rounds
 
     def opened(self) -> AbstractContextManager[None]:
         """Opens nothing."""
@@ -104,7 +106,7 @@ class _Ended:
 
     def models(self) -> list[Tensor]:
         """The parameters of each worker, or of the server."""
-        store, line = self.folder / "checkpoints", checkpoint.Lineage(digest(self.config))
+        store, line = self.folder / "checkpoints", checkpoint.Lineage(self.config.digest)
         return [checkpoint.load(store, self.finished, owner, line)["x"] for owner in self.config.owners]
 
     def buffers(self) -> list[list[Tensor]]:

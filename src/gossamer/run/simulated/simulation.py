@@ -15,6 +15,7 @@ from gossamer.record.folder import read_metrics
 from gossamer.record.logs.trace import Trace, read_trace
 from gossamer.report.page.page import write_pages
 from gossamer.run.bookkeeping.evaluate import Result, mean_buffers, model_with, union_of
+from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.config.run_file import RunConfig
 from gossamer.run.worker.task import Task
 
@@ -27,7 +28,7 @@ __all__ = ["Columns", "Engine", "RecordedRun", "Simulation"]
 class Engine(Protocol):
     """What trains the workers of a simulation, round by round."""
 
-    config: RunConfig
+    config: ResolvedRun
     folder: Path
     task: Task
     finished: int
@@ -149,12 +150,13 @@ class Simulation(RecordedRun):
     It holds neither files nor threads between its calls.
 
     Args:
+        config: the run, as `gossamer.simulate` takes one.
         engine: the workers.
         temporary: the folder of the record is removed with this object.
     """
 
-    def __init__(self, engine: Engine, *, temporary: bool = False) -> None:
-        super().__init__(engine.config, engine.folder)
+    def __init__(self, config: RunConfig, engine: Engine, *, temporary: bool = False) -> None:
+        super().__init__(config, engine.folder)
         self._engine = engine
         if temporary:
             weakref.finalize(self, shutil.rmtree, engine.folder, ignore_errors=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gossamer.run.config.run_file import RunConfig
+from gossamer.run.config.resolved import RunSettings
 from gossamer.transport.processes.launch import available_cores
 
 __all__ = ["Lanes"]
@@ -23,13 +23,14 @@ log = logging.getLogger("gossamer")
 class Lanes:
     """The threads of a simulation: no more than workers, nor than the cores allow.
 
-    Args: `alone` is for code of the user's, which need not be safe in several threads: one thread.
+    Code of the user's need not be safe in several threads: where the run has any, there is one.
     """
 
     pool: ThreadPoolExecutor
 
-    def __init__(self, device: torch.device, config: RunConfig, *, alone: bool = False) -> None:
+    def __init__(self, device: torch.device, config: RunSettings) -> None:
         cores, self.intra_op = available_cores(), config.run.threads or 1
+        alone = bool(config.parts.own)
         self.count = 1 if alone or device.type == "cuda" else max(1, min(config.workers, cores // self.intra_op))
         if self.count * self.intra_op > cores:
             log.warning(

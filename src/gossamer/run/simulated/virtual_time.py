@@ -26,13 +26,12 @@ from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import RunFolder
 from gossamer.record.logs.events import EventWriter
 from gossamer.record.progress import say
+from gossamer.rounds.compatibility.combine import Method
 from gossamer.run.bookkeeping.evaluate import Probe, Probes, Result, assess, mean_buffers, mean_of, publish
 from gossamer.run.bookkeeping.journal import EventJournal, Journal, saver
 from gossamer.run.bookkeeping.resume import Resume, history
 from gossamer.run.bookkeeping.spent_seconds import EventSeconds
-from gossamer.run.config.run_file import RunConfig, digest, dump
-from gossamer.run.config.settle import InPairs, InRounds, WithoutWaiting, WithServer, settle
-from gossamer.run.config.user_parts import OURS, Parts
+from gossamer.run.config.resolved import InPairs, ResolvedRun, RunSettings, WithServer
 from gossamer.run.simulated.threads import Lanes
 from gossamer.run.worker.replica import LocalPhase, Replica, must_start_alike
 from gossamer.run.worker.task import Task, moved, task_of
@@ -55,26 +54,18 @@ class Events:
     _record: RunFolder
     _log: EventWriter
 
-    def __init__(
-        self,
-        config: RunConfig,
-        folder: Path,
-        parts: Parts = OURS,
-        *,
-        resume: Resume = False,
-    ) -> None:
-        settled = settle(config, parts)
-        assert not isinstance(settled, InRounds) and settled.network is not None and settled.network_name is not None
-        self.config, self.folder, self._name = config, folder, settled.network_name
-        for sentence in () if isinstance(settled, WithServer) else settled.warnings:
+    def __init__(self, config: ResolvedRun, folder: Path, *, resume: Resume = False) -> None:
+        assert config.event_driven and config.network is not None and config.network_name is not None
+        self.config, self.folder, self._name = config, folder, config.network_name
+        for sentence in config.warnings:
             logger.warning(sentence)
         device, self._tally = one_device(config.run.device), _Tally(config)
-        self.task, self._lanes = task_of(config, parts), Lanes(device, config, alone=bool(parts.own))
-        self._learners = [_Learner(i, settled.config, self.task, device, self._tally) for i in range(config.workers)]
+        self.task, self._lanes = task_of(config), Lanes(device, config)
+        self._learners = [_Learner(i, config, self.task, device, self._tally) for i in range(config.workers)]
         must_start_alike(self._learners)
-        self._run, probe = _loop(settled, settled.network, self._learners), Probe(config, self.task, device)
+        self._run, probe = _loop(config, config.network, self._learners), Probe(config, self.task, device)
         self._pending: deque[Record] = deque()
-        newest, line = _found(config, folder, auto=resume == "auto") if resume else (0, Lineage(digest(config)))
+        newest, line = _found(config, folder, auto=resume == "auto") if resume else (0, Lineage(config.digest))
         save = saver(line, folder, lambda: _snapshots(self._run, config.workers, self._state()))
         journal = Journal(config, lambda: self._record, lambda: self._assessed(probe), save)
         self._events = EventJournal(journal, lambda: self._log, EventSeconds(config.workers, self._name))
@@ -88,7 +79,7 @@ class Events:
         """Opens the files of the run and starts the threads, which may compute local phases ahead of virtual time."""
         config, cut = self.config, self._cut
         with (
-            RunFolder(self.folder, dump(config), config.record, resume_round=cut) as self._record,
+            RunFolder(self.folder, config.document, config.record, resume_round=cut) as self._record,
             EventWriter(self.folder, network=self._name, workers=config.workers, resume_round=cut) as self._log,
             self._lanes.opened(),
         ):
@@ -169,7 +160,7 @@ _Loop = ServerRun | PairRun | GossipRun
 _RECORDS: dict[str, type[Record]] = {kind.__name__: kind for kind in (Absence, Phase, Transfer, Relay, Update)}
 
 
-def _found(config: RunConfig, folder: Path, *, auto: bool) -> tuple[int, Lineage]:
+def _found(config: RunSettings, folder: Path, *, auto: bool) -> tuple[int, Lineage]:
     """The round to go on from, 0 to start, and whose checkpoints count. Raises CheckpointError and ConfigError."""
     store, past, owner = folder / "checkpoints", history(config, folder), config.owners[0]
     if "run.steps" in past.changes:
@@ -193,27 +184,26 @@ def _reported(record: Record) -> Record:
     return record._replace(report=rebuilt(LocalPhase, record.report)) if isinstance(record, Phase) else record
 
 
-def _loop(settled: WithServer | InPairs | WithoutWaiting, network: Network, learners: "Sequence[_Learner]") -> _Loop:
+def _loop(config: ResolvedRun, network: Network, learners: "Sequence[_Learner]") -> _Loop:
     """The event loop of this run."""
-    config = settled.config
     options = LoopOptions(
-        absences=settled.absences,
-        codec=settled.method.codec if isinstance(settled, WithoutWaiting) else settled.codec,
+        absences=config.absences,
+        codec=config.method.codec,
         seed=config.seed,
         budget=config.workers * config.run.steps,
         begins=lambda worker, number: learners[worker].begin(number),
     )
-    match settled:
+    match config.method:
         case WithServer(rule=rule):
             spans, overlap = learners[0].spans, config.events.overlap
             return ServerRun(rule, learners, network, spans=spans, overlap=overlap, options=options)
         case InPairs(rule=rule, rates=rates):
             return PairRun(rule, learners, network, rates, options)
-        case WithoutWaiting(method=m):
-            return GossipRun(m.rule, m.topology, learners, network, options)
+        case Method(rule=rule, topology=topology):
+            return GossipRun(rule, topology, learners, network, options)
 
 
-def _may_run_ahead(config: RunConfig) -> bool:
+def _may_run_ahead(config: RunSettings) -> bool:
     """Whether threads may compute local phases ahead of virtual time.
 
     A phase is lost if its worker leaves during it, and gossip reads parameters in the middle of a phase.
@@ -224,7 +214,7 @@ def _may_run_ahead(config: RunConfig) -> bool:
 class _Tally:
     """The progress of the run."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunSettings) -> None:
         self.steps, self._per_round = 0, config.workers * config.full_steps
 
     @property
@@ -236,7 +226,7 @@ class _Tally:
 class _Learner(Replica):
     """A replica whose local phase may be computed before the virtual time at which it ends."""
 
-    def __init__(self, index: int, config: RunConfig, task: Task, device: torch.device, tally: _Tally) -> None:
+    def __init__(self, index: int, config: RunSettings, task: Task, device: torch.device, tally: _Tally) -> None:
         super().__init__(index, config, task, device)
         self._tally = tally
         self.pool: Executor | None = None

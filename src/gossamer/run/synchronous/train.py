@@ -24,7 +24,6 @@ from gossamer.record.logs.pipeline_work import PipelineWork, write_pipeline
 from gossamer.record.logs.stage_seconds import StageLog, end_logs_of_others, stage_log
 from gossamer.record.progress import quieted, say
 from gossamer.record.whole_files import atomic_write, make_folder
-from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.setup import in_sides
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.journal import Journal, Save
@@ -32,9 +31,7 @@ from gossamer.run.bookkeeping.resume import History, Resume, history
 from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
 from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.pipeline import stage_in
-from gossamer.run.config.run_file import RunConfig, decisive, digest, dump
-from gossamer.run.config.settle import in_rounds
-from gossamer.run.config.user_parts import own_parts
+from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.stages.checkpoints import Store, partition_of
 from gossamer.run.worker.stages.own_process import OwnStages
@@ -58,7 +55,7 @@ KEPT = 16
 """Most generations that a worker keeps while the store does not answer; who leads the slowest leads it by fewer checkpoints."""
 
 
-def train(config: RunConfig, folder: Path, *, resume: Resume = False) -> None:
+def train(config: ResolvedRun, folder: Path, *, resume: Resume = False) -> None:
     """Joins the other processes by torchrun's environment variables, trains to the end and leaves.
 
     Raises: ConfigError, DataError, CheckpointError; PeerError naming the worker that failed first; TrainingError.
@@ -85,19 +82,18 @@ def train(config: RunConfig, folder: Path, *, resume: Resume = False) -> None:
         raise failed
 
 
-def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Resume = False) -> None:
+def train_member(config: ResolvedRun, folder: Path, member: Member, *, resume: Resume = False) -> None:
     """Trains the worker that this process is; bitwise equal to the simulator, unless local steps adapt to measured seconds.
 
     Args: `resume` continues from the newest round of which every worker has a sound checkpoint; "auto" starts where nobody has.
     Cost: one model, its gradients and states, the message in flight and those it receives.
     """
-    parts = own_parts(config)
-    m, _, warnings = in_rounds(config, parts, real=True)
-    for sentence in warnings if member.part == 0 else ():
+    m = config.in_rounds
+    for sentence in config.warnings if member.part == 0 else ():
         log.warning(sentence)
-    task = task_of(config, parts)
-    # The settled step is found by every worker on its own, as its text and the user's code are.
-    found = {**{f"rule.{name}": value for name, value in m.rule.options.items()}, **found_by_each(task, parts)}
+    task = task_of(config)
+    # Every worker finds on its own how far the rule may step on its topology, as it finds the text and the user's code.
+    found = {**{f"rule.{name}": value for name, value in m.rule.options.items()}, **found_by_each(task, config.parts)}
     past = history(config, folder) if resume else None
     store = Store(config, folder, partition_of(config, member.worker), member.part)
     newest = _agreed_round(store, member, found, past, auto=resume == "auto")
@@ -112,7 +108,7 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Res
             open_.callback(pipe.close)
         open_.enter_context(quieted(member.part > 0))  # a worker speaks once
         stopwatch = Stopwatch(member.worker, recorded_s(folder, member.worker, newest))
-        trainer = _trainer(config, task, m, member, pipe, stopwatch)
+        trainer = _trainer(config, task, member, pipe, stopwatch)
         _train_rounds(trainer, store, member, past, newest, open_)
 
 
@@ -130,15 +126,15 @@ class _Trainer(NamedTuple):
 
 
 def _trainer(
-    config: RunConfig, task: Task, m: Method, member: Member, pipe: Pipe | None, stopwatch: Stopwatch
+    config: ResolvedRun, task: Task, member: Member, pipe: Pipe | None, stopwatch: Stopwatch
 ) -> _Trainer:  # fmt: skip
-    run = config.run
+    run, m = config.run, config.in_rounds
     sides = (
         [member]
         if config.pipeline.workers is None or pipe
         else list(map(member.on_side, range(config.pipeline.stages)))
     )
-    transports = tuple(GroupTransport(side, run=int(digest(config), 16), timeout_s=run.timeout_s) for side in sides)
+    transports = tuple(GroupTransport(side, run=int(config.digest, 16), timeout_s=run.timeout_s) for side in sides)
     cut = None if pipe is None else lambda whole: OwnStages(whole, config, pipe, member.device)
     replica = Replica(member.worker, config, task, member.device, cut=cut)
     reduce = _timed_all_reduce(run.timeout_s, stopwatch) if run.reduction == "all_reduce" else None
@@ -155,7 +151,7 @@ def _train_rounds(
 ) -> None:  # fmt: skip
     """Trains from round `newest` to the end, and records it, with files that `open_` closes."""
     config, worker, stopwatch, first = store.config, trainer.worker, trainer.stopwatch, newest or 0
-    line = Lineage(digest(config))
+    line = Lineage(config.digest)
     if past is not None and newest is not None:
         line = _restore(worker, past, store, member, newest)
     board = Board(member.entries, member.rank, member.ranks, patience_s=min(2.0, config.run.timeout_s / 4))
@@ -179,7 +175,7 @@ def _train_rounds(
 
 
 def _trained_round(
-    trainer: _Trainer, round: int, config: RunConfig, log_of_stages: StageLog | None
+    trainer: _Trainer, round: int, config: RunSettings, log_of_stages: StageLog | None
 ) -> tuple[RoundReport, list[Delivery]]:  # fmt: skip
     """A round of this process and what it received, with its seconds in the stopwatch and in the log of its stages."""
     worker, transports, stopwatch, stages, pipe = trainer
@@ -214,7 +210,7 @@ def _record(
     config, folder = store.config, store.folder
     if not member.part:
         record = open_.enter_context(RunFolder(
-            folder, dump(config), config.record, worker=worker.index, resume_round=newest,
+            folder, config.document, config.record, worker=worker.index, resume_round=newest,
             traced_per_round=worker.loop.method.sends_per_round,
         ))  # fmt: skip
         write_pipeline(folder, _work(config, worker.replica.task))
@@ -222,11 +218,11 @@ def _record(
     # Its machine may have no other process of the worker, which would write the file.
     if newest is not None or not (folder / "run.toml").exists():
         make_folder(folder)
-        atomic_write(folder / "run.toml", dump(config).encode())
+        atomic_write(folder / "run.toml", config.document.encode())
     return Unrecorded()
 
 
-def _work(config: RunConfig, task: Task) -> PipelineWork | None:
+def _work(config: RunSettings, task: Task) -> PipelineWork | None:
     """What an inner step in stages has to do, whichever of them this process has."""
     if config.pipeline.stages == 1:
         return None
@@ -234,7 +230,7 @@ def _work(config: RunConfig, task: Task) -> PipelineWork | None:
     return pipeline_work(config, layout_for(config.model, words.vocab_size))
 
 
-def _validator(config: RunConfig, trainer: _Trainer) -> Callable[[], Mapping[str, Any]]:
+def _validator(config: RunSettings, trainer: _Trainer) -> Callable[[], Mapping[str, Any]]:
     """What finds the validation loss of this worker."""
     replica, stages = trainer.worker.replica, trainer.stages
     if stages is None:
@@ -259,8 +255,8 @@ def _agreed_round(
     """
     config, me = store.config, member.worker
     owned = [] if past is None else store.rounds([me], past.lineage)[0]
-    common, timeout_s = f"{digest(config)} {found}", config.run.timeout_s
-    settings = short_settings({**decisive(config), **found})
+    common, timeout_s = f"{config.digest} {found}", config.run.timeout_s
+    settings = short_settings({**config.decisive, **found})
     facts = agree(member, common, owned, settings=settings, timeout_s=timeout_s)
     if past is None:
         return None
@@ -278,7 +274,7 @@ def _restore(worker: Worker, past: History, store: Store, member: Member, round:
     me, line, config = worker.index, past.lineage, store.config
     if round:
         worker.restore(store.load(worker.replica.task, round, me, line))
-        store.take_over(me, round, worker.state(), line, Lineage(digest(config)))
+        store.take_over(me, round, worker.state(), line, Lineage(config.digest))
     checkpoint.rewind(store.path, round, me)
     going_on = past.go_on(store.folder, round)
     agree(member, "all have taken over what other stages have saved", timeout_s=config.run.timeout_s)
@@ -293,7 +289,7 @@ def _nothing() -> None:
 
 
 def train_round(
-    worker: Worker, round: int, config: RunConfig, after_stop: Callable[[], None] = _nothing
+    worker: Worker, round: int, config: RunSettings, after_stop: Callable[[], None] = _nothing
 ) -> RoundReport:  # fmt: skip
     """One round of this worker; after the last one, nothing is in flight."""
     loop = worker.loop

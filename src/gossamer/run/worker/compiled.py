@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from gossamer.rounds.kernel import must_have_compiler
-from gossamer.run.config.run_file import RunConfig
+from gossamer.run.config.resolved import RunSettings
 
 __all__ = ["made_ready"]
 
 
-def made_ready(forward: Callable[..., Tensor], config: RunConfig) -> Callable[..., Tensor]:
+def made_ready(forward: Callable[..., Tensor], config: RunSettings) -> Callable[..., Tensor]:
     """What computes losses, or the output of a stage given with its module, compiled where the run asks for it.
 
     Raises: ConfigError when there is no C++ compiler. Cost: ten seconds or more at the first step of a process.

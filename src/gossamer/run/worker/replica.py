@@ -19,7 +19,7 @@ from gossamer.models.llama import Llama
 from gossamer.optimizers import GPA, InnerOptimizer
 from gossamer.optimizers.inner import build_optimizer, clip_gradients, lr_scale, share_moments
 from gossamer.run.config.layouts import arranged
-from gossamer.run.config.run_file import RunConfig
+from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.compiled import made_ready
 from gossamer.run.worker.stages.in_one_process import InStages, StagedModel, computing
 from gossamer.run.worker.task import Task, buffers_of, moved
@@ -80,7 +80,7 @@ class Replica:
     """
 
     def __init__(
-        self, index: int, config: RunConfig, task: Task, device: torch.device, buffer: Tensor | None = None,
+        self, index: int, config: RunSettings, task: Task, device: torch.device, buffer: Tensor | None = None,
         cut: Callable[[Llama], InStages] | None = None,
     ) -> None:  # fmt: skip
         self.index, self.config, self.task, self.device = index, config, task, device

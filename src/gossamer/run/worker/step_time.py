@@ -8,7 +8,7 @@ import torch
 
 from gossamer.data.tokenizer import load_tokenizer
 from gossamer.network.links import StepOf
-from gossamer.run.config.run_file import RunConfig
+from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import task_of
 
@@ -24,7 +24,7 @@ class StepTime(NamedTuple):
     of: StepOf
 
 
-def step_time(config: RunConfig, worker: int, device: torch.device, *, test_s: float = 2.0) -> StepTime:
+def step_time(config: RunSettings, worker: int, device: torch.device, *, test_s: float = 2.0) -> StepTime:
     """Trains a few inner steps of a run on its data, and takes the median of their seconds.
 
     Args:

@@ -19,8 +19,8 @@ from gossamer.models.llama import build_model
 from gossamer.models.llama import loss as next_token_loss
 from gossamer.optimizers.inner import OptimizerFactory
 from gossamer.run.config.layouts import Holding, holding_of, layout_for
-from gossamer.run.config.run_file import RunConfig
-from gossamer.run.config.user_parts import GIVEN, KEYS, OURS, Parts, caller
+from gossamer.run.config.resolved import RunSettings
+from gossamer.run.config.user_parts import GIVEN, KEYS, UserParts, caller
 
 __all__ = ["OwnBatches", "Task", "buffers_of", "found_by_each", "moved", "task_of"]
 
@@ -46,44 +46,44 @@ class Task(NamedTuple):
     """What each worker holds of the model; None where all hold all of it."""
 
 
-def task_of(config: RunConfig, parts: Parts = OURS) -> Task:
+def task_of(config: RunSettings) -> Task:
     """Opens the data of a run and prepares what makes its model and its optimizer.
 
     Raises: DataError; ConfigError, and UserCodeError when code of the user's fails.
     """
-    data = OwnBatches(config, parts) if config.data.own else open_corpus(config.data, config.workers, config.seed)
+    data = OwnBatches(config) if config.data.own else open_corpus(config.data, config.workers, config.seed)
     tokenizer = None if isinstance(data, OwnBatches) else data.tokenizer
     layout: Layout | None = None
     if config.model.own:
-        model = partial(_own_model, config, parts)
+        model = partial(_own_model, config)
     else:
         words = tokenizer or load_tokenizer(config.data.tokenizer)
         model = partial(build_model, config.model, words.vocab_size, config.data.seq_len, config.seed)
         layout = layout_for(config.model, words.vocab_size)
     return Task(
         model,
-        _loss(config, parts),
+        _loss(config),
         data,
-        _optimizer(config, parts) if "optimizer" in parts.own else None,
+        _optimizer(config) if "optimizer" in config.parts.own else None,
         draws=config.model.own or config.model.loss is not None or config.model.dropout > 0.0,
         tokenizer=tokenizer,
         holding=holding_of(config, layout),
     )
 
 
-def _own_model(config: RunConfig, parts: Parts) -> nn.Module:
+def _own_model(config: RunSettings) -> nn.Module:
     """The user's model, made right after `torch.manual_seed(seed)`; torch's generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.seed)
-        model = caller(parts, "model", config.model.size)(**(config.model.options or {}))
+        model = caller(config.parts, "model", config.model.size)(**(config.model.options or {}))
     must_be_trainable(model, "the run")
     return model
 
 
-def _loss(config: RunConfig, parts: Parts) -> Loss:
+def _loss(config: RunSettings) -> Loss:
     if config.model.loss is None:
         return next_token_loss
-    name, own = config.model.loss, caller(parts, "loss", config.model.loss)
+    name, own = config.model.loss, caller(config.parts, "loss", config.model.loss)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         value = own(model, batch)
@@ -99,9 +99,9 @@ def _loss(config: RunConfig, parts: Parts) -> Loss:
     return loss
 
 
-def _optimizer(config: RunConfig, parts: Parts) -> OptimizerFactory:
+def _optimizer(config: RunSettings) -> OptimizerFactory:
     """The user's optimizer, with those settings of [inner] that it takes by name."""
-    function, options = parts.own["optimizer"], dict(config.inner.options or {})
+    function, options = config.parts.own["optimizer"], dict(config.inner.options or {})
     try:
         takes = inspect.signature(function).parameters
     except ValueError:
@@ -110,7 +110,7 @@ def _optimizer(config: RunConfig, parts: Parts) -> OptimizerFactory:
         options = {name: getattr(config.inner, name) for name in _OF_INNER if name in takes} | options
 
     def optimizer(parameters: list[nn.Parameter]) -> Any:
-        made = caller(parts, "optimizer", config.inner.optimizer)(parameters, **options)
+        made = caller(config.parts, "optimizer", config.inner.optimizer)(parameters, **options)
         if not all(
             hasattr(made, name) for name in ("step", "zero_grad", "param_groups", "state_dict", "load_state_dict")
         ):
@@ -123,7 +123,7 @@ def _optimizer(config: RunConfig, parts: Parts) -> OptimizerFactory:
     return optimizer
 
 
-def found_by_each(task: Task, parts: Parts) -> dict[str, str]:
+def found_by_each(task: Task, parts: UserParts) -> dict[str, str]:
     """What every worker finds on its own and all must have in common: hashes of text, of code, and of a model of its own."""
     found = {"the text of data.source": fingerprint(task.data)}
     found |= {f"the code of {code.name}": code.sha256[:16] for code in parts.codes}
@@ -138,11 +138,11 @@ class OwnBatches:
     That is checked at the first batch of each worker.
     """
 
-    def __init__(self, config: RunConfig, parts: Parts) -> None:
+    def __init__(self, config: RunSettings) -> None:
         self._config, self._checked = config, set[int]()
-        self._batch = partial(caller(parts, "data", str(config.data.source)), **(config.data.options or {}))
+        self._batch = partial(caller(config.parts, "data", str(config.data.source)), **(config.data.options or {}))
         name = config.data.validation
-        self._validation = None if name is None else caller(parts, "validation", name)
+        self._validation = None if name is None else caller(config.parts, "validation", name)
 
     def batch(self, worker: int, step: int) -> Any:
         """See `Batches.batch`. Raises: ConfigError when it differs from one call to the next."""

@@ -16,7 +16,6 @@ from gossamer.rounds.loop import OuterLoop
 from gossamer.rounds.schedule import Stop
 from gossamer.rounds.sharing import first_sharing
 from gossamer.rounds.together import Together
-from gossamer.run.config.run_file import digest
 from gossamer.run.worker.replica import LocalPhase, Replica, joined
 from gossamer.transport.contract import Reduce, Transport
 from gossamer.tree import leaves, must_fit
@@ -204,9 +203,9 @@ class Worker:
                 self._count_steps()
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
-                f"the checkpoint of worker {self.index} does not fit rule '{self.config.rule.name}' and this model "
+                f"the checkpoint of worker {self.index} does not fit rule '{self.loop.method.rule.name}' and this model "
                 f"({error}); "
-                f"resume with the run file it was written by (digest {digest(self.config)})"
+                f"resume with the run file it was written by (digest {self.config.digest})"
             ) from None
 
     def take_over(self, state: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from gossamer.record import checkpoint
 from gossamer.record.checkpoint import Lineage
 from gossamer.run.config.layouts import Spans, arranged
 from gossamer.run.config.pipeline import cuts_of
-from gossamer.run.config.run_file import RunConfig
+from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.task import Task
 
 __all__ = ["WHOLE", "Partition", "Store", "joined_state", "partition_of", "state_of_part"]
@@ -57,7 +57,7 @@ WHOLE = Partition(1, ())
 """That of workers of one process, and of a simulation."""
 
 
-def partition_of(config: RunConfig, worker: int) -> Partition:
+def partition_of(config: RunSettings, worker: int) -> Partition:
     """How the layers of a worker lie on its processes of `gossamer train`."""
     pipeline = config.pipeline
     if not pipeline.cuts_replica(worker):
@@ -68,7 +68,7 @@ def partition_of(config: RunConfig, worker: int) -> Partition:
 class Store(NamedTuple):
     """The checkpoints of a run as one process needs them: its own stage of some workers, or whole workers."""
 
-    config: RunConfig
+    config: RunSettings
     folder: Path
     own: Partition = WHOLE
     part: int = 0
@@ -152,7 +152,7 @@ class _Arranged(NamedTuple):
     spans: Spans
 
     @staticmethod
-    def of(config: RunConfig, model: Llama, parts: Sequence[OwnLayers]) -> "list[_Arranged]":
+    def of(config: RunSettings, model: Llama, parts: Sequence[OwnLayers]) -> "list[_Arranged]":
         """That of a model, and of what each of these parts has of it."""
         whole = _Arranged(*arranged(layout_of(model), config))
         return [whole, *(_Arranged(*restricted(*whole, dict(part.named_parameters()))) for part in parts)]
@@ -168,7 +168,7 @@ class _Arranged(NamedTuple):
 
 
 def joined_state(
-    config: RunConfig, model: Llama, source: Partition, states: Sequence[Mapping[str, Any]]
+    config: RunSettings, model: Llama, source: Partition, states: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:  # fmt: skip
     """The state of a whole worker, from those of its stages in their order, which must be alike in all that is of no stage.
 
@@ -210,7 +210,7 @@ def joined_state(
 
 
 def state_of_part(
-    config: RunConfig, model: Llama, target: Partition, part: int, whole: Mapping[str, Any]
+    config: RunSettings, model: Llama, target: Partition, part: int, whole: Mapping[str, Any]
 ) -> dict[str, Any]:  # fmt: skip
     """What one stage goes on with, from the state of a whole worker; memories of boundaries that it lacks do no harm.
 

@@ -21,7 +21,7 @@ from gossamer.models.sizes import crossing
 from gossamer.models.stages import Stage, stages_of
 from gossamer.run.config.document import DIRECTIONS
 from gossamer.run.config.pipeline import boundary_of, cuts_of
-from gossamer.run.config.run_file import RunConfig
+from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.compiled import made_ready
 from gossamer.tree import nbytes
 
@@ -76,20 +76,20 @@ class InStages(Protocol):
         ...
 
 
-def spans_of(config: RunConfig) -> list[tuple[int, int]]:
+def spans_of(config: RunSettings) -> list[tuple[int, int]]:
     """The first layer of each stage, and the one after its last."""
     cuts = cuts_of(config.pipeline, config.model, config.data)
     return [*pairwise([0, *cuts, config.model.shape.layers])]
 
 
-def boundary_ends(config: RunConfig, layer: int) -> tuple[BoundaryEnd, BoundaryEnd]:
+def boundary_ends(config: RunSettings, layer: int) -> tuple[BoundaryEnd, BoundaryEnd]:
     """The forward and the backward direction of the boundary before this layer."""
     shape = (config.data.batch_size, config.data.seq_len, crossing(config.model, layer))
     there, back = (BoundaryEnd(boundary_of(getattr(config.pipeline, direction)), shape) for direction in DIRECTIONS)
     return there, back
 
 
-def computing(config: RunConfig, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def computing(config: RunSettings, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """In here a forward pass has the precision of the run."""
     return torch.autocast(device.type, torch.bfloat16, enabled=config.inner.autocast == "bf16")
 
@@ -135,7 +135,7 @@ class StagedModel:
     Cost: none beyond the model, but for codecs that remember.
     """
 
-    def __init__(self, model: Llama, config: RunConfig) -> None:
+    def __init__(self, model: Llama, config: RunSettings) -> None:
         self.model: nn.Module = model
         self._config = config
         self.stages = stages_of(model, cuts_of(config.pipeline, config.model, config.data))

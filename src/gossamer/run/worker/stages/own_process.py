@@ -20,7 +20,7 @@ from gossamer.models.sizes import crossing
 from gossamer.models.stages import OwnLayers, Stage
 from gossamer.record.logs.stage_seconds import StageSeconds
 from gossamer.record.logs.trace import Operation
-from gossamer.run.config.run_file import RunConfig
+from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.compiled import made_ready
 from gossamer.run.worker.stages.in_one_process import (
     MicroBatch,
@@ -85,7 +85,7 @@ class _Side:
 class _Computing(nn.Module):
     """A stage whose forward pass has the precision of the run."""
 
-    def __init__(self, stage: Stage, config: RunConfig, device: torch.device) -> None:
+    def __init__(self, stage: Stage, config: RunSettings, device: torch.device) -> None:
         super().__init__()
         self.stage, self._config, self._device = stage, config, device
         self._forward = made_ready(Stage.forward, config)
@@ -103,7 +103,7 @@ class OwnStages:
     Cost: payloads in flight for all micro-batches of a step, and a message to and from each other process a step.
     """
 
-    def __init__(self, whole: Llama, config: RunConfig, pipe: Pipe, device: torch.device) -> None:
+    def __init__(self, whole: Llama, config: RunSettings, pipe: Pipe, device: torch.device) -> None:
         self._config, self._pipe, self._device = config, pipe, device
         spans = spans_of(config)
         self._places = range(pipe.part, len(spans), pipe.parts)

@@ -16,12 +16,12 @@ from gossamer.record.logs.seconds import RoundSeconds
 from gossamer.record.logs.stage_seconds import StageSeconds
 from gossamer.run.config.document import DIRECTIONS
 from gossamer.run.config.pipeline import boundary_of, cuts_of
-from gossamer.run.config.run_file import RunConfig
+from gossamer.run.config.resolved import RunSettings
 
 __all__ = ["in_stages", "pipeline_work", "shares_of", "stage_seconds", "work_in"]
 
 
-def in_stages(network: Network, config: RunConfig, layout: Layout) -> InnerSteps:
+def in_stages(network: Network, config: RunSettings, layout: Layout) -> InnerSteps:
     """The inner steps of a run on a network, see `gossamer.network.inner_steps.inner_steps`.
 
     Args: `layout` is that of the whole model.
@@ -30,7 +30,7 @@ def in_stages(network: Network, config: RunConfig, layout: Layout) -> InnerSteps
     return inner_steps(network, pipeline_work(config, layout), config.workers)
 
 
-def pipeline_work(config: RunConfig, layout: Layout) -> PipelineWork | None:
+def pipeline_work(config: RunSettings, layout: Layout) -> PipelineWork | None:
     """What an inner step in stages has to do; None for whole replicas.
 
     A stage has the share of the work that its matrices have of all parameters. Payloads count with the most bytes that they can

@@ -1,102 +1,49 @@
-"""From a run file to what runs: `settle(config)` is pure, opens no data and builds no model. Every driver begins with it."""
+"""From a run file to what runs: `resolve(config)` is pure, opens no data and builds no model; the user's code is here already."""
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
-from gossamer.asynchronous import PairRule, Rates, ServerRule, conditions, dylu_steps, meeting_rates
+from gossamer.asynchronous import Rates, conditions, dylu_steps, meeting_rates
 from gossamer.clock import Absence
 from gossamer.clock.durations import Durations
 from gossamer.clock.phases import ordered
-from gossamer.codecs import Codec
 from gossamer.errors import ConfigError, PairingError
 from gossamer.models.holders import holders_of
 from gossamer.network.links import Network, links_of
 from gossamer.rounds.compatibility import incompatibilities
 from gossamer.rounds.compatibility.combination import Combination
-from gossamer.rounds.compatibility.combine import Method, method_of, settled_rule, warnings_of
+from gossamer.rounds.compatibility.combine import method_of, settled_rule, warnings_of
+from gossamer.run.config.document import flat, load_run
 from gossamer.run.config.pipeline import by_stage, must_come_again
-from gossamer.run.config.run_file import RunConfig
-from gossamer.run.config.user_parts import OURS, Parts, make
+from gossamer.run.config.resolved import InPairs, ResolvedRun, RunSettings, WithServer
+from gossamer.run.config.run_file import RunConfig, decisive, digest, dump, parse
+from gossamer.run.config.user_parts import BUILT_IN, UserParts, make, own_parts
+from gossamer.settings.schema import changeable, parse_toml
 from gossamer.topologies import Topology
 
 __all__ = [
-    "InPairs",
-    "InRounds",
-    "Settled",
-    "WithServer",
-    "WithoutWaiting",
+    "CHANGEABLE",
+    "differences",
     "faults",
-    "in_rounds",
     "pairing_faults",
-    "settle",
+    "recorded_run",
+    "resolve",
+    "settings_in",
+    "settings_of",
 ]
 
-
-class InRounds(NamedTuple):
-    """A run in synchronous rounds."""
-
-    method: Method
-    network: Network | None
-    """The network whose seconds local steps adapt to; None where they do not adapt, and on real processes, which measure."""
-    warnings: tuple[str, ...]
-    """What will probably go wrong."""
+CHANGEABLE = tuple(sorted(changeable(RunConfig)))
+"""The dotted keys that a resumed run may change."""
 
 
-class WithServer(NamedTuple):
-    """An asynchronous run around a server."""
-
-    config: RunConfig
-    """The run with the local steps that its workers take, fewer for slower ones with `events.dylu`."""
-    rule: ServerRule
-    codec: Codec
-    network: Network | None
-    """The network whose seconds decide what is computed; None on real processes, which measure their own."""
-    network_name: str | None
-    absences: tuple[Absence, ...]
-
-
-class InPairs(NamedTuple):
-    """An asynchronous run of workers that meet in pairs."""
-
-    config: RunConfig
-    """As in `WithServer`."""
-    rule: PairRule
-    topology: Topology
-    rates: Rates
-    """Meetings of each pair per second; on real processes per mean local phase, whose seconds they measure."""
-    codec: Codec
-    network: Network | None
-    """As in `WithServer`."""
-    network_name: str | None
-    absences: tuple[Absence, ...]
-    warnings: tuple[str, ...]
-    """What will probably go wrong."""
-
-
-class WithoutWaiting(NamedTuple):
-    """An asynchronous run of workers that mix with what their peers published last."""
-
-    config: RunConfig
-    """As in `WithServer`."""
-    method: Method
-    network: Network | None
-    """As in `WithServer`."""
-    network_name: str | None
-    absences: tuple[Absence, ...]
-    warnings: tuple[str, ...]
-    """What will probably go wrong."""
-
-
-Settled = InRounds | WithServer | InPairs | WithoutWaiting
-
-
-def settle(config: RunConfig, parts: Parts = OURS, *, real: bool = False) -> Settled:
-    """What a run file runs.
+def resolve(config: RunConfig, parts: UserParts = BUILT_IN, *, real: bool = False) -> ResolvedRun:
+    """What a run file runs, with what a user gave. Every verb that trains calls it once in a process.
 
     Args:
-        parts: the user's own, where the run names any.
+        parts: the user's own, where the run names any (`own_parts` imports them).
         real: for real processes (`gossamer train`), which measure seconds and support less than a simulation.
     Raises: PairingError and ConfigError, the first of `faults`; UserCodeError.
     Cost: the stability of the rule on its topology, some milliseconds, up to a second for hundreds of workers.
@@ -104,24 +51,59 @@ def settle(config: RunConfig, parts: Parts = OURS, *, real: bool = False) -> Set
     facts, errors = _facts(config, parts, real)
     for error in [*errors, *map(PairingError, incompatibilities.faults(facts))]:
         raise error
+    run, (name, network) = settings_of(config, parts), _clock(config, facts)
+    if network is not None and facts.dylu:
+        steps = dylu_steps(Durations(network, run.workers).step_s, run.full_steps)
+        run = replace(run, run=replace(run.run, local_steps=steps))
+    absences = () if facts.kind == "rounds" else _absences(config)
+    warnings = () if facts.kind == "server" else warnings_of(facts)
     if facts.kind == "rounds":
-        for network in () if real else config.network.values():
-            links_of(network, config.workers)  # one of other workers is refused before the training, not after it
-        m = method_of(facts, compile=config.run.compile)
-        m = m._replace(codec=by_stage(m.codec, config.pipeline, config.model, config.data))
-        return InRounds(m, facts.pacing_network, (*warnings_of(facts), *_unrecorded(config, real), *_unheard(config)))
-    name, network, config = _clocked(config, facts)
-    absences = _absences(config)
-    if config.server is not None:
-        rule = make(parts, "server", config)
-        return WithServer(config, rule, facts.codec, network, name, absences)
-    assert real or (network is not None and name is not None)
-    if facts.pair is not None:
-        rates = _rates(config, facts.topology, None if real else network)
-        return InPairs(
-            config, facts.pair, facts.topology, rates, facts.codec, network, name, absences, warnings_of(facts)
-        )
-    return WithoutWaiting(config, method_of(facts), network, name, absences, warnings_of(facts))
+        for one in () if real else config.network.values():
+            links_of(one, config.workers)  # one of other workers is refused before the training, not after it
+        method = method_of(facts, compile=config.run.compile)
+        method = method._replace(codec=by_stage(method.codec, config.pipeline, config.model, config.data))
+        network, warnings = facts.pacing_network, (*warnings, *_unrecorded(config, real), *_unheard(config))
+    elif facts.kind == "server":
+        method = WithServer(make(parts, "server", config), facts.codec)
+    elif facts.pair is not None:
+        rates = _rates(run, facts.topology, None if real else network)
+        method = InPairs(facts.pair, facts.topology, rates, facts.codec)
+    else:
+        method = method_of(facts)
+    return ResolvedRun(
+        **vars(run), method=method, network=network, network_name=name, absences=absences, warnings=warnings
+    )
+
+
+def settings_of(config: RunConfig, parts: UserParts = BUILT_IN) -> RunSettings:
+    """What is known of a run file without its method, of which nothing is made."""
+    return RunSettings(
+        name=config.name, seed=config.seed, workers=config.workers, kind=config.kind, model=config.model,
+        pipeline=config.pipeline, data=config.data, inner=config.inner, run=config.run, schedule=config.schedule,
+        events=config.events, record=config.record, networks=config.network, parts=parts, digest=digest(config),
+        decisive=decisive(config), document=dump(config),
+    )  # fmt: skip
+
+
+def settings_in(folder: Path, parts: UserParts = BUILT_IN) -> RunSettings:
+    """Those of the run that is recorded in a folder. Raises ConfigError where there is none."""
+    return settings_of(parse(load_run(folder)), parts)
+
+
+def recorded_run(folder: Path, parts: UserParts | None = None, *, real: bool) -> ResolvedRun:
+    """The run that is recorded in a folder, as it was resolved when it was trained.
+
+    Args: `parts` are the user's own; None imports those that the run names. Raises: as `own_parts` and `resolve`.
+    """
+    config = parse(load_run(folder))
+    return resolve(config, own_parts(config) if parts is None else parts, real=real)
+
+
+def differences(before: RunSettings, after: RunSettings) -> dict[str, tuple[Any, Any]]:
+    """The dotted keys in which two runs differ, each with both values; None for a key that a run does not have."""
+    old, new = (flat(parse_toml(one.document, "a run")) for one in (before, after))
+    keys = sorted(old.keys() | new.keys())
+    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
 def _unrecorded(config: RunConfig, real: bool) -> tuple[str, ...]:
@@ -150,22 +132,12 @@ def _unheard(config: RunConfig) -> tuple[str, ...]:
     )
 
 
-def in_rounds(config: RunConfig, parts: Parts = OURS, *, real: bool = False) -> InRounds:
-    """What a run file runs in rounds. Raises ConfigError for an asynchronous one, and as `settle` does."""
-    settled = settle(config, parts, real=real)
-    if not isinstance(settled, InRounds):
-        raise ConfigError(
-            f"the run '{config.name}' is asynchronous ({config.kind}) and has no rounds; start it with gossamer simulate"
-        )
-    return settled
-
-
 def faults(config: RunConfig, *, real: bool = False) -> list[str]:
     """A sentence for each reason why this run cannot start; empty if it can start, as far as is known without its data."""
     if found := pairing_faults(config, real=real):
         return found
     try:
-        settle(config, real=real)
+        resolve(config, real=real)
     except ConfigError as error:
         return [str(error)]
     return []
@@ -173,14 +145,14 @@ def faults(config: RunConfig, *, real: bool = False) -> list[str]:
 
 def pairing_faults(config: RunConfig, *, real: bool = False) -> list[str]:
     """A sentence for every part that cannot be made, and for every combination that cannot work."""
-    facts, errors = _facts(config, OURS, real)
+    facts, errors = _facts(config, BUILT_IN, real)
     return [*map(str, errors), *incompatibilities.faults(facts)]
 
 
 _T = TypeVar("_T")
 
 
-def _facts(config: RunConfig, parts: Parts, real: bool) -> tuple[Combination, list[ConfigError]]:
+def _facts(config: RunConfig, parts: UserParts, real: bool) -> tuple[Combination, list[ConfigError]]:
     """The facts for the table of pairings, and the errors of parts that cannot be made or used, which the facts omit."""
     errors: list[ConfigError] = []
 
@@ -220,17 +192,12 @@ def _facts(config: RunConfig, parts: Parts, real: bool) -> tuple[Combination, li
     return facts._replace(rule=attempt(lambda: settled_rule(facts)) or rule), errors
 
 
-def _clocked(config: RunConfig, facts: Combination) -> tuple[str | None, Network | None, RunConfig]:
-    """The network whose seconds count, with its name, and the run with the local steps that go with it."""
+def _clock(config: RunConfig, facts: Combination) -> tuple[str | None, Network | None]:
+    """The network whose seconds count, with its name."""
     if not facts.clocked:
-        return None, None, config
+        return None, None
     name = next(iter(config.network)) if facts.clock is None else facts.clock
-    network, steps = config.network[name], config.run.local_steps
-    step_s = Durations(network, config.workers).step_s
-    if facts.dylu:
-        assert not isinstance(steps, tuple)  # refused by the table
-        config = replace(config, run=replace(config.run, local_steps=dylu_steps(step_s, steps)))
-    return name, network, config
+    return name, config.network[name]
 
 
 def _absences(config: RunConfig) -> tuple[Absence, ...]:
@@ -241,12 +208,12 @@ def _absences(config: RunConfig) -> tuple[Absence, ...]:
     return tuple(ordered(absences, config.workers))
 
 
-def _rates(config: RunConfig, topology: Topology, network: Network | None) -> Rates:
+def _rates(run: RunSettings, topology: Topology, network: Network | None) -> Rates:
     """Meetings of each pair per second, without a network per mean local phase. Raises ConfigError for a disconnected graph."""
     phase_s = 1.0
     if network is not None:
-        step_s = Durations(network, config.workers).step_s
-        phase_s = math.fsum(s * config.local_steps_of(i) for i, s in enumerate(step_s)) / config.workers
-    rates = meeting_rates(topology.mixing(0), (config.events.meetings or 1.0) / phase_s)
-    conditions(config.workers, rates)
+        step_s = Durations(network, run.workers).step_s
+        phase_s = math.fsum(s * run.local_steps_of(i) for i, s in enumerate(step_s)) / run.workers
+    rates = meeting_rates(topology.mixing(0), (run.events.meetings or 1.0) / phase_s)
+    conditions(run.workers, rates)
     return rates

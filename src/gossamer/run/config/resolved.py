@@ -1,0 +1,136 @@
+"""What a run file resolves to: all that drivers, replicas, journals, layouts and replays need to know of a run.
+
+None of them sees a run file: whoever held one would have to resolve it once more, and might do it otherwise.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
+
+from gossamer.asynchronous import PairRule, Rates, ServerRule
+from gossamer.clock import Absence, EventsConfig
+from gossamer.codecs import Codec
+from gossamer.data.settings import DataConfig
+from gossamer.errors import ConfigError
+from gossamer.layout import Pattern
+from gossamer.models.sizes import ModelConfig
+from gossamer.network.links import Network
+from gossamer.optimizers.inner import InnerConfig
+from gossamer.record.folder import RecordConfig
+from gossamer.rounds.compatibility.combination import Kind
+from gossamer.rounds.compatibility.combine import Method
+from gossamer.rounds.schedule import Schedule
+from gossamer.run.config.pipeline import PipelineConfig
+from gossamer.run.config.run_file import LoopSettings, RunLength
+from gossamer.run.config.user_parts import UserParts
+from gossamer.topologies import Topology
+
+__all__ = ["InPairs", "ResolvedRun", "RunSettings", "WithServer"]
+
+
+class WithServer(NamedTuple):
+    """The method of an asynchronous run around a server."""
+
+    rule: ServerRule
+    codec: Codec
+
+
+class InPairs(NamedTuple):
+    """The method of an asynchronous run of workers that meet in pairs."""
+
+    rule: PairRule
+    topology: Topology
+    rates: Rates
+    """Meetings of each pair per second; on real processes per mean local phase, whose seconds they measure."""
+    codec: Codec
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(RunLength):
+    """A run as it is known without its method, which only who trains needs: to read, price, evaluate or resume it."""
+
+    name: str
+    seed: int
+    workers: int
+    kind: Kind
+    """How the workers communicate."""
+    model: ModelConfig
+    pipeline: PipelineConfig
+    data: DataConfig
+    inner: InnerConfig
+    run: LoopSettings
+    schedule: Schedule
+    events: EventsConfig
+    record: RecordConfig
+    networks: Mapping[str, Network]
+    """Those to price the run on, by name."""
+    parts: UserParts
+    """The user's own."""
+    digest: str
+    """Sixteen hex digits of everything that decides the numbers; equal on all workers, and that of the file in any variant."""
+    decisive: Mapping[str, Any]
+    """What the digest is of: the dotted keys of the file with their values."""
+    document: str
+    """The file with all its defaults, as `run.toml` has it."""
+
+    @property
+    def event_driven(self) -> bool:
+        """Whether it is asynchronous: delays decide what is computed."""
+        return self.kind != "rounds"
+
+    @property
+    def owners(self) -> range:
+        """The owners whose checkpoints a complete round has: all workers, or the server, whose number follows theirs."""
+        return range(self.workers, self.workers + 1) if self.kind == "server" else range(self.workers)
+
+    @property
+    def fragments(self) -> tuple[int, Pattern]:
+        """How many fragments the parameters are cut into, and how; those of a server are packed by size."""
+        if self.kind == "server":
+            return self.events.fragments, "packed"
+        return self.schedule.fragments, self.schedule.pattern
+
+    def pace_s_of(self, worker: int) -> float:
+        """Seconds that an inner step of one worker takes at least."""
+        pace_s = self.run.pace_s
+        return pace_s[worker] if isinstance(pace_s, tuple) else pace_s
+
+    def due(self, every: int, finished: int) -> bool:
+        """Whether something done every so many inner steps is due after this many finished rounds; always after the last."""
+        here, before = finished * self.full_steps, (finished - 1) * self.full_steps
+        return finished == self.rounds or (every > 0 and here // every > before // every)
+
+    def unpaced(self) -> Self:
+        """The run whose inner steps take no longer than they must, for whoever computes it again."""
+        return replace(self, run=replace(self.run, pace_s=0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRun(RunSettings):
+    """A run as it is trained. Its local steps are those that its workers take, fewer for slower ones with `events.dylu`."""
+
+    method: Method | WithServer | InPairs
+    """A `Method` in rounds, and for workers that mix with what their peers published last."""
+    network: Network | None
+    """The network whose seconds decide what is computed: that of the clock, or to which local steps adapt. None where none do,
+    and on real processes, which measure their own."""
+    network_name: str | None
+    absences: tuple[Absence, ...]
+    """Of an asynchronous run, in the order of their seconds."""
+    warnings: tuple[str, ...]
+    """What will probably go wrong."""
+
+    @property
+    def in_rounds(self) -> Method:
+        """The method of a run in rounds. Raises ConfigError for any other."""
+        if self.kind != "rounds" or not isinstance(self.method, Method):
+            raise ConfigError(
+                f"the run '{self.name}' is asynchronous ({self.kind}) and has no rounds; start it with gossamer simulate"
+            )
+        return self.method
+
+    @property
+    def with_server(self) -> WithServer:
+        """The method of a run with a server, which whoever asks has made sure of."""
+        assert isinstance(self.method, WithServer)
+        return self.method
