@@ -153,7 +153,7 @@ def test_a_run_that_has_ended_is_not_resumed_but_scored(tmp_path, capsys):
 
 @pytest.mark.parametrize("finished", [0, 1])
 def test_a_run_that_is_stopped_says_how_to_go_on_if_it_can(finished, run_file, tmp_path, capsys, monkeypatch):
-    def stopped(config, folder, **options):
+    def stopped(config, parts, folder, **options):
         if finished:
             simulate(config, folder, until=finished)
         raise KeyboardInterrupt

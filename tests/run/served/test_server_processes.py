@@ -580,11 +580,11 @@ def test_a_server_answers_before_it_has_validated_and_saved_and_records_the_same
     pushes = torch.randn(2 * config.rounds, PARAMETERS, generator=torch.Generator().manual_seed(1)) / 100
     said = {}
     for where, replays in (("replay", True), ("real", False)):
-        task = task_of(settings_of(config))
-        probe = _Slow(config, task, torch.device("cpu"))
+        made = resolve(config, real=True)
+        probe = _Slow(made, task_of(made), torch.device("cpu"))
         probe.may = threading.Event()
         probe.may.set()
-        with open_session(resolve(config, real=True), tmp_path / where, probe, None, replays=replays) as session:
+        with open_session(made, tmp_path / where, probe, None, replays=replays) as session:
             assert eventually(lambda: evals(tmp_path / where)), "the initial values are validated first"  # noqa: B023
             if not replays:
                 probe.may.clear()

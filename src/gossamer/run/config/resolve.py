@@ -52,9 +52,10 @@ def resolve(config: RunConfig, parts: UserParts = BUILT_IN, *, real: bool = Fals
     for error in [*errors, *map(PairingError, incompatibilities.faults(facts))]:
         raise error
     run, (name, network) = settings_of(config, parts), _clock(config, facts)
-    if network is not None and facts.dylu:
-        steps = dylu_steps(Durations(network, run.workers).step_s, run.full_steps)
-        run = replace(run, run=replace(run.run, local_steps=steps))
+    if network is not None:
+        step_s = Durations(network, run.workers).step_s  # refuses links that no simulation over virtual time can follow
+        if facts.dylu:
+            run = replace(run, run=replace(run.run, local_steps=dylu_steps(step_s, run.full_steps)))
     absences = () if facts.kind == "rounds" else _absences(config)
     warnings = () if facts.kind == "server" else warnings_of(facts)
     if facts.kind == "rounds":
