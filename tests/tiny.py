@@ -6,6 +6,7 @@ from typing import Any
 
 from gossamer.run.config.document import with_settings
 from gossamer.run.config.run_file import RunConfig, parse
+from gossamer.transport.sockets.header import Limits
 
 PARAMETERS = 47_328
 """Of the tiny run's model, whose tokens are bytes."""
@@ -50,3 +51,8 @@ def preset_document(**overrides: Any) -> dict[str, Any]:
 def preset(**overrides: Any) -> RunConfig:
     """The validated run of the preset shape."""
     return parse(preset_document(**overrides))
+
+
+def limits(workers: int) -> Limits:
+    """What the workers of a run that no test names may say at most."""
+    return Limits(workers, 10_000, 1_000_000, 4)

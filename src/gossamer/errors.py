@@ -12,6 +12,7 @@
   x TransportError     bytes did not arrive as expected
     + PeerError        a worker died, hung or speaks another configuration
       - LostConnectionError  a connection broke; the other end may be reached again
+      - RefusedError   a peer said what cannot be; its connection is closed and nothing of it was taken
 
 Each message says, in one sentence, what happened, what was given, what is allowed and what to do. The command line
 prints it without a traceback and exits with code 2. Our own invariants use `assert`.
@@ -32,6 +33,7 @@ __all__ = [
     "MissingPackageError",
     "PairingError",
     "PeerError",
+    "RefusedError",
     "TrainingError",
     "TransportError",
     "UserCodeError",
@@ -87,6 +89,17 @@ class PeerError(TransportError):
 
 class LostConnectionError(PeerError):
     """A connection that broke without a word from the other end, which may be reached again."""
+
+
+class RefusedError(PeerError):
+    """A peer said what cannot be: nothing of it was taken, and its connection is closed.
+
+    Args: `kind` names the fault in counts: secret, version, other run, bounds, checksum, protocol or crowd.
+    """
+
+    def __init__(self, kind: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.kind = kind
 
 
 def choose(what: str, got: str, allowed: Iterable[str]) -> str:

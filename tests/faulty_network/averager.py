@@ -1,6 +1,6 @@
 """A process of the virtual network whose rule needs everyone: its rounds are closed as real workers close them.
 
-`named` and `concluded` of `gossamer.transport.elastic.transport` block; here the same decisions are taken as the letters come.
+`proposed` and `committed` of `gossamer.transport.elastic.transport` block; here the same decisions are taken as the letters come.
 """
 
 import math
@@ -14,10 +14,11 @@ from gossamer.rounds.exchange import Exchange, begin
 from gossamer.rounds.setup import Part, Setup
 from gossamer.rounds.sharing import first_sharing
 from gossamer.transport.contract import IncompleteError, Ticket
-from gossamer.transport.elastic.closing import Closing, Named
+from gossamer.transport.elastic.closing import Closing, Proposal
 from gossamer.transport.elastic.core import Outgoing
 from gossamer.transport.elastic.members import Members
-from gossamer.transport.sockets.letter import Letter, LetterKind, body_of
+from gossamer.transport.sockets.header import LetterKind
+from gossamer.transport.sockets.letter import Letter, body_of
 from gossamer.tree import leaves, map_leaves, refill
 
 __all__ = ["Averager"]
@@ -48,7 +49,7 @@ class Averager(Participant):
         return outbox
 
     def _heard(self, letter: Letter) -> None:
-        if letter.kind in (LetterKind.REPORT, LetterKind.NAME, LetterKind.CLOSED):
+        if letter.kind in (LetterKind.REPORT, LetterKind.PROPOSAL, LetterKind.CLOSED):
             self.closing.heard(letter, self.network.now)
 
     def _watch(self, now: float) -> None:
@@ -97,10 +98,10 @@ class Averager(Participant):
         elif closing.left_out or self.members.alone:
             self._waits = False
             self._fetch(closing.round, closing.source)
-        elif closing.named is not None and closing.named.attempt != self._tried:
-            self._try(closing.named)
+        elif closing.proposed is not None and closing.proposed.attempt != self._tried:
+            self._try(closing.proposed)
 
-    def _try(self, named: Named) -> None:
+    def _try(self, named: Proposal) -> None:
         """Takes part in an attempt."""
         core, plan, round = self.core, self.plan, self.core.round
         self._tried, self._workers, self._posted_s = named.attempt, sorted(named.workers), self.network.now
@@ -154,8 +155,8 @@ class Averager(Participant):
     def _update(self) -> None:
         """Makes the update of a round that is closed."""
         closing, round, line = self.closing, self.closing.round, self.closing.line
-        assert closing.named is not None
-        named = closing.named
+        assert closing.proposed is not None
+        named = closing.proposed
         assert named.attempt == self._tried, f"{self} closes round {round} with a mean that it does not have"
         closing.advance()
         self.core.count_steps()

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from gossamer.rounds.sharing import Sharing, shares
 from gossamer.transport.contract import Ticket
-from gossamer.transport.elastic.closing import Named
+from gossamer.transport.elastic.closing import Proposal
 from gossamer.transport.elastic.core import Outcome
 
 __all__ = ["Ledger"]
@@ -76,7 +76,7 @@ class Ledger:
                 self.retrained += min(b, end) - max(a, first)
         spans.setdefault((first, end, uid), set()).add(by)
 
-    def closed(self, uid: int, round: int, line: int, then: int, named: Named, x: tuple[float, ...]) -> None:
+    def closed(self, uid: int, round: int, line: int, then: int, named: Proposal, x: tuple[float, ...]) -> None:
         """A process has made the update of a round; `line` is the history before it and `then` after it.
 
         A leader that is cut off may close a round alone that the others then close anew: its own history ends there.

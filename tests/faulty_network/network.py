@@ -21,7 +21,8 @@ from faulty_network.ledger import Ledger
 from faulty_network.participant import Arrangement, Participant
 from gossamer.rules import Rule
 from gossamer.topologies import make_topology
-from gossamer.transport.elastic.members import Members, SlotEntry, Standing
+from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
+from tiny import limits
 
 __all__ = ["FAULT_KINDS", "FaultReport", "FaultyNetwork", "check_faults"]
 
@@ -192,18 +193,18 @@ class FaultyNetwork:
 
     def _start(self) -> None:
         slots, nonces = self.plan.slots, [self.random.randrange(1 << 61) for _ in range(self.plan.slots)]
-        entries = [SlotEntry(i, 0, nonces[i], Standing.ALIVE, 0, f"process:{i}") for i in range(slots)]
+        entries = [SlotEntry(i, 0, nonces[i], MemberStatus.ALIVE, 0, f"process:{i + 1}") for i in range(slots)]
         for i in range(slots):
             process = self._process(i, nonces[i])
             x = self.random.gauss(0, 1)
-            process.take_place(Members(slots, i, entries), x=0.0 if self.everyone else x, after=0)
+            process.take_place(Members(limits(slots), i, entries), x=0.0 if self.everyone else x, after=0)
             self.after(0.0, process.begin, process)
         for when in self._fault_times():
             self.after(when, self._fault)
 
     def _process(self, uid: int, nonce: int) -> Participant:
         make = Averager if self.everyone else Gossiper
-        self.processes.append(make(self, uid=uid, nonce=nonce, address=f"process:{uid}"))
+        self.processes.append(make(self, uid=uid, nonce=nonce, address=f"process:{uid + 1}"))
         return self.processes[-1]
 
     def _fault_times(self) -> Iterator[float]:
@@ -257,7 +258,7 @@ class FaultyNetwork:
         for island in self._islands():
             slots = {process.slot for process in island}
             for process in island:
-                alive = {slot for slot, entry in process.members.entries.items() if entry.standing == Standing.ALIVE}
+                alive = {slot for slot, entry in process.members.entries.items() if entry.status == MemberStatus.ALIVE}
                 assert alive == slots, f"{process} believes {sorted(alive)} to be alive, and {sorted(slots)} are"
 
     def _islands(self) -> list[list[Participant]]:

@@ -25,9 +25,11 @@ from gossamer.topologies.mixing import Mixing
 from gossamer.transport import wire
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.core import MOST_EARLY, ElasticCore, Outgoing
-from gossamer.transport.elastic.members import Members, SlotEntry, Standing, news
-from gossamer.transport.sockets.letter import Letter, LetterKind, body_of
+from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry, membership_update
+from gossamer.transport.sockets.header import LetterKind
+from gossamer.transport.sockets.letter import Letter, body_of
 from gossamer.tree import Tree
+from tiny import limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,7 +116,7 @@ class Participant(ABC):
 
     def knows(self, other: "Participant") -> bool:
         """Whether it would call the other one, or is connected with it."""
-        known = self.members.of_standing(Standing.ALIVE, Standing.SUSPECT) if self.listens else []
+        known = self.members.with_status(MemberStatus.ALIVE, MemberStatus.SUSPECT) if self.listens else []
         known += self.core.replaced.values() if self.listens else []
         return any(entry.address == other.address for entry in known)
 
@@ -161,7 +163,7 @@ class Participant(ABC):
         if donor.ended or own is None:
             self._fail("finds all slots filled" if own is None else "loses its donor")
         elif not self.ended:
-            self.take_place(Members(self.plan.slots, own.slot, entries.values()), 0.0, 0)
+            self.take_place(Members(limits(self.plan.slots), own.slot, entries.values()), 0.0, 0)
             self.network.note(f"{self} has been given the slot")
             self.core.spread(ask=True)
             self.flush()
@@ -183,8 +185,8 @@ class Participant(ABC):
         if not phases or self.members.replaced:
             self._fetch(self.members.newest_round + 1)
             return
-        if self.members.own.standing != Standing.GHOST:
-            self.members.declare(Standing.GHOST)
+        if self.members.own.status != MemberStatus.GHOST:
+            self.members.declare(MemberStatus.GHOST)
             self.core.spread()
             self.flush()
         took_s = 3 * network.latency_s() + network.phase_s(self.slot)
@@ -269,15 +271,15 @@ class Participant(ABC):
         end.send(self._greeting())
 
     def _greeting(self) -> Letter:
-        body = body_of(news(self.members.entries))
-        return Letter(LetterKind.NEWS, self.slot, round=max(self.core.round, 0), body=body)
+        body = body_of(membership_update(self.members.entries))
+        return Letter(LetterKind.MEMBERSHIP, self.slot, round=max(self.core.round, 0), body=body)
 
     def _house(self) -> None:
         if self.closed:
             return
         now, beat_s = self.network.now, self.plan.beat_s
         self._watch(now)
-        for entry in self.members.of_standing(Standing.SUSPECT):
+        for entry in self.members.with_status(MemberStatus.SUSPECT):
             ends, waited_s = self._ends_to(entry.slot), now - self._dialled_s.get(entry.slot, -1e9)
             if entry.address and not ends and waited_s >= 2 * beat_s:
                 self._dial(entry)
@@ -318,7 +320,7 @@ class Participant(ABC):
     def close(self) -> None:
         """Says goodbye and ends."""
         if self.listens and not self.ended:
-            self.members.declare(Standing.LEFT)
+            self.members.declare(MemberStatus.LEFT)
             self.core.spread()
             self.flush()
             for end in [end for ends in self.links.values() for end in ends]:
@@ -384,7 +386,7 @@ class Participant(ABC):
     def _fetch(self, round: int, source: int | None = None) -> None:
         """Takes the state of the first worker that gives it, as this one is new or has been away for long."""
         network = self.network
-        for entry in sorted(self.members.of_standing(Standing.ALIVE), key=lambda entry: entry.slot != source):
+        for entry in sorted(self.members.with_status(MemberStatus.ALIVE), key=lambda entry: entry.slot != source):
             donor = network.process_at(entry.address)
             if donor is not None and donor.takes_part and not donor.stopped and not network.heals_in_s(self, donor):
                 network.after(3 * network.latency_s(), lambda donor=donor: self._adopt(donor.kept, round), self)
@@ -401,7 +403,7 @@ class Participant(ABC):
             others = [p for p in network.living if p is not self and p.takes_part]
             asked = {p.uid for p in others if not p.stopped and not network.heals_in_s(self, p)}
             network.ledger.born(self.uid, self.slot, asked=None if any(p.slot == self.slot for p in others) else asked)
-            self.members.declare(Standing.ALIVE, round)
+            self.members.declare(MemberStatus.ALIVE, round)
             self.core.spread()
             self.flush()
             self.takes_part = True

@@ -5,6 +5,7 @@ import socket
 import sys
 import threading
 import urllib.request
+import zlib
 from contextlib import contextmanager
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gossamer.cli import main
-from gossamer.errors import ConfigError, DataError, PeerError
+from gossamer.errors import ConfigError, DataError, PeerError, TransportError
 from gossamer.record.addresses import Address, write_address
 from gossamer.record.folder import RecordConfig, RunFolder
 from gossamer.record.logs.outcomes import Begun, Ended, Life, OutcomeWriter, RoundOutcome
@@ -25,10 +26,12 @@ from gossamer.run.config.run_file import dump
 from gossamer.run.elastic.exit import ending
 from gossamer.run.elastic.messages import changes
 from gossamer.transport.elastic.ask import look
-from gossamer.transport.elastic.members import Members, SlotEntry, Standing
+from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
 from gossamer.transport.elastic.transport import ElasticTransport
-from gossamer.transport.sockets.link import Station
-from tiny import tiny
+from gossamer.transport.sockets.channel import Channel
+from gossamer.transport.sockets.connection import Endpoint
+from gossamer.transport.sockets.header import LetterHead, LetterKind, encode
+from tiny import limits, tiny
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 RUN = 77
@@ -39,8 +42,8 @@ def a_worker(slot, others, slots=5):
     """A worker of an elastic run that listens, with what it knows of the others; and its address."""
     listener = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{listener.getsockname()[1]}"
-    own = SlotEntry(slot, 0, 10 + slot, Standing.ALIVE, 0, address, 6, 30)
-    transport = ElasticTransport(Members(slots, slot, [own, *others]), Station(listener, RUN, SECRET, 5.0))
+    own = SlotEntry(slot, 0, 10 + slot, MemberStatus.ALIVE, 0, address, 6, 30)
+    transport = ElasticTransport(Members(limits(slots), slot, [own, *others]), Endpoint(listener, RUN, SECRET, 5.0))
     try:
         yield address
     finally:
@@ -51,6 +54,17 @@ def nobody():
     """An address at which nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def view_of(answer, size=None, check=None):
+    """An answer to who looks at a run."""
+    head = LetterHead(
+        LetterKind.VIEW,
+        0,
+        size=len(answer) if size is None else size,
+        check=zlib.crc32(answer) if check is None else check,
+    )
+    return encode(head, RUN) + answer
 
 
 def write_slot(folder, config, slot, rounds, ended=None):
@@ -77,12 +91,12 @@ def test_status_tells_who_is_alive_suspect_gone_joining_a_ghost_left_or_has_neve
     write_slot(tmp_path, config, 1, 2)
     write_slot(tmp_path, config, 2, 4, ended="left")
     others = [
-        SlotEntry(1, 0, 11, Standing.SUSPECT, 0, refusing, 2, 4),
-        SlotEntry(2, 0, 12, Standing.LEFT, 0, "10.0.0.9:4000", 3, 8),
-        SlotEntry(3, 1, 13, Standing.JOINING, 0, "", 0, 6),
-        SlotEntry(4, 0, 0, Standing.LEFT, 0, "", 0, 0),
-        SlotEntry(5, 0, 15, Standing.SUSPECT, 0, "", 5, 10),
-        SlotEntry(6, 1, 16, Standing.GHOST, 0, "", 0, 10),
+        SlotEntry(1, 0, 11, MemberStatus.SUSPECT, 0, refusing, 2, 4),
+        SlotEntry(2, 0, 12, MemberStatus.LEFT, 0, "10.0.0.9:4000", 3, 8),
+        SlotEntry(3, 1, 13, MemberStatus.JOINING, 0, "", 0, 6),
+        SlotEntry(4, 0, 0, MemberStatus.LEFT, 0, "", 0, 0),
+        SlotEntry(5, 0, 15, MemberStatus.SUSPECT, 0, "", 5, 10),
+        SlotEntry(6, 1, 16, MemberStatus.GHOST, 0, "", 0, 10),
     ]
     with a_worker(0, others, slots=7) as address:
         write_address(tmp_path, Address(0, address, RUN))
@@ -108,28 +122,28 @@ def test_status_tells_who_is_alive_suspect_gone_joining_a_ghost_left_or_has_neve
 
 
 def test_a_worker_shows_its_view_only_to_who_knows_the_secret_of_its_run():
-    with a_worker(2, [SlotEntry(0, 0, 9, Standing.ALIVE, 0, "", 4, 8)]) as address:
-        view = look(address, SECRET, run=RUN, slots=5, timeout_s=5)
+    with a_worker(2, [SlotEntry(0, 0, 9, MemberStatus.ALIVE, 0, "", 4, 8)]) as address:
+        view = look(address, SECRET, run=RUN, limits=limits(5), timeout_s=5)
         assert view.worker == 2 and [(entry.slot, entry.round) for entry in view.entries] == [(0, 4), (2, 6)]
         for secret, run in ((SECRET, RUN + 1), (SECRET[::-1], RUN)):
             with pytest.raises(PeerError):
-                look(address, secret, run=run, slots=5, timeout_s=5)
+                look(address, secret, run=run, limits=limits(5), timeout_s=5)
         with pytest.raises(PeerError, match="no view of a run with 2 workers"):
-            look(address, SECRET, run=RUN, slots=2, timeout_s=5)
+            look(address, SECRET, run=RUN, limits=limits(2), timeout_s=5)
 
 
 @pytest.mark.parametrize(
     "answer",
-    [b"\xff" * 8, (3).to_bytes(8, "little") + b"[1]", (2).to_bytes(8, "little") + b"{", b""],
-    ids=["too long", "another value", "no JSON", "nothing"],
+    [b"\xff" * 80, view_of(b"[1]"), view_of(b"{"), view_of(b"{}", check=1), view_of(b"", size=1 << 40), b""],
+    ids=["no letter", "another value", "no JSON", "another checksum", "too long", "nothing"],
 )
 def test_an_answer_that_is_no_view_is_refused(answer, monkeypatch):
     ours, theirs = socket.socketpair()
-    monkeypatch.setattr("gossamer.transport.elastic.ask.dial", lambda *_, **__: ours)
+    monkeypatch.setattr("gossamer.transport.elastic.ask.dial", lambda *_, **__: Channel(ours, 5))
     theirs.sendall(answer)
     theirs.close()
-    with pytest.raises((PeerError, ConnectionError)):
-        look("127.0.0.1:1", SECRET, run=RUN, slots=2, timeout_s=5)
+    with pytest.raises((TransportError, ConnectionError)):
+        look("127.0.0.1:1", SECRET, run=RUN, limits=limits(2), timeout_s=5)
 
 
 def test_status_of_runs_that_are_not_elastic_comes_from_their_files(tmp_path, capsys):
@@ -150,15 +164,15 @@ def test_status_of_runs_that_are_not_elastic_comes_from_their_files(tmp_path, ca
 
 
 def test_a_suspect_that_answers_is_still_suspect_and_one_that_left_after_its_last_round_has_finished():
-    entry = SlotEntry(1, 0, 5, Standing.SUSPECT, 0, "127.0.0.1:4000")
+    entry = SlotEntry(1, 0, 5, MemberStatus.SUSPECT, 0, "127.0.0.1:4000")
     assert standing_of(Sighting(entry, answered=True)) == "suspect"
-    assert standing_of(Sighting(entry._replace(standing=Standing.LEFT), finished=True)) == "finished"
+    assert standing_of(Sighting(entry._replace(status=MemberStatus.LEFT), finished=True)) == "finished"
 
 
 def test_every_event_of_another_worker_is_told_in_one_sentence():
-    a = SlotEntry(1, 0, 5, Standing.ALIVE, 0, "10.0.0.1:4000", 3)
-    left = a._replace(standing=Standing.LEFT)
-    suspected, b = a._replace(standing=Standing.SUSPECT), SlotEntry(1, 1, 6, Standing.JOINING, 0, "10.0.0.2:4000")
+    a = SlotEntry(1, 0, 5, MemberStatus.ALIVE, 0, "10.0.0.1:4000", 3)
+    left = a._replace(status=MemberStatus.LEFT)
+    suspected, b = a._replace(status=MemberStatus.SUSPECT), SlotEntry(1, 1, 6, MemberStatus.JOINING, 0, "10.0.0.2:4000")
     steps = [
         (a, a._replace(round=4), []),
         (a, suspected, ["worker 1 is suspected: it is silent"]),
@@ -166,7 +180,7 @@ def test_every_event_of_another_worker_is_told_in_one_sentence():
         (a, left, ["worker 1 has left"]),
         (a, left._replace(round=8), ["worker 1 has finished"]),
         (suspected, b, ["worker 1 is replaced: another process has taken its slot", "worker 1 joins, and fetches its state"]),
-        (b, b._replace(standing=Standing.ALIVE, since=9), ["worker 1 has joined, and takes part from round 10 on"]),
+        (b, b._replace(status=MemberStatus.ALIVE, since=9), ["worker 1 has joined, and takes part from round 10 on"]),
         (None, b, ["worker 1 joins, and fetches its state"]),
     ]  # fmt: skip
     for before, after, sentences in steps:

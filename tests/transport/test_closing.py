@@ -5,10 +5,13 @@ from collections import defaultdict
 
 import pytest
 
-from gossamer.transport.elastic.closing import Closing, Named
+from gossamer.errors import RefusedError
+from gossamer.transport.elastic.closing import Closing, Proposal
 from gossamer.transport.elastic.core import ElasticCore
-from gossamer.transport.elastic.members import Members, SlotEntry, Standing
-from gossamer.transport.sockets.letter import Letter, LetterKind, body_of
+from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
+from gossamer.transport.sockets.header import LetterKind
+from gossamer.transport.sockets.letter import Letter, body_of
+from tiny import limits
 
 ROUNDS, STEP_S = 5, 0.1
 
@@ -22,8 +25,8 @@ class World:
     def __init__(self, seed: int, n: int, *, per_round: int = 1, limit_s: float = 3.0) -> None:
         self.draw, self.n, self.now = random.Random(seed), n, 0.0
         self.per_round, self.limit_s = per_round, limit_s
-        entries = [SlotEntry(i, 0, 100 + i, Standing.ALIVE, 0) for i in range(n)]
-        self.workers = [self.closing(Members(n, i, entries)) for i in range(n)]
+        entries = [SlotEntry(i, 0, 100 + i, MemberStatus.ALIVE, 0) for i in range(n)]
+        self.workers = [self.closing(Members(limits(n), i, entries)) for i in range(n)]
         self.dead = [False] * n
         self.deaths: list[float] = []
         self.kept = [(0, 0)] * n
@@ -69,10 +72,10 @@ class World:
             entries = dict(self.workers[donor].members.entries)
             old = entries[slot]
             entries[slot] = old._replace(
-                incarnation=old.incarnation + 1, nonce=old.nonce + 100, standing=Standing.ALIVE
+                incarnation=old.incarnation + 1, nonce=old.nonce + 100, status=MemberStatus.ALIVE
             )
             self.workers[donor].members.entries[slot] = entries[slot]
-            self.workers[slot] = self.closing(Members(self.n, slot, entries.values()))
+            self.workers[slot] = self.closing(Members(limits(self.n), slot, entries.values()))
             self.letters = [letter for letter in self.letters if slot not in letter[1:3]]
             self.dead[slot], self.left_s[slot] = False, self.draw.uniform(0.1, 2.0)
             self._begin(slot, donor)
@@ -101,11 +104,11 @@ class World:
                 members.entries[j] = own
             elif not self.meet(i, j) and self.draw.random() < 0.1:
                 members.suspect(j)
-            elif self.meet(i, j) and entry.standing is Standing.SUSPECT and self.draw.random() < 0.1:
+            elif self.meet(i, j) and entry.status is MemberStatus.SUSPECT and self.draw.random() < 0.1:
                 since = (
                     max(worker.round for worker in self.workers) + 1
                 )  # as a worker answers that reads of the suspicion
-                alive = entry._replace(standing=Standing.ALIVE, incarnation=entry.incarnation + 1, since=since)
+                alive = entry._replace(status=MemberStatus.ALIVE, incarnation=entry.incarnation + 1, since=since)
                 members.entries[j] = alive
 
     def _act(self, i: int, worker: Closing) -> None:
@@ -115,20 +118,20 @@ class World:
             if worker.left_out:
                 self._take_state(i, worker)
             elif worker.closed:
-                assert worker.named is not None
-                self.histories[worker.round, worker.line].add(worker.named)
+                assert worker.proposed is not None
+                self.histories[worker.round, worker.line].add(worker.proposed)
                 worker.advance()
                 if worker.round % self.per_round == 0:
                     self.kept[i] = worker.round, worker.line
                 self.left_s[i] = self.draw.uniform(0.1, 2.0)
-            elif worker.named is not None and self.held.get(i) != (worker.round, worker.named.attempt):
-                self._try(i, worker, worker.named)
+            elif worker.proposed is not None and self.held.get(i) != (worker.round, worker.proposed.attempt):
+                self._try(i, worker, worker.proposed)
         worker.tick(self.now)
         for peer, letter in worker.outbox:
             self.letters.append((self.now + self.draw.uniform(0.01, 0.3), i, peer, letter))
         worker.outbox.clear()
 
-    def _try(self, i: int, worker: Closing, named: Named) -> None:
+    def _try(self, i: int, worker: Closing, named: Proposal) -> None:
         if all(self.meet(i, j) for j in named.workers) and self.draw.random() < 0.3:
             self.held[i] = worker.round, named.attempt
             worker.hold(named.attempt, self.now)
@@ -179,14 +182,14 @@ def test_nobody_waits_for_a_limit_where_workers_die_and_newcomers_take_their_slo
 
 @pytest.mark.parametrize("away", range(3))
 def test_others_close_their_round_at_once_without_a_newcomer_that_came_amid_it_and_waits_for_the_state_after_it(away):
-    entries = [SlotEntry(i, 0, 100 + i, Standing.SUSPECT if i == away else Standing.ALIVE, 3) for i in range(3)]
-    workers = [Closing(Members(3, i, entries), limit_s=30.0, beat_s=0.5, per_round=2) for i in range(3)]
+    entries = [SlotEntry(i, 0, 100 + i, MemberStatus.SUSPECT if i == away else MemberStatus.ALIVE, 3) for i in range(3)]
+    workers = [Closing(Members(limits(3), i, entries), limit_s=30.0, beat_s=0.5, per_round=2) for i in range(3)]
     others = [worker for i, worker in enumerate(workers) if i != away]
     for worker in workers:
         worker.enter(6, line=7)
     closed(workers, others)
     for worker in workers:
-        worker.members.entries[away] = SlotEntry(away, 1, 200, Standing.ALIVE, 3)
+        worker.members.entries[away] = SlotEntry(away, 1, 200, MemberStatus.ALIVE, 3)
     workers[away].ready(1.0)
     for worker in others:
         worker.ready(1.0)
@@ -215,35 +218,35 @@ def closed(workers: list[Closing], taking_part: list[Closing]) -> None:
                 worker.ready(1.5)
             elif step == "advance":
                 worker.advance()
-            elif worker.named is not None:
-                worker.hold(worker.named.attempt, 1.5)
+            elif worker.proposed is not None:
+                worker.hold(worker.proposed.attempt, 1.5)
         deliver(workers)
 
 
 def test_a_newcomer_that_leads_amid_a_round_names_an_attempt_after_those_that_it_has_not_heard_of():
-    entries = [SlotEntry(i, 0, 100 + i, Standing.ALIVE if i else Standing.SUSPECT, 3) for i in range(5)]
-    workers = [Closing(Members(5, i, entries), limit_s=3.0, beat_s=0.5) for i in range(5)]
+    entries = [SlotEntry(i, 0, 100 + i, MemberStatus.ALIVE if i else MemberStatus.SUSPECT, 3) for i in range(5)]
+    workers = [Closing(Members(limits(5), i, entries), limit_s=3.0, beat_s=0.5) for i in range(5)]
     for worker in workers:
         worker.enter(3, line=7)
     for worker in workers[1:]:
         worker.ready(1.0)
     deliver(workers, 1.0)
-    assert all(worker.named == Named(1, frozenset({1, 2, 3, 4})) for worker in workers[1:])
+    assert all(worker.proposed == Proposal(1, frozenset({1, 2, 3, 4})) for worker in workers[1:])
     for worker in workers:
-        worker.members.entries[0] = SlotEntry(0, 1, 200, Standing.ALIVE, 3)
+        worker.members.entries[0] = SlotEntry(0, 1, 200, MemberStatus.ALIVE, 3)
     workers[0].ready(1.0)
     for worker in workers[1:]:
         worker.tick(1.0, again=True)
     deliver(workers, 1.0)  # no time passes: nobody waits for a limit
-    assert {worker.named for worker in workers} == {Named(5, frozenset(range(5)))}
+    assert {worker.proposed for worker in workers} == {Proposal(5, frozenset(range(5)))}
 
 
 @pytest.mark.parametrize("me", [0, 1])
 def test_a_leader_that_hangs_and_a_worker_that_hangs_before_it_is_ready_are_suspected_and_those_that_answer_are_not(
     me: int,
 ) -> None:
-    entries = [SlotEntry(i, 0, 100 + i, Standing.ALIVE, 0, f"host:{i}") for i in range(3)]
-    core = ElasticCore(Members(3, me, entries), timeout_s=4.0)
+    entries = [SlotEntry(i, 0, 100 + i, MemberStatus.ALIVE, 0, f"host:{i}") for i in range(3)]
+    core = ElasticCore(Members(limits(3), me, entries), timeout_s=4.0)
     worker, hangs = Closing(core.members, limit_s=4.0, beat_s=0.5), 1 - me
     worker.enter(0)
     assert not worker.awaited, "it trains itself"
@@ -255,8 +258,8 @@ def test_a_leader_that_hangs_and_a_worker_that_hangs_before_it_is_ready_are_susp
         core.tick(now)
         asked = {peer for peer, letter in core.outbox if letter.kind is LetterKind.PING}
         assert hangs in asked
-        assert core.members.entries[hangs].standing is (Standing.ALIVE if now < 3.5 else Standing.SUSPECT), now
-    assert core.members.entries[2].standing is Standing.ALIVE
+        assert core.members.entries[hangs].status is (MemberStatus.ALIVE if now < 3.5 else MemberStatus.SUSPECT), now
+    assert core.members.entries[2].status is MemberStatus.ALIVE
     assert worker.awaited == {2}, "worker 1 leads where 0 has hung"
 
 
@@ -267,7 +270,7 @@ def test_less_than_a_majority_never_closes_a_round():
     assert all(worker.round == 0 and not worker.closed for worker in world.workers)
 
 
-@pytest.mark.parametrize("kind", [LetterKind.REPORT, LetterKind.NAME, LetterKind.CLOSED])
+@pytest.mark.parametrize("kind", [LetterKind.REPORT, LetterKind.PROPOSAL, LetterKind.CLOSED])
 @pytest.mark.parametrize(
     "text",
     [
@@ -283,9 +286,10 @@ def test_less_than_a_majority_never_closes_a_round():
         "[1e999,0,0]",
     ],
 )
-def test_letters_that_say_nothing_possible_are_ignored(kind, text):
-    entries = [SlotEntry(i, 0, 100 + i, Standing.ALIVE, 0) for i in range(3)]
-    worker = Closing(Members(3, 0, entries), limit_s=3.0, beat_s=0.5)
+def test_letters_that_say_nothing_possible_are_refused_and_change_nothing(kind, text):
+    entries = [SlotEntry(i, 0, 100 + i, MemberStatus.ALIVE, 0) for i in range(3)]
+    worker = Closing(Members(limits(3), 0, entries), limit_s=3.0, beat_s=0.5)
     worker.enter(0)
-    worker.heard(Letter(kind, 1, body=body_of(text.encode())), 0.0)
-    assert not worker.closed and not worker.left_out and worker.named is None
+    with pytest.raises(RefusedError, match=f"worker 1 sent a {kind.name.lower()} that cannot be in round 0"):
+        worker.heard(Letter(kind, 1, body=body_of(text.encode())), 0.0)
+    assert not worker.outbox and not worker.closed and not worker.left_out and worker.proposed is None

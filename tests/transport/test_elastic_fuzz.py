@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gossamer.errors import CheckpointError, GossamerError, PeerError
+from gossamer.errors import CheckpointError, GossamerError, PeerError, RefusedError
 from gossamer.record.addresses import read_addresses
 from gossamer.record.logs.order import Entered, Finished, Mixed, OrderWriter, Published, read_order
 from gossamer.record.logs.outcomes import Begun, Ended, ExchangeOutcome, OutcomeWriter, RoundOutcome, read_outcomes
@@ -23,10 +23,18 @@ from gossamer.transport.elastic import newcomer
 from gossamer.transport.elastic.core import ElasticCore
 from gossamer.transport.elastic.fetches import Fetches
 from gossamer.transport.elastic.meetings import Meetings
-from gossamer.transport.elastic.members import Members, SlotEntry, Standing, news, read_news
+from gossamer.transport.elastic.members import (
+    Members,
+    MemberStatus,
+    SlotEntry,
+    membership_update,
+    read_membership_update,
+)
 from gossamer.transport.sockets import letter as letters
-from gossamer.transport.sockets.letter import Letter, LetterKind, body_of
-from gossamer.transport.sockets.link import receive_letter
+from gossamer.transport.sockets.channel import Channel
+from gossamer.transport.sockets.header import HEADER_BYTES, LetterKind, Limits
+from gossamer.transport.sockets.letter import Letter, body_of, receive_letter
+from tiny import limits
 
 JUNK = [
     None,
@@ -49,7 +57,9 @@ JUNK = [
     {"slot": 1},
     "a" * 300,
 ]
-NEWS = news({i: SlotEntry(i, 0, i, Standing.ALIVE, 0, f"127.0.0.1:{4000 + i}", 7, 105) for i in range(3)})
+NEWS = membership_update(
+    {i: SlotEntry(i, 0, i, MemberStatus.ALIVE, 0, f"127.0.0.1:{4000 + i}", 7, 105) for i in range(3)}
+)
 
 
 @pytest.fixture
@@ -93,19 +103,6 @@ def planned(call: Callable[[], object]) -> None:
         call()
 
 
-class Wire:
-    """As much of a socket as who reads from it uses; it notes how much is asked for at a time."""
-
-    def __init__(self, raw: bytes) -> None:
-        self.raw, self.most = raw, 0
-
-    def recv_into(self, view: memoryview) -> int:
-        self.most = max(self.most, len(view))
-        part, self.raw = self.raw[: len(view)], self.raw[len(view) :]
-        view[: len(part)] = part
-        return len(part)
-
-
 def test_thousands_of_headers_and_bodies_are_letters_or_refused(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     allocated: list[int] = []
     empty = torch.empty
@@ -116,47 +113,57 @@ def test_thousands_of_headers_and_bodies_are_letters_or_refused(count: int, monk
         raw = letters.encode(Letter(kind, draw.randrange(3), Ticket(draw.randrange(9)), 5, 7, 105, body), run=3)
         raw += body.numpy().tobytes()
         if number % 3 == 0:
-            at = draw.randrange(letters.HEADER_BYTES // 8) * 8
+            at = draw.randrange(HEADER_BYTES // 8) * 8
             raw = raw[:at] + struct.pack("<Q", draw.choice([0, 1, 24, 1 << 40, (1 << 64) - 1])) + raw[at + 8 :]
         else:
             raw = changed(raw, draw)
         with contextlib.suppress(GossamerError, OSError):
-            letter = receive_letter(Wire(raw), 3, lambda letter, size: size <= 24)  # type: ignore[arg-type]
+            near, far = socket.socketpair()
+            with near, Channel(far, 5.0) as channel:
+                near.sendall(raw)
+                near.shutdown(socket.SHUT_WR)
+                letter = receive_letter(channel, 3, limits(3), lambda letter, size: size <= 24)
             assert letter.kind in LetterKind and letter.body.numel() <= 24
-    assert max(allocated) <= letters.HEADER_BYTES
+    assert max(allocated) <= 24, "and headers take none"
 
 
 def test_thousands_of_news_are_views_or_none(count: int) -> None:
     draw, value = random.Random(2), json.loads(NEWS)
-    members = Members(3, 0, [SlotEntry(0, 0, 0, Standing.ALIVE, 0)])
+    members = Members(limits(3), 0, [SlotEntry(0, 0, 0, MemberStatus.ALIVE, 0)])
     taken = 0
     for number in range(count):
         raw = changed(NEWS, draw) if number % 2 else json.dumps(swapped(value, draw)).encode()
-        entries = read_news(raw, slots=3)
+        entries = read_membership_update(raw, limits(3))
         if entries is not None:
             taken += 1
             members.merge(entries)
             members.alive(5), members.newest_round, members.own
     assert 0 < taken < count and members.entries.keys() <= {0, 1, 2}
-    assert read_news(b"[" * 100_000, 3) is None
-    assert read_news(b"[[0,0," + b"9" * 5000 + b',1,0,"",0,0]]', 3) is None
+    assert read_membership_update(b"[" * 100_000, limits(3)) is None
+    assert read_membership_update(b"[[0,0," + b"9" * 5000 + b',1,0,"",0,0]]', limits(3)) is None
 
 
 def test_thousands_of_letters_in_any_order_never_raise_in_a_core_nor_fill_it(count: int) -> None:
     draw, sizes = random.Random(3), 8
     for _ in range(count // 100):
-        known = [SlotEntry(i, 0, i, Standing.ALIVE, 0, f"127.0.0.1:{4000 + i}") for i in range(3)]
-        core = ElasticCore(Members(3, 0, known), timeout_s=8.0)
+        known = [SlotEntry(i, 0, i, MemberStatus.ALIVE, 0, f"127.0.0.1:{4000 + i}") for i in range(3)]
+        core = ElasticCore(Members(limits(3), 0, known), timeout_s=8.0)
         core.enter(0, frozenset(range(3)), [1])
         core.expect(Ticket(0), 1, sizes)
         for turn in range(100):
             kind, size = draw.choice([*LetterKind]), draw.choice([0, 7, sizes, sizes])
-            body = body_of(changed(NEWS, draw)) if kind == LetterKind.NEWS else torch.zeros(size, dtype=torch.uint8)
+            body = (
+                body_of(changed(NEWS, draw)) if kind == LetterKind.MEMBERSHIP else torch.zeros(size, dtype=torch.uint8)
+            )
             ticket = Ticket(draw.choice([0, 0, 0, 1, 9, (1 << 32) - 1]), draw.choice([0, 0, 1]), draw.choice([0, 0, 1]))
             letter = Letter(
                 kind, draw.randrange(1, 3), ticket, draw.randrange(3), draw.choice([0, 1, 1 << 31]), 1 << 60, body
             )
-            core.heard(letter, float(turn), draw.choice([None, 1, 2]))
+            before, version = dict(core.members.entries), core.members.version
+            try:
+                core.heard(letter, float(turn), draw.choice([None, 1, 2]))
+            except RefusedError:
+                assert (core.members.entries, core.members.version) == (before, version)
             core.tick(float(turn))
             assert core.kept <= 3 * 8 and len(core.outbox) < 40
             core.outbox.clear()
@@ -169,7 +176,7 @@ def test_thousands_of_requests_and_offers_of_newcomers_are_answered_or_refused(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = random.Random(4)
-    entry = SlotEntry(2, 1, 5, Standing.JOINING, 0, "127.0.0.1:4002")
+    entry = SlotEntry(2, 1, 5, MemberStatus.JOINING, 0, "127.0.0.1:4002")
     place = {"nonce": 5, "address": "127.0.0.1:4002", "slot": None, "inner": True}
     offer = {"slot": 2, "donor": 0, "after": 3, "bytes": 24, "sha256": "a" * 64, "entries": NEWS.decode()}
     state = newcomer.Handover(3, lambda: bytes(24), cold)
@@ -179,7 +186,7 @@ def test_thousands_of_requests_and_offers_of_newcomers_are_answered_or_refused(
     def says(*said: Letter) -> None:
         queue = iter(said)
 
-        def receive(sock: object, run: int, accepts: Callable[[Letter, int], bool]) -> Letter:
+        def receive(sock: object, run: int, limits: Limits, accepts: Callable[[Letter, int], bool]) -> Letter:
             letter = next(queue, None)
             if letter is None:
                 raise ConnectionError("it was closed")
@@ -191,12 +198,12 @@ def test_thousands_of_requests_and_offers_of_newcomers_are_answered_or_refused(
 
     near, far = socket.socketpair()
     host = functools.partial(
-        newcomer.host, near, 3, 0, give_slot=lambda place: entry, entries=lambda: {2: entry}, boundary=lambda: state
+        newcomer.host, near, 3, limits(3), 0, give_slot=lambda place: entry, entries=lambda: {2: entry}, boundary=lambda: state
     )  # fmt: skip
     monkeypatch.setattr(newcomer, "dial", lambda *args, **options: socket.socket())
     own = newcomer.Applicant(5, "127.0.0.1:4002")
     for number in range(count):
-        kind = draw.choice([LetterKind.ASK, LetterKind.OFFER, LetterKind.CHUNK, LetterKind.NEWS])
+        kind = draw.choice([LetterKind.ASK, LetterKind.OFFER, LetterKind.CHUNK, LetterKind.MEMBERSHIP])
         value = place if number % 2 else offer
         raw = json.dumps(value).encode()
         body = body_of(changed(raw, draw) if draw.random() < 0.5 else json.dumps(swapped(value, draw)).encode())
@@ -211,7 +218,7 @@ def test_thousands_of_requests_and_offers_of_newcomers_are_answered_or_refused(
                 host()
             else:
                 says(Letter(draw.choice([LetterKind.OFFER, LetterKind.OFFER, kind]), 0, body=body), *chunks)
-                newcomer.ask("127.0.0.1:4000", b"s", own, run=3, slots=3, timeout_s=1.0)
+                newcomer.ask("127.0.0.1:4000", b"s", own, run=3, limits=limits(3), timeout_s=1.0)
     near.close(), far.close()
     assert any(letter.kind == LetterKind.CHUNK for letter in sent)
 
@@ -267,7 +274,7 @@ def test_thousands_of_states_and_facts_of_asynchronous_workers_are_read_or_refus
 def test_thousands_of_letters_in_any_order_never_raise_in_calls_nor_fill_them(count: int) -> None:
     draw = random.Random(10)
     kinds = [kind for kind in LetterKind if LetterKind.FETCH <= kind <= LetterKind.DONE]
-    members = Members(3, 0, read_news(NEWS, slots=3) or [])
+    members = Members(limits(3), 0, read_membership_update(NEWS, limits(3)) or [])
     fetches = Fetches(members, 4, limit_s=5.0)
     meetings = Meetings(
         members, 4, limit_s=5.0, tell=lambda one: torch.zeros(4, dtype=torch.uint8), meet=lambda one, payload: None
@@ -313,5 +320,5 @@ def test_thousands_of_address_files_are_addresses_or_passed_over(count: int, tmp
     for number in range(count):
         path.write_bytes(changed(raw, draw) if number % 2 else json.dumps(swapped(value, draw)).encode())
         for found in read_addresses(tmp_path):
-            entry = SlotEntry(0, 0, 0, Standing.ALIVE, 0, found.address)
-            assert read_news(news({0: entry}), 1) == [entry], found
+            entry = SlotEntry(0, 0, 0, MemberStatus.ALIVE, 0, found.address)
+            assert read_membership_update(membership_update({0: entry}), limits(1)) == [entry], found

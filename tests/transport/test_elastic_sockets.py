@@ -6,6 +6,7 @@ import os
 import resource
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,18 +14,23 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from gossamer.errors import PeerError
+from gossamer.errors import PeerError, TransportError
 from gossamer.record.packed import cold, frozen, unpacked
 from gossamer.run.elastic.state_transfer import give_state, take_state
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic import newcomer
 from gossamer.transport.elastic.core import Outcome
-from gossamer.transport.elastic.members import Members, SlotEntry, Standing, news
+from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry, membership_update
 from gossamer.transport.elastic.transport import ElasticTransport
 from gossamer.transport.sockets import letter as letters
+from gossamer.transport.sockets.addresses import listen, shown
+from gossamer.transport.sockets.channel import Channel
+from gossamer.transport.sockets.connection import Endpoint
 from gossamer.transport.sockets.handshake import dial
-from gossamer.transport.sockets.letter import Letter, LetterKind, body_of
-from gossamer.transport.sockets.link import Listener, Station, receive_letter
+from gossamer.transport.sockets.header import WATCHER, LetterKind
+from gossamer.transport.sockets.letter import Letter, body_of, receive_letter, small
+from gossamer.transport.sockets.listener import Arrival, Listener, Refusals
+from tiny import limits
 
 RUN, SECRET = 77, b"the secret of this run"
 LIKE = [torch.empty(4)]
@@ -46,11 +52,11 @@ def crew(
     """Workers that know each other; the address of `mute` is taken by nobody: it accepts, unless it is `gone`."""
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(n)]
     entries = [
-        SlotEntry(i, 0, secrets.randbits(40), Standing.ALIVE, 0, f"127.0.0.1:{listeners[i].getsockname()[1]}")
+        SlotEntry(i, 0, secrets.randbits(40), MemberStatus.ALIVE, 0, f"127.0.0.1:{listeners[i].getsockname()[1]}")
         for i in range(n)
     ]
     made = [
-        ElasticTransport(Members(n, i, entries), Station(listeners[i], RUN, SECRET, timeout_s))
+        ElasticTransport(Members(limits(n), i, entries), Endpoint(listeners[i], RUN, SECRET, timeout_s))
         for i in range(n)
         if i != mute
     ]
@@ -93,19 +99,20 @@ def together(transports: Sequence[ElasticTransport], round: int) -> list[set[Out
         return [set(outcomes.values()) for outcomes in found]
 
 
-def hand_made(address: str, me: SlotEntry, entries: list[SlotEntry]) -> socket.socket:
+def hand_made(address: str, me: SlotEntry, entries: list[SlotEntry]) -> Channel:
     """A connection of a peer that keeps to the protocol as long as its test wants."""
-    sock = dial(address, SECRET, run=RUN, me=me.slot, timeout_s=LIMIT_S)
-    say(sock, Letter(LetterKind.NEWS, me.slot, body=body_of(news({entry.slot: entry for entry in entries}))))
-    return sock
+    channel = dial(address, SECRET, run=RUN, me=me.slot, timeout_s=LIMIT_S)
+    known = membership_update({entry.slot: entry for entry in entries})
+    say(channel, Letter(LetterKind.MEMBERSHIP, me.slot, body=body_of(known)))
+    return channel
 
 
-def say(sock: socket.socket, letter: Letter, spoilt: bool = False) -> None:
-    body = bytearray(letter.body.numpy().tobytes())
+def say(channel: Channel, letter: Letter, spoilt: bool = False) -> None:
+    body = bytearray(letter.content)
     head = letters.encode(letter, RUN)
     if spoilt:
         body[3] ^= 1
-    sock.sendall(head + bytes(body))
+    channel.write(head + bytes(body))
 
 
 def test_two_exchange_and_are_not_disturbed_by_strangers() -> None:
@@ -134,14 +141,14 @@ def test_a_peer_that_vanishes_amid_its_payload_is_missed_at_once_and_by_all() ->
         for transport, ticket, sock in zip(transports, tickets, socks, strict=True):
             transport.post(ticket, 2, [torch.zeros(4)])
             payload = Letter(LetterKind.PAYLOAD, 2, ticket, body=torch.zeros(16, dtype=torch.uint8))
-            sock.sendall(letters.encode(payload, RUN) + bytes(7))
+            sock.write(letters.encode(payload, RUN) + bytes(7))
         assert not any(transport.ready(ticket) for transport, ticket in zip(transports, tickets, strict=True))
         for sock in socks:
             sock.close()
         for transport, ticket in zip(transports, tickets, strict=True):
             until(lambda t=transport, ticket=ticket: t.ready(ticket))  # long before its deadline of a minute
             assert transport.collect(ticket) == {} and transport.outcomes()[ticket] == {2: Outcome.MISSED}
-            assert transport.members.entries[2].standing == Standing.SUSPECT
+            assert transport.members.entries[2].status == MemberStatus.SUSPECT
 
 
 def test_a_peer_that_accepts_and_never_answers_costs_those_who_wait_for_it_its_deadline_and_no_others() -> None:
@@ -189,18 +196,20 @@ def test_what_a_worker_says_goes_over_the_newest_connection_of_its_peer() -> Non
         transports[0].post(ticket, 1, [torch.zeros(4)])
         kinds = []
         while LetterKind.PAYLOAD not in kinds:
-            kinds.append(receive_letter(new, RUN, lambda letter, size: True).kind)
+            kinds.append(receive_letter(new, RUN, limits(2), lambda letter, size: True).kind)
         old.close(), new.close()
 
 
 def test_a_worker_whose_slot_another_process_has_taken_does_not_wait_for_its_round_to_be_closed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        known = [SlotEntry(i, 0, 10 + i, Standing.ALIVE if i == 1 else Standing.SUSPECT, 0) for i in range(3)]
-        transport = ElasticTransport(Members(3, 1, known), Station(listener, RUN, SECRET, 8.0), limit_bytes=100)
+        known = [SlotEntry(i, 0, 10 + i, MemberStatus.ALIVE if i == 1 else MemberStatus.SUSPECT, 0) for i in range(3)]
+        transport = ElasticTransport(
+            Members(limits(3), 1, known), Endpoint(listener, RUN, SECRET, 8.0), limit_bytes=100
+        )
         transport.enter(0, lambda alive: [], 15)
         transport.members.merge([known[1]._replace(incarnation=1, nonce=99)])
         with pytest.raises(PeerError, match="another process fills slot 1"):
-            transport.named(0)
+            transport.proposed(0)
         transport.close()
 
 
@@ -208,8 +217,8 @@ def test_two_parts_of_a_network_that_have_replaced_each_other_meet_again() -> No
     with crew(2, timeout_s=1.0) as ((one, other), entries):
         with one.changed, other.changed:
             for transport, gone in ((one, entries[1]), (other, entries[0])):
-                newer = {gone.slot: gone._replace(incarnation=3, nonce=99, standing=Standing.LEFT, address="")}
-                letter = Letter(LetterKind.NEWS, gone.slot, body=body_of(news(newer)))
+                newer = {gone.slot: gone._replace(incarnation=3, nonce=99, status=MemberStatus.LEFT, address="")}
+                letter = Letter(LetterKind.MEMBERSHIP, gone.slot, body=body_of(membership_update(newer)))
                 transport.core.heard(letter, time.monotonic(), gone.nonce)
                 transport.core.outbox.clear()
         until(lambda: one.members.replaced and other.members.replaced)
@@ -218,50 +227,53 @@ def test_two_parts_of_a_network_that_have_replaced_each_other_meet_again() -> No
 def test_who_needs_a_state_asks_again_as_long_as_its_donor_has_not_come_up_and_no_longer_once_it_has_ended() -> None:
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     address = f"127.0.0.1:{listeners[1].getsockname()[1]}"
-    entries = [SlotEntry(0, 0, 5, Standing.ALIVE, 0), SlotEntry(1, 0, 6, Standing.ALIVE, 0, address)]
+    entries = [SlotEntry(0, 0, 5, MemberStatus.ALIVE, 0), SlotEntry(1, 0, 6, MemberStatus.ALIVE, 0, address)]
     listeners[1].settimeout(LIMIT_S)
-    station, members = Station(listeners[0], RUN, SECRET, LIMIT_S), Members(2, 0, entries)
+    endpoint, members = Endpoint(listeners[0], RUN, SECRET, LIMIT_S), Members(limits(2), 0, entries)
     kept = newcomer.Handover(6, lambda: frozen({"x": torch.ones(2)})(), cold)
     with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(take_state, members, station, first=1, behind=0)
+        asking = pool.submit(take_state, members, endpoint, first=1, behind=0)
         for _ in range(2):
             listeners[1].accept()[0].close()  # as of one that is too busy to answer within the time of a handshake
         listeners[1].settimeout(None)
-        donor = ElasticTransport(Members(2, 1, entries), Station(listeners[1], RUN, SECRET, LIMIT_S))
-        donor._host = lambda sock: give_state(sock, donor, station, lambda: kept)
+        donor = ElasticTransport(Members(limits(2), 1, entries), Endpoint(listeners[1], RUN, SECRET, LIMIT_S))
+        donor._host = lambda channel: give_state(channel, donor, endpoint, lambda: kept)
         offer, state = asking.result(LIMIT_S)
     assert (offer.donor, offer.after, state["x"].tolist()) == (1, 6, [1.0, 1.0])
     donor.close()
     with pytest.raises(PeerError, match="nobody to take a state from"):
-        take_state(members, station._replace(timeout_s=1e6), first=1, behind=0)
+        take_state(members, endpoint._replace(timeout_s=1e6), first=1, behind=0)
     listeners[0].close()
 
 
-def test_a_worker_accepts_connections_again_after_it_had_no_file_descriptor_left() -> None:
-    came: list[socket.socket] = []  # and stay open, so that the second needs a descriptor of its own
+def test_a_worker_accepts_connections_again_after_it_had_no_file_descriptor_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gossamer.transport.sockets.listener.prove_to_dialler", lambda *args, **options: (0, True))
+    came: list[Arrival] = []  # and stay open, so that the second needs a descriptor of its own
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as first, socket.socket() as second:
-        listener = Listener(server, lambda sock, address: came.append(sock))
+        listener = Listener(server, SECRET, RUN, came.append, Refusals())
         os.close(lowest := os.dup(0))
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, files[1]))
         try:
             for client in (first, second):  # the system takes a descriptor for the first one before it comes
                 client.connect(server.getsockname())
             time.sleep(0.3)
             assert len(came) < 2
         finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            resource.setrlimit(resource.RLIMIT_NOFILE, files)
         until(lambda: len(came) == 2)
         listener.close()
-        for sock in came:
-            sock.close()
+        for arrival in came:
+            arrival.channel.close()
 
 
 def test_two_that_have_never_heard_of_each_other_meet_by_the_addresses_of_their_run() -> None:
     with crew(2, timeout_s=4.0) as (transports, entries):
         for transport, other in zip(transports, (1, 0), strict=True):
             with transport.changed:  # as where all have died through whom they could know each other
-                gone = SlotEntry(other, 0, 0, Standing.LEFT, 0)
+                gone = SlotEntry(other, 0, 0, MemberStatus.LEFT, 0)
                 transport.members.entries[other] = gone
         transports[0].redial.addresses = lambda: [(1, entries[1].address), (0, entries[0].address)]
         until(lambda: all(transport.members.alive(99) == {0, 1} for transport in transports))
@@ -274,18 +286,85 @@ def test_the_state_of_a_round_is_packed_only_when_the_first_newcomer_asks_and_is
     kept = newcomer.Handover(3, lambda: packed.append(pack()) or packed[-1], cold)
     x.fill_(1.0)  # the worker trains on
     assert not packed
-    entry = SlotEntry(1, 1, 5, Standing.JOINING, 0, "127.0.0.1:4002")
+    entry = SlotEntry(1, 1, 5, MemberStatus.JOINING, 0, "127.0.0.1:4002")
     own = newcomer.Applicant(5, "127.0.0.1:4002", 1)
     for inner in (True, False):
-        near, far = socket.socketpair()
+        near, far = (Channel(sock, LIMIT_S) for sock in socket.socketpair())
         with near, far, ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patch:
             patch.setattr(newcomer, "dial", lambda *args, end=far, **options: end)
             hosting = pool.submit(
-                newcomer.host, near, RUN, 0, give_slot=lambda place: entry, entries=lambda: {1: entry}, boundary=lambda: kept
+                newcomer.host, near, RUN, limits(3), 0, give_slot=lambda place: entry, entries=lambda: {1: entry},
+                boundary=lambda: kept,
             )  # fmt: skip
-            offer = newcomer.ask("", SECRET, own._replace(inner=inner), run=RUN, slots=3, timeout_s=LIMIT_S)
+            offer = newcomer.ask("", SECRET, own._replace(inner=inner), run=RUN, limits=limits(3), timeout_s=LIMIT_S)
             hosting.result(LIMIT_S)
         assert offer.after == 3 and offer.raw is not None
         state = unpacked(offer.raw)
         assert torch.equal(state["x"], torch.zeros(5)) and state["inner"] == ({"step": 4} if inner else None)
     assert len(packed) == 1
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [{"incarnation": 1 << 61}, {"incarnation": 1 << 29}, {"round": 1 << 61}, {"since": 1 << 61}, {"steps": 1 << 61}],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_a_membership_update_out_of_bounds_ends_its_connection_changes_nothing_and_is_counted(
+    entry: dict[str, int],
+) -> None:
+    with crew(3, timeout_s=60.0, mute=2, gone=True) as (transports, entries):
+        sock = hand_made(entries[0].address, entries[2], entries)
+        until(lambda: [link.nonce for link in transports[0]._links.get(2, [])] == [entries[2].nonce])
+        own = transports[0].members.own
+        wrong = {1: entries[1]._replace(**entry, status=MemberStatus.LEFT)}
+        say(sock, Letter(LetterKind.MEMBERSHIP, 2, body=body_of(membership_update(wrong))))
+        until(lambda: transports[0].view().refused == {"worker 2: bounds": 1})
+        kinds, accepts = [], small(*LetterKind, most_bytes=1 << 20)
+        while LetterKind.REFUSAL not in kinds:
+            letter = receive_letter(sock, RUN, limits(3), accepts)
+            kinds.append(letter.kind)
+        assert b"a membership update that cannot be in a run of 3 workers" in letter.content
+        sock.close()
+        assert transports[0].members.entries[1].status == MemberStatus.ALIVE and transports[0].members.own == own
+        until(lambda: all(transport.members.alive(0) == {0, 1} for transport in transports))
+        assert together(transports, 0) == [{Outcome.MADE}] * 2
+
+
+def test_one_letter_of_an_impossible_round_neither_freezes_a_run_nor_moves_it() -> None:
+    with crew(3, timeout_s=60.0, mute=2, gone=True) as (transports, entries):
+        sock = hand_made(entries[0].address, entries[2], entries)
+        say(sock, Letter(LetterKind.PONG, 2, round=1 << 61))
+        until(lambda: transports[0].view().refused == {"worker 2: bounds": 1})
+        sock.close()
+        assert transports[0].newest_round == 0
+        until(lambda: all(transport.members.alive(0) == {0, 1} for transport in transports))
+        assert together(transports, 0) == [{Outcome.MADE}] * 2
+
+
+def test_idle_connections_of_one_worker_are_few_and_others_exchange_meanwhile() -> None:
+    with crew(3, timeout_s=60.0, mute=2, gone=True) as (transports, entries):
+        before = threading.active_count()
+        idle = [dial(entries[0].address, SECRET, run=RUN, me=2, timeout_s=LIMIT_S) for _ in range(40)]
+        idle += [dial(entries[0].address, SECRET, run=RUN, me=WATCHER + 1, timeout_s=LIMIT_S) for _ in range(20)]
+        until(lambda: len(transports[0]._links.get(2, [])) <= 4)
+        until(lambda: threading.active_count() <= before + 2 * 4 + 8 + 4)
+        for channel in idle:
+            channel.close()
+        until(lambda: all(transport.members.alive(0) == {0, 1} for transport in transports))
+        assert together(transports, 0) == [{Outcome.MADE}] * 2
+
+
+def test_two_workers_exchange_over_ipv6() -> None:
+    try:
+        listeners = [listen("::1", 0) for _ in range(2)]
+    except TransportError:
+        pytest.skip("this machine has no ::1")
+    where = [shown(*listener.getsockname()[:2]) for listener in listeners]
+    entries = [SlotEntry(i, 0, 10 + i, MemberStatus.ALIVE, 0, where[i]) for i in range(2)]
+    assert where[0].startswith("[::1]:")
+    made = [
+        ElasticTransport(Members(limits(2), i, entries), Endpoint(listeners[i], RUN, SECRET, 8.0)) for i in range(2)
+    ]
+    assert together(made, 0) == [{Outcome.MADE}] * 2
+    for transport in made:
+        transport.close()

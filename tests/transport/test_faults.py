@@ -14,8 +14,17 @@ from gossamer.topologies.mixing import without
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.closing import Closing
 from gossamer.transport.elastic.core import ElasticCore, Outcome
-from gossamer.transport.elastic.members import Members, SlotEntry, Standing, merged, news, read_news
-from gossamer.transport.sockets.letter import Letter, LetterKind, body_of
+from gossamer.transport.elastic.members import (
+    Members,
+    MemberStatus,
+    SlotEntry,
+    membership_update,
+    merged,
+    read_membership_update,
+)
+from gossamer.transport.sockets.header import LetterKind
+from gossamer.transport.sockets.letter import Letter, body_of
+from tiny import limits
 
 PARTS, SEEDS, FULL = 4, 120, 1000
 BODY = torch.zeros(4, dtype=torch.uint8)
@@ -52,7 +61,7 @@ def test_workers_of_a_mean_over_everyone_have_the_same_bits_after_each_round_tha
 def test_a_worker_that_closes_a_round_before_all_have_its_mean_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def hasty(self: Closing, attempt: int, now: float) -> None:
         honest(self, attempt, now)
-        self.closed = self.named is not None
+        self.closed = self.proposed is not None
 
     honest = Closing.hold
     monkeypatch.setattr(Closing, "hold", hasty)
@@ -84,17 +93,17 @@ def test_a_mixing_that_forgets_the_weight_of_a_lost_peer_is_found(monkeypatch: p
 # Algebra
 
 _slots = st.integers(0, 3)
-_standings = st.sampled_from(Standing)
+_statuses = st.sampled_from(MemberStatus)
 
 
 def entries(slot: st.SearchStrategy[int] = _slots) -> st.SearchStrategy[SlotEntry]:
     """Entries; one process says one address and, within one incarnation, one first round."""
 
-    def entry(slot: int, incarnation: int, nonce: int, standing: Standing, round: int, steps: int) -> SlotEntry:
-        return SlotEntry(slot, incarnation, nonce, standing, incarnation, f"host:{nonce}", round, steps)
+    def entry(slot: int, incarnation: int, nonce: int, status: MemberStatus, round: int, steps: int) -> SlotEntry:
+        return SlotEntry(slot, incarnation, nonce, status, incarnation, f"host:{nonce + 1}", round, steps)
 
     few = st.integers(0, 2)
-    return st.builds(entry, slot, few, few, _standings, st.integers(0, 9), st.integers(0, 9))
+    return st.builds(entry, slot, few, few, _statuses, st.integers(0, 9), st.integers(0, 9))
 
 
 @settings(deadline=None)
@@ -108,13 +117,15 @@ def test_merging_is_commutative_associative_and_idempotent(a: SlotEntry, b: Slot
 @settings(max_examples=100, deadline=None)
 @given(st.lists(entries(), max_size=8), st.randoms(use_true_random=False))
 def test_views_are_equal_whatever_the_order_of_the_news(said: list[SlotEntry], random) -> None:
-    me = SlotEntry(9, 0, 0, Standing.ALIVE, 0)
-    a, b = Members(10, 9, [me]), Members(10, 9, [me])
+    me = SlotEntry(9, 0, 0, MemberStatus.ALIVE, 0)
+    a, b = Members(limits(10), 9, [me]), Members(limits(10), 9, [me])
     a.merge(said)
     for entry in random.sample(said, len(said)) + random.sample(said, len(said)):
         b.merge([entry])
     assert a.entries == b.entries
-    assert read_news(news(a.entries), 10) == [a.entries[slot] for slot in sorted(a.entries)]
+    assert read_membership_update(membership_update(a.entries), limits(10)) == [
+        a.entries[slot] for slot in sorted(a.entries)
+    ]
 
 
 @settings(max_examples=100, deadline=None)
@@ -138,8 +149,8 @@ def test_weights_without_the_exchanges_that_failed_stay_stochastic_and_symmetric
 
 def pair(**options: float) -> list[ElasticCore]:
     """Two workers in round 0, which have announced their exchange."""
-    known = [SlotEntry(i, 0, 10 + i, Standing.ALIVE, 0, f"host:{i}") for i in range(2)]
-    cores = [ElasticCore(Members(2, i, known), timeout_s=8.0, **options) for i in range(2)]
+    known = [SlotEntry(i, 0, 10 + i, MemberStatus.ALIVE, 0, f"host:{i + 1}") for i in range(2)]
+    cores = [ElasticCore(Members(limits(2), i, known), timeout_s=8.0, **options) for i in range(2)]
     for i, core in enumerate(cores):
         core.enter(0, frozenset({0, 1}), [1 - i])
         core.expect(TICKET, 1 - i, BODY.numel())
@@ -209,17 +220,21 @@ def said(core: ElasticCore) -> list[tuple[int, LetterKind]]:
 
 def test_a_worker_that_knows_nobody_to_be_alive_goes_on_from_its_own_round() -> None:
     members = Members(
-        3, 1, [SlotEntry(1, 1, 5, Standing.JOINING, 0, round=4), SlotEntry(0, 0, 1, Standing.SUSPECT, 0, round=9)]
+        limits(3),
+        1,
+        [SlotEntry(1, 1, 5, MemberStatus.JOINING, 0, round=4), SlotEntry(0, 0, 1, MemberStatus.SUSPECT, 0, round=9)],
     )
     assert members.newest_round == 4
 
 
 def test_a_process_that_is_suspected_while_it_joins_answers_and_is_alive_then() -> None:
-    joins = SlotEntry(1, 2, 5, Standing.JOINING, 0)
-    members = Members(2, 1, [joins, SlotEntry(0, 0, 1, Standing.ALIVE, 0)])
-    members.merge([joins._replace(standing=Standing.SUSPECT)])
-    members.declare(Standing.ALIVE, 7)
-    other = Members(2, 0, [SlotEntry(0, 0, 1, Standing.ALIVE, 0), joins._replace(standing=Standing.SUSPECT)])
+    joins = SlotEntry(1, 2, 5, MemberStatus.JOINING, 0)
+    members = Members(limits(2), 1, [joins, SlotEntry(0, 0, 1, MemberStatus.ALIVE, 0)])
+    members.merge([joins._replace(status=MemberStatus.SUSPECT)])
+    members.declare(MemberStatus.ALIVE, 7)
+    other = Members(
+        limits(2), 0, [SlotEntry(0, 0, 1, MemberStatus.ALIVE, 0), joins._replace(status=MemberStatus.SUSPECT)]
+    )
     other.merge([members.own])
     assert other.alive(7) == {0, 1}
 
@@ -228,13 +243,15 @@ def test_of_a_process_that_was_replaced_only_the_news_count() -> None:
     core, other = pair()
     other.post(TICKET, 0, BODY, 0.0)
     payload = next(letter for _, letter in other.outbox if letter.kind == LetterKind.PAYLOAD)
-    core.members.merge([SlotEntry(1, 1, 77, Standing.ALIVE, 0, "host:2")])
+    core.members.merge([SlotEntry(1, 1, 77, MemberStatus.ALIVE, 0, "host:2")])
     core.post(TICKET, 1, BODY, 0.0)
     core.outbox.clear()
     assert core.heard(payload, 0.1, 11) == 11 and said(core) == []
     assert core.heard(payload, 0.1, 77) == 77 and said(core) == [(1, LetterKind.COMMIT)]
     greeting = Letter(
-        LetterKind.NEWS, 1, body=torch.frombuffer(bytearray(news(other.members.entries)), dtype=torch.uint8)
+        LetterKind.MEMBERSHIP,
+        1,
+        body=torch.frombuffer(bytearray(membership_update(other.members.entries)), dtype=torch.uint8),
     )
     assert core.heard(greeting, 0.2, None) == 11
 
@@ -258,25 +275,25 @@ def test_news_that_may_have_been_lost_with_one_of_two_connections_are_sent_again
     core.tell(1)
     assert said(core) == []
     core.tell_again(1)
-    assert said(core) == [(1, LetterKind.NEWS)]
+    assert said(core) == [(1, LetterKind.MEMBERSHIP)]
 
 
 def test_who_hears_older_news_than_it_has_tells_its_own() -> None:
     core, other = pair()
-    stale = body_of(news(other.members.entries))
-    core.members.merge([SlotEntry(1, 2, 11, Standing.ALIVE, 5, "host:1")])
-    core.heard(Letter(LetterKind.NEWS, 1, body=stale), 0.1, 11)
-    assert said(core) == [(1, LetterKind.NEWS)]
+    stale = body_of(membership_update(other.members.entries))
+    core.members.merge([SlotEntry(1, 2, 11, MemberStatus.ALIVE, 5, "host:1")])
+    core.heard(Letter(LetterKind.MEMBERSHIP, 1, body=stale), 0.1, 11)
+    assert said(core) == [(1, LetterKind.MEMBERSHIP)]
 
 
 def test_a_worker_that_sees_no_majority_gives_no_slot_away_whose_worker_may_live_elsewhere() -> None:
-    known = [SlotEntry(slot, 0, slot, Standing.ALIVE if slot < 2 else Standing.SUSPECT, 0) for slot in range(5)]
-    core = ElasticCore(Members(5, 0, known), timeout_s=8.0)
+    known = [SlotEntry(slot, 0, slot, MemberStatus.ALIVE if slot < 2 else MemberStatus.SUSPECT, 0) for slot in range(5)]
+    core = ElasticCore(Members(limits(5), 0, known), timeout_s=8.0)
     core.limit_bytes = 100
     assert core.give_slot(9, "host:9") is None
     entry = core.give_slot(9, "host:9", ended={4})
     assert entry is not None and entry.slot == 4, "its machine says that it runs no more"
-    core.members.merge([known[3]._replace(standing=Standing.LEFT)])
+    core.members.merge([known[3]._replace(status=MemberStatus.LEFT)])
     entry = core.give_slot(9, "host:9")
     assert entry is not None and entry.slot == 3
     core.limit_bytes = None  # gossip goes on in both halves
@@ -285,8 +302,8 @@ def test_a_worker_that_sees_no_majority_gives_no_slot_away_whose_worker_may_live
 
 
 def test_a_worker_that_has_taken_the_state_of_another_may_begin_its_round_once_more() -> None:
-    known = [SlotEntry(i, 0, 10 + i, Standing.ALIVE, 0, f"host:{i}") for i in range(2)]
-    core = ElasticCore(Members(2, 0, known), timeout_s=8.0)
+    known = [SlotEntry(i, 0, 10 + i, MemberStatus.ALIVE, 0, f"host:{i + 1}") for i in range(2)]
+    core = ElasticCore(Members(limits(2), 0, known), timeout_s=8.0)
     core.limit_bytes = 100
     core.enter(3, frozenset({0, 1}), [1])
     views = set[int]()
@@ -311,7 +328,7 @@ def test_a_peer_that_falls_silent_holds_nobody_up_for_longer_than_the_timeout_wh
         core.tick(0.1 * step)
         assert core.settled(TICKET) or core.deadline() < 8.0
     assert core.collect(TICKET)[1] == {1: Outcome.MISSED}
-    assert core.members.entries[1].standing is Standing.SUSPECT
+    assert core.members.entries[1].status is MemberStatus.SUSPECT
 
 
 def test_a_worker_that_was_itself_stopped_does_not_suspect_those_whom_it_has_not_listened_to() -> None:
@@ -319,23 +336,23 @@ def test_a_worker_that_was_itself_stopped_does_not_suspect_those_whom_it_has_not
     core.tick(0.0)
     core.outbox.clear()
     core.tick(20.0)
-    assert core.members.entries[1].standing is Standing.ALIVE and said(core) == [(1, LetterKind.PING)]
+    assert core.members.entries[1].status is MemberStatus.ALIVE and said(core) == [(1, LetterKind.PING)]
     for step in range(16):
         core.tick(20.0 + 0.5 * step)
-    assert core.members.entries[1].standing is Standing.SUSPECT
+    assert core.members.entries[1].status is MemberStatus.SUSPECT
 
 
 @pytest.mark.parametrize(("nonce_a", "nonce_b"), [(50, 60), (60, 50)])
 def test_of_two_newcomers_that_two_donors_gave_one_slot_one_fills_it_and_the_other_learns_so(
     nonce_a: int, nonce_b: int
 ) -> None:
-    known = [SlotEntry(0, 0, 1, Standing.ALIVE, 0, "host:0"), SlotEntry(1, 0, 2, Standing.ALIVE, 0, "host:1")]
-    donors = [Members(3, me, [*known, SlotEntry(2, 0, 3, Standing.SUSPECT, 0, "host:2")]) for me in (0, 1)]
+    known = [SlotEntry(0, 0, 1, MemberStatus.ALIVE, 0, "host:9"), SlotEntry(1, 0, 2, MemberStatus.ALIVE, 0, "host:1")]
+    donors = [Members(limits(3), me, [*known, SlotEntry(2, 0, 3, MemberStatus.SUSPECT, 0, "host:2")]) for me in (0, 1)]
     given_ones = [donor.give_slot(n, f"host:{n}") for donor, n in zip(donors, (nonce_a, nonce_b), strict=True)]
-    newcomers = [Members(3, 2, donor.entries.values()) for donor in donors]
+    newcomers = [Members(limits(3), 2, donor.entries.values()) for donor in donors]
     assert [entry.slot for entry in given_ones if entry] == [2, 2]
     for newcomer in newcomers:
-        newcomer.declare(Standing.ALIVE, 4)
+        newcomer.declare(MemberStatus.ALIVE, 4)
     views = [*donors, *newcomers]
     for _ in range(2):
         for view in views:
@@ -346,6 +363,6 @@ def test_of_two_newcomers_that_two_donors_gave_one_slot_one_fills_it_and_the_oth
 
 
 def test_a_slot_that_somebody_was_given_is_given_again_last() -> None:
-    members = Members(4, 0, [SlotEntry(0, 0, 1, Standing.ALIVE, 0)])
+    members = Members(limits(4), 0, [SlotEntry(0, 0, 1, MemberStatus.ALIVE, 0)])
     given_ones = [members.give_slot(nonce, f"host:{nonce}") for nonce in range(5, 9)]
     assert [entry.slot for entry in given_ones if entry] == [1, 2, 3, 1]

@@ -174,7 +174,7 @@ class OuterLoop:
     def _close(self, closes: Closes, round: int, stop: Stop) -> list[Operation]:
         """Exchanges with those that a leader names, and again with fewer when one of them fails, until all have everything."""
         while True:
-            attempt, _ = closes.named(round)  # from now on, `alive` says the same
+            attempt, _ = closes.proposed(round)  # from now on, `alive` says the same
             exchanges = {(round, p): self._begin(round, p, attempt=attempt) for p in stop.sends}
             operations = [exchange.post() for exchange in exchanges.values()]
             whole = True
@@ -183,7 +183,7 @@ class OuterLoop:
                     exchange.receive()
             except IncompleteError:
                 whole = False
-            if closes.concluded(attempt, whole=whole):
+            if closes.committed(attempt, whole=whole):
                 self.in_flight.update(exchanges)
                 return operations
 

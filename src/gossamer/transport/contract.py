@@ -8,7 +8,10 @@ from gossamer.errors import TransportError
 if TYPE_CHECKING:  # who only looks at a run needs no torch, and its import takes seconds
     from torch import Tensor
 
-__all__ = ["Closes", "Delivery", "IncompleteError", "Reduce", "Ticket", "Transport", "Turn", "Wait"]
+__all__ = ["WIRE_VERSION", "Closes", "Delivery", "IncompleteError", "Reduce", "Ticket", "Transport", "Wait"]
+
+WIRE_VERSION = 3
+"""Of everything that processes of a run send each other; processes of two versions refuse each other."""
 
 
 class IncompleteError(TransportError):
@@ -23,16 +26,6 @@ class Ticket(NamedTuple):
     leg: int = 0
     """0 for a plain exchange and for the way to the chunk owners of a mean, 1 for the way back, two more for each attempt that
     has failed in an elastic run; a probe of the links counts the messages of its round."""
-
-
-class Turn(NamedTuple):
-    """Names one message between a worker and the server of an asynchronous run."""
-
-    phase: int
-    """The worker's local phase that it belongs to."""
-    fragment: int
-    kind: int
-    """What the message is, see `gossamer.transport.sockets.stream`."""
 
 
 class Delivery(NamedTuple):
@@ -58,11 +51,11 @@ class Wait(NamedTuple):
 class Closes(Protocol):
     """How the workers of an elastic run agree over whom the mean of a round is taken (`gossamer.transport.elastic.closing`)."""
 
-    def named(self, round: int) -> tuple[int, frozenset[int]]:
+    def proposed(self, round: int) -> tuple[int, frozenset[int]]:
         """The next attempt of the round, and the workers over whom the mean is taken. Blocks until it is known."""
         ...
 
-    def concluded(self, attempt: int, *, whole: bool) -> bool:
+    def committed(self, attempt: int, *, whole: bool) -> bool:
         """Whether all of them have got everything, as this worker has if `whole`; if not, it is tried again. Blocks."""
         ...
 

@@ -7,14 +7,14 @@ ever unpickled.
 import struct
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gossamer.errors import PeerError, TransportError
 from gossamer.rng import key
-from gossamer.transport.contract import Ticket, Turn
+from gossamer.transport.contract import WIRE_VERSION, Ticket
 
 __all__ = [
     "HEADER_BYTES",
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 MAGIC = b"GOSS"
-VERSION = 2
+VERSION = WIRE_VERSION
 ALIGN = 16
 """Each frame starts at a multiple of this many bytes: the widest dtype, so that frames can be views."""
 LIMIT_BYTES = 1 << 36
@@ -46,25 +46,22 @@ ROWS, COLUMNS = 16, 509
 HEADER_BYTES = _LAYOUT.size
 
 
-Name = TypeVar("Name", Ticket, Turn)
-
-
-class Header(NamedTuple, Generic[Name]):
+class Header(NamedTuple):
     """The header of a message, sent before its payload."""
 
     run: int
     """64-bit digest of the run's configuration: messages of another run, or of another model, are refused."""
-    ticket: Name
+    ticket: Ticket
     sender: int
     payload_bytes: int
     checksum: int | None = None
     """Of the payload, where there is one; only a measurement of links goes without."""
 
 
-def encode_header(header: Header[Name]) -> bytes:
+def encode_header(header: Header) -> bytes:
     """The header as `HEADER_BYTES` bytes, little-endian.
 
-    >>> decode_header(encode_header(Header(run=7, ticket=Ticket(3, 1), sender=2, payload_bytes=64)), sender=2, name=Ticket)
+    >>> decode_header(encode_header(Header(run=7, ticket=Ticket(3, 1), sender=2, payload_bytes=64)), sender=2)
     Header(run=7, ticket=Ticket(round=3, fragment=1, leg=0), sender=2, payload_bytes=64, checksum=None)
     """
     run, ticket, sender, payload_bytes, crc = header
@@ -72,10 +69,9 @@ def encode_header(header: Header[Name]) -> bytes:
     return _LAYOUT.pack(MAGIC, VERSION, flags, run, *ticket, sender, crc or 0, payload_bytes)
 
 
-def decode_header(raw: bytes, sender: int, name: Callable[[int, int, int], Name]) -> Header[Name]:
+def decode_header(raw: bytes, sender: int) -> Header:
     """Reads a header that came over the connection with `sender`.
 
-    Args: `name` makes the ticket, or the turn, of its three numbers.
     Raises: TransportError when the bytes are no header of this version.
     """
     magic, version, flags, run, first, second, third, said, crc, payload_bytes = _LAYOUT.unpack(raw)
@@ -89,10 +85,10 @@ def decode_header(raw: bytes, sender: int, name: Callable[[int, int, int], Name]
             f"worker {sender} sent version {version} (flags {flags:#x}) of the wire format and this one has version {VERSION}; "
             "install the same gossamer version on all machines"
         )
-    return Header(run, name(first, second, third), said, payload_bytes, crc if flags & _CHECKED else None)
+    return Header(run, Ticket(first, second, third), said, payload_bytes, crc if flags & _CHECKED else None)
 
 
-def check_header(header: Header[Name], expected: Header[Name]) -> None:
+def check_header(header: Header, expected: Header) -> None:
     """Compares a header with the one that was expected; of `expected.checksum` only whether there is one.
 
     Raises: PeerError when run, sender or use of checksums differ, TransportError when ticket or size do.

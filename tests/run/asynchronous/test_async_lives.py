@@ -24,8 +24,9 @@ from gossamer.run.config.run_file import digest
 from gossamer.run.config.user_parts import own_parts
 from gossamer.run.replay.asynchronous import replay_asynchronous
 from gossamer.run.worker.task import task_of
-from gossamer.transport.elastic.members import Members, SlotEntry, Standing
-from gossamer.transport.sockets.link import Station
+from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
+from gossamer.transport.sockets.connection import Endpoint
+from tiny import limits
 from tiny import single as tiny
 
 RUN, SECRET = 77, "0123456789abcdef0123456789abcdef"
@@ -53,11 +54,11 @@ class Fleet:
         n = self.config.workers
         listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(n)]
         where = [f"127.0.0.1:{one.getsockname()[1]}" for one in listeners]
-        entries = [SlotEntry(i, 0, secrets.randbits(61), Standing.ALIVE, 0, where[i]) for i in range(n)]
+        entries = [SlotEntry(i, 0, secrets.randbits(61), MemberStatus.ALIVE, 0, where[i]) for i in range(n)]
         for i in range(n):
             write_address(self.folder, Address(i, where[i], RUN))
-            station = Station(listeners[i], RUN, SECRET.encode(), LIMIT_S)
-            seat = AsyncSeat(Members(n, i, entries), station, Lineage(digest(self.config)), None, None, False)
+            endpoint = Endpoint(listeners[i], RUN, SECRET.encode(), LIMIT_S)
+            seat = AsyncSeat(Members(limits(n), i, entries), endpoint, Lineage(digest(self.config)), None, None, False)
             self._train(seat, before_phase)
 
     def join(self, before_phase):

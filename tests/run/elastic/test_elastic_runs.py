@@ -16,7 +16,7 @@ from gossamer.record.folder import read_metrics
 from gossamer.record.logs.outcomes import read_outcomes
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.simulated.simulate import simulate
-from gossamer.transport.elastic.members import Standing
+from gossamer.transport.elastic.members import MemberStatus
 from gossamer.transport.elastic.transport import ElasticTransport
 from tiny import single as tiny
 
@@ -38,7 +38,7 @@ def train_but_lose_the_slot_once(argv):
     """`gossamer train`, whose first slot another process is given too, by another worker."""
 
     def declare(self, standing, since=None, real=ElasticTransport.declare):
-        if standing == Standing.ALIVE:
+        if standing == MemberStatus.ALIVE:
             ElasticTransport.declare = real
             own = self.members.own
             self.members.merge([own._replace(nonce=own.nonce + 1)])

@@ -20,10 +20,10 @@ from gossamer.topologies import make_topology
 from gossamer.transport import wire
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.core import ElasticCore
-from gossamer.transport.elastic.members import Members, SlotEntry, Standing
+from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import leaves
-from tiny import tiny
+from tiny import limits, tiny
 
 SLOTS, NUMEL = 5, 6
 LAYOUT = Layout((Leaf("x", (NUMEL,), 0, NUMEL),), NUMEL)
@@ -80,21 +80,24 @@ def carry(cores: dict[int, ElasticCore], now: float) -> None:
                 cores[peer].heard(letter, now)
 
 
-def trained(standing: Standing | None, rounds: int = 8) -> list[list[float]]:
-    """The parameters of workers 0 to 3 after each round, if slot 4 is given to a newcomer of this standing before round 2.
+def trained(status: MemberStatus | None, rounds: int = 8) -> list[list[float]]:
+    """The parameters of workers 0 to 3 after each round, if slot 4 is given to a newcomer of this status before round 2.
 
     It is heard of until round 6, when it dies as a ghost.
     """
-    known = [SlotEntry(i, 0, 10 + i, Standing.ALIVE if i < 4 else Standing.LEFT, 0, f"host:{i}") for i in range(SLOTS)]
-    crew = [Gossiper(Members(SLOTS, i, known)) for i in range(4)]
+    known = [
+        SlotEntry(i, 0, 10 + i, MemberStatus.ALIVE if i < 4 else MemberStatus.LEFT, 0, f"host:{i + 1}")
+        for i in range(SLOTS)
+    ]
+    crew = [Gossiper(Members(limits(SLOTS), i, known)) for i in range(4)]
     cores, history = {one.worker: one.core for one in crew}, list[list[float]]()
     for round in range(rounds):
         now = 10.0 * round
-        if round == 2 and standing is not None:
+        if round == 2 and status is not None:
             entry = crew[0].core.give_slot(99, "host:99")
             assert entry is not None and entry.slot == 4
-            cores[4] = ElasticCore(Members(SLOTS, 4, crew[0].members.entries.values()), timeout_s=8.0)
-            cores[4].members.declare(standing, 2)
+            cores[4] = ElasticCore(Members(limits(SLOTS), 4, crew[0].members.entries.values()), timeout_s=8.0)
+            cores[4].members.declare(status, 2)
             cores[4].spread()
         if round == 6:
             cores.pop(4, None)
@@ -115,32 +118,34 @@ def trained(standing: Standing | None, rounds: int = 8) -> list[list[float]]:
             assert exchange.advance()
             exchange.finish()
         history.append([float(value) for one in crew for t in (one.x, *leaves(one.s)) for value in t])
-    assert {one.members.entries[4].standing for one in crew} == {
-        Standing.LEFT if standing is None else Standing.SUSPECT
+    assert {one.members.entries[4].status for one in crew} == {
+        MemberStatus.LEFT if status is None else MemberStatus.SUSPECT
     }
     return history
 
 
 def test_a_ghost_leaves_the_bits_of_all_others_as_they_are_while_it_lives_and_when_it_dies() -> None:
-    assert trained(Standing.GHOST) == trained(None)
-    assert trained(Standing.ALIVE) != trained(None), "as one does that takes part"
+    assert trained(MemberStatus.GHOST) == trained(None)
+    assert trained(MemberStatus.ALIVE) != trained(None), "as one does that takes part"
 
 
 def test_a_ghost_keeps_its_slot_while_it_lives_and_frees_it_when_it_is_lost() -> None:
-    ghost = SlotEntry(1, 1, 7, Standing.GHOST, 0, "host:7")
-    core = ElasticCore(Members(2, 0, [SlotEntry(0, 0, 1, Standing.ALIVE, 0, "host:0"), ghost]), timeout_s=8.0)
+    ghost = SlotEntry(1, 1, 7, MemberStatus.GHOST, 0, "host:7")
+    core = ElasticCore(
+        Members(limits(2), 0, [SlotEntry(0, 0, 1, MemberStatus.ALIVE, 0, "host:9"), ghost]), timeout_s=8.0
+    )
     assert core.give_slot(9, "host:9") is None
     core.lost(1)
     entry = core.give_slot(9, "host:9")
     assert entry is not None and (entry.slot, entry.incarnation) == (1, 2)
-    own = Members(2, 1, [ghost])
-    own.merge([ghost._replace(standing=Standing.SUSPECT)])
-    assert own.own.standing is Standing.GHOST and own.own.incarnation == 2, "one that lives says so"
+    own = Members(limits(2), 1, [ghost])
+    own.merge([ghost._replace(status=MemberStatus.SUSPECT)])
+    assert own.own.status is MemberStatus.GHOST and own.own.incarnation == 2, "one that lives says so"
 
 
 def test_what_the_others_say_of_a_ghost() -> None:
-    joins = SlotEntry(2, 1, 7, Standing.JOINING, 4, "127.0.0.1:4000")
-    ghost, alive = joins._replace(standing=Standing.GHOST), joins._replace(standing=Standing.ALIVE)
+    joins = SlotEntry(2, 1, 7, MemberStatus.JOINING, 4, "127.0.0.1:4000")
+    ghost, alive = joins._replace(status=MemberStatus.GHOST), joins._replace(status=MemberStatus.ALIVE)
     views = [[*changes({2: a}, {2: b}, 0, 9, str)] for a, b in ((joins, ghost), (ghost, alive))]
     assert views == [
         ["worker 2 warms its inner optimizer as a ghost, of whom nobody hears yet"],
@@ -171,8 +176,8 @@ def test_a_rehearsal_leaves_the_inner_optimizer_warm_and_nothing_else() -> None:
     )
 
 
-@pytest.mark.parametrize("standing", Standing)
-def test_only_workers_that_live_and_count_are_in_the_topology_of_a_round(standing: Standing) -> None:
-    members = Members(2, 0, [SlotEntry(0, 0, 1, Standing.ALIVE, 0), SlotEntry(1, 0, 2, standing, 0)])
-    assert (1 in members.alive(0)) == (standing is Standing.ALIVE)
-    assert members.alone == (standing is Standing.LEFT)
+@pytest.mark.parametrize("status", MemberStatus)
+def test_only_workers_that_live_and_count_are_in_the_topology_of_a_round(status: MemberStatus) -> None:
+    members = Members(limits(2), 0, [SlotEntry(0, 0, 1, MemberStatus.ALIVE, 0), SlotEntry(1, 0, 2, status, 0)])
+    assert (1 in members.alive(0)) == (status is MemberStatus.ALIVE)
+    assert members.alone == (status is MemberStatus.LEFT)

@@ -21,12 +21,12 @@ from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import task_of
 from gossamer.run.worker.worker import Worker
 from gossamer.transport.elastic import newcomer
-from gossamer.transport.elastic.members import Members, SlotEntry, Standing
+from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
 from gossamer.transport.elastic.transport import ElasticTransport
 from gossamer.transport.memory import MemoryNetwork
-from gossamer.transport.sockets.link import Station
+from gossamer.transport.sockets.connection import Endpoint
 from gossamer.tree import leaves
-from tiny import tiny
+from tiny import limits, tiny
 
 FEEDBACK = [
     {"rule__name": "sparseloco", "codec__name": "topk2bit"},
@@ -86,14 +86,16 @@ def test_who_asks_for_a_state_while_a_worker_starts_up_gets_none_and_disturbs_no
     config, asked = resolve(run_of(run__timeout_s=0.5), real=True), threading.Event()
     listener = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{listener.getsockname()[1]}"
-    station = Station(listener, 77, b"a secret", config.run.timeout_s)
-    members = Members(3, 0, [SlotEntry(0, 0, 5, Standing.ALIVE, 0, address)])
+    endpoint = Endpoint(listener, 77, b"a secret", config.run.timeout_s)
+    members = Members(limits(3), 0, [SlotEntry(0, 0, 5, MemberStatus.ALIVE, 0, address)])
     answers: list[object] = []
 
     def ask() -> None:
         with contextlib.suppress(PeerError, OSError):
             place = newcomer.Applicant(7, "127.0.0.1:1")
-            answers.append(newcomer.ask(address, station.secret, place, run=station.run, slots=3, timeout_s=20))
+            answers.append(
+                newcomer.ask(address, endpoint.secret, place, run=endpoint.run, limits=limits(3), timeout_s=20)
+            )
         asked.set()
 
     def slowly(*args, **options):
@@ -103,7 +105,7 @@ def test_who_asks_for_a_state_while_a_worker_starts_up_gets_none_and_disturbs_no
         return transport
 
     monkeypatch.setattr(elastic, "ElasticTransport", slowly)
-    seat = Seat(members, station, config.digest, Begun(0, 0, 0, 0, 0))
+    seat = Seat(members, endpoint, config.digest, Begun(0, 0, 0, 0, 0))
     participant = elastic._Participant(config, tmp_path, task_of(config), seat, threading.Event())
     assert asked.wait(20) and not answers
     participant._transport.close()

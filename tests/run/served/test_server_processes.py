@@ -29,19 +29,22 @@ from gossamer.run.bookkeeping.evaluate import Probe, evaluate
 from gossamer.run.config.resolve import resolve, settings_of
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.replay.served import replay_server
-from gossamer.run.served.protocol import Terms, run_key, terms_of
+from gossamer.run.served.protocol import Terms, limits_of, run_key
 from gossamer.run.served.server import serve
 from gossamer.run.served.session import open_session
 from gossamer.run.served.worker import work
 from gossamer.run.simulated.simulate import simulate
 from gossamer.run.worker.task import task_of
 from gossamer.transport import wire
-from gossamer.transport.contract import Turn
+from gossamer.transport.contract import WIRE_VERSION, Ticket
 from gossamer.transport.processes.local import LISTENER
 from gossamer.transport.secret import SECRET
-from gossamer.transport.sockets.handshake import prove_to_worker
-from gossamer.transport.sockets.hub import listener_at
-from gossamer.transport.sockets.stream import HELLO, PUSH, START, Stream, connect
+from gossamer.transport.sockets.channel import Channel
+from gossamer.transport.sockets.connection_server import listener_at
+from gossamer.transport.sockets.handshake import prove_to_dialler
+from gossamer.transport.sockets.header import HEADER_BYTES, LetterHead, LetterKind, encode
+from gossamer.transport.sockets.letter import Letter, body_of, receive_letter, send_letter, small
+from gossamer.transport.sockets.server_client import connect
 from tiny import OF_ONE_LAYER as PARAMETERS
 
 
@@ -68,9 +71,21 @@ def a_secret(monkeypatch):
     monkeypatch.setenv(SECRET, KNOWN)
 
 
-def joined(port, run, me=0, server=1):
+def joined(port, config, me=0):
     """A connection to a server whose both ends have proved that they know the secret."""
-    return connect("127.0.0.1", port, secret=KNOWN.encode(), run=run, me=me, server=server, timeout_s=20)
+    where, key = f"127.0.0.1:{port}", common(config)
+    return connect(where, secret=KNOWN.encode(), run=key, me=me, limits=limits_of(settings_of(config)), timeout_s=20)
+
+
+def greet(client, me=0):
+    """Says hello, as a worker without checkpoints."""
+    client.send(Letter(LetterKind.HELLO, me, body=NO_CHECKPOINTS.view(torch.uint8)))
+
+
+def start_of(client):
+    """The terms of the next starting point."""
+    body = client.receive(LetterKind.START, Ticket(0), 64 + 4 * PARAMETERS).body
+    return Terms(*body[:64].view(torch.int64).tolist())
 
 
 def events(folder, who=None):
@@ -212,14 +227,11 @@ def test_several_workers_take_all_steps_and_every_push_counts_with_its_age(name,
 
 def test_a_worker_that_comes_back_is_greeted_and_goes_on_where_it_was(tmp_path, monkeypatch, caplog):
     config = served(workers=2, server__name="heloco", run__steps=12, run__checkpoint_every=2)
-    key = common(config)
     with a_server(config, tmp_path, monkeypatch) as (server, port):
         # A worker of which only the socket is real: it is greeted, and dies without a word.
-        mute = joined(port, key, me=1, server=2)
-        mute.send(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
-        P = torch.empty(PARAMETERS, device="meta")
-        news, _ = mute.receive(Turn(0, 0, START), [torch.empty(len(Terms._fields), dtype=torch.int64), P])
-        assert Terms(*news.tolist()).go == 1
+        mute = joined(port, config, me=1)
+        greet(mute, 1)
+        assert start_of(mute).go == 1
         mute.close()
         sides = [Process(work, resolve(config, real=True), tmp_path, "127.0.0.1", port, i) for i in range(2)]
         for side in sides:
@@ -232,68 +244,70 @@ def test_a_worker_that_comes_back_is_greeted_and_goes_on_where_it_was(tmp_path, 
     assert read_events(tmp_path).absorbed.sum() == 12  # the steps that were lost have been taken by somebody
 
 
-FORGED = {
-    "another protocol": (
-        b"GET / HTTP/1.1\r\nHost: here\r\nAccept: everything, and more than a header holds\r\n\r\n",
-        "GET",
-    ),
-    "itself": (lambda run: hello(run, sender=1), "worker 1"),
-    "another run after all": (lambda run: hello(run + 1), "configuration"),
-    "a push before it was greeted": (lambda run: header(run, leg=PUSH), "kind=2"),
-    "a huge first word": (lambda run: header(run, size=1 << 40), str(1 << 40)),
-    "a later version": (lambda run: b"GOSS\x09\x00" + header(run)[6:], "version 9"),
-    "half a header": (lambda run: header(run)[:20], "closed the connection after 20"),
-    "a push of another size": (lambda run: (hello(run), header(run, leg=PUSH, size=1 << 50)), str(1 << 50)),
-    "a push of another phase": (
-        lambda run: (hello(run), header(run, leg=PUSH, size=4 * PARAMETERS, round=5)),
-        "phase=5",
-    ),
-    "a push that is cut": (lambda run: (hello(run), header(run, leg=PUSH, size=4 * PARAMETERS) + b"x"), "closed"),
-    "a push with another checksum": (
-        lambda run: (hello(run), header(run, leg=PUSH, size=4 * PARAMETERS) + bytes(4 * PARAMETERS)),
-        "checksum",
-    ),
-    "a push of numbers that are none": (
-        lambda run: (hello(run), header(run, PUSH, 4 * PARAMETERS, crc=wire.checksum(NAN)) + NAN.numpy().tobytes()),
-        "not all finite",
-    ),
-}
-"""What a worker that knows the secret sends, and a part of the server's sentence."""
 NO_CHECKPOINTS = torch.zeros(2, dtype=torch.int64)
 NAN = torch.full((PARAMETERS,), float("nan")).view(torch.uint8)
 
 
-def header(run, leg=HELLO, size=0, *, sender=0, round=0, crc=0):
-    return wire.encode_header(wire.Header(run, Turn(round, 0, leg), sender, size, crc))
+def letter(run, kind=LetterKind.PUSH, body=b"", *, sender=0, **header):
+    """A letter of a worker, of which all of `header` may be a lie."""
+    check = wire.checksum(body_of(body)) if body else 0
+    head = LetterHead(kind, sender, **{"ticket": Ticket(0), "size": len(body), "check": check, **header})
+    return encode(head, run) + body
 
 
-def hello(run, sender=0):
-    """The first word of a worker without checkpoints."""
-    payload = wire.pack_frames([NO_CHECKPOINTS])
-    return header(run, size=payload.numel(), sender=sender, crc=wire.checksum(payload)) + payload.numpy().tobytes()
+def hello(run, rounds=(0, 0), **header):
+    """The first word of a worker."""
+    return letter(run, LetterKind.HELLO, torch.tensor(rounds, dtype=torch.int64).numpy().tobytes(), **header)
 
 
-def test_forged_frames_are_refused_with_a_sentence_each_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
+def flipped(raw, at):
+    return raw[:at] + bytes([raw[at] ^ 4]) + raw[at + 1 :]
+
+
+FORGED = {
+    "another protocol": (lambda run: b"GET / HTTP/1.1 and more than a header holds".ljust(80), "another program"),
+    "itself": (lambda run: hello(run, sender=1), "16 bytes as hello"),
+    "a worker that cannot be": (lambda run: hello(run, sender=5), "the sender is 5"),
+    "another run after all": (lambda run: hello(run + 1), "runs configuration"),
+    "a push before it was greeted": (lambda run: letter(run), "as push"),
+    "a huge first word": (lambda run: hello(run, size=1 << 40), str(1 << 40)),
+    "a round that cannot be": (lambda run: hello(run, round=1 << 61), f"the round is {1 << 61}"),
+    "checkpoints that cannot be": (lambda run: hello(run, (0, 1 << 40)), f"checkpoints of rounds [0, {1 << 40}]"),
+    "a later version": (lambda run: hello(run)[:4] + b"\x09\x00" + hello(run)[6:], "version 9"),
+    "a flipped bit of a header": (lambda run: flipped(hello(run), 40), "header of its letter changed"),
+    "a flipped bit of a body": (lambda run: flipped(hello(run), 83), "another checksum"),
+    "half a header": (lambda run: hello(run)[:20], "closed the connection after 20"),
+    "a push of another size": (lambda run: (hello(run), letter(run, size=1 << 50)), str(1 << 50)),
+    "a push of another phase": (lambda run: (hello(run), letter(run, size=4 * PARAMETERS, ticket=Ticket(3))), "round=3"),
+    "a phase that cannot be": (lambda run: (hello(run), letter(run, ticket=Ticket(5))), "round of its ticket is 5"),
+    "a push that is cut": (lambda run: (hello(run), letter(run, size=4 * PARAMETERS) + b"x"), "closed"),
+    "a push with another checksum": (
+        lambda run: (hello(run), letter(run, body=bytes(4 * PARAMETERS), check=1)), "another checksum",
+    ),
+    "a push of numbers that are none": (
+        lambda run: (hello(run), letter(run, body=NAN.numpy().tobytes())), "not all finite",
+    ),
+}  # fmt: skip
+"""What a worker that knows the secret sends, and a part of the server's sentence."""
+
+
+def test_forged_letters_are_refused_with_a_sentence_each_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
     config = served(workers=1, server__name="cgad", run__steps=4)
     run = common(config)
-    greeting_bytes = wire.HEADER_BYTES + 64 + 4 * PARAMETERS
+    greeting_bytes = HEADER_BYTES + 64 + 4 * PARAMETERS
     with a_server(config, tmp_path, monkeypatch) as (server, port), caplog.at_level(logging.WARNING, "gossamer"):
         for name, (made, part) in FORGED.items():
-            frames = made if isinstance(made, bytes) else made(run)
+            letters = made(run)
             caplog.clear()
-            stream = joined(port, run)
-            with stream._sock as attacker:
-                first, *later = (frames,) if isinstance(frames, bytes) else frames
-                attacker.sendall(first)
-                for frame in later:
-                    got = 0
-                    while got < greeting_bytes:
-                        got += len(attacker.recv(1 << 20))
-                    attacker.sendall(frame)
+            with joined(port, config).channel as attacker:
+                first, *later = (letters,) if isinstance(letters, bytes) else letters
+                attacker.write(first)
+                for one in later:
+                    attacker.read(greeting_bytes)
+                    attacker.write(one)
                 with suppress(OSError):  # it may have hung up already
-                    attacker.shutdown(socket.SHUT_WR)
-                    while attacker.recv(1 << 20):
-                        pass
+                    attacker._sock.shutdown(socket.SHUT_WR)
+                attacker.drain()
             deadline = time.monotonic() + 10
             while part not in caplog.text and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -329,11 +343,11 @@ def test_a_worker_is_told_why_it_is_refused_and_believes_no_server_that_lies(tmp
 
     def lie(listener):
         sock, _ = listener.accept()
-        assert prove_to_worker(sock, KNOWN.encode(), run=common(config)) == (0, True)
-        liar = Stream(sock, run=common(config), me=1, peer=0, name="worker 0", timeout_s=10)
-        liar.receive(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
-        liar.send(Turn(0, 0, START), [said, torch.zeros(PARAMETERS)])
-        liar.close()
+        with Channel(sock, 10) as liar:
+            assert prove_to_dialler(liar, KNOWN.encode(), run=common(config)) == (0, True)
+            receive_letter(liar, common(config), limits_of(settings_of(config)), small(LetterKind.HELLO, most_bytes=16))
+            body = wire.pack_frames([said, torch.zeros(PARAMETERS)])
+            send_letter(liar, Letter(LetterKind.START, 1, body=body), common(config))
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         lying = Process(lie, listener)
@@ -345,7 +359,7 @@ def test_a_worker_is_told_why_it_is_refused_and_believes_no_server_that_lies(tmp
 ASKED = {
     "nothing": b"",
     "HTTP": b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
-    "a header": wire.encode_header(wire.Header(0, Turn(0, 0, HELLO), 0, 16, 0)) + bytes(16),
+    "a letter": hello(0),
     "zeros": bytes(4096),
     "noise": bytes(range(256)) * 3,
 }
@@ -370,20 +384,23 @@ def test_a_stranger_learns_nothing_takes_no_seat_and_keeps_no_worker_out(tmp_pat
         assert {what: heard(port, said) for what, said in ASKED.items()} == dict.fromkeys(ASKED, (32, b""))
         for wrong in ("a secret that is another one, though as long", KNOWN + "!"):
             with pytest.raises(PeerError, match=r"turned away by the server.*give both the same secret"):
-                connect("127.0.0.1", port, secret=wrong.encode(), run=common(config), me=0, server=2, timeout_s=20)
+                connect(
+                    f"127.0.0.1:{port}", secret=wrong.encode(), run=common(config), me=0,
+                    limits=limits_of(settings_of(config)), timeout_s=20,
+                )  # fmt: skip
         with (
             pytest.raises(
                 PeerError,
                 match=r"server refused this process: worker 7 is none of the 2 workers .*; give --worker 0 to 1",
             ),
-            closing(joined(port, common(config), me=7, server=2)) as nobody,
+            closing(joined(port, config, me=7)) as nobody,
         ):
-            nobody.receive(Turn(0, 0, START), [])
+            start_of(nobody)
         seats = {e["worker"] for e in events(tmp_path, 2) if "worker" in e}
         assert not seats and "does not know the secret of this run" in caplog.text
-        mute = joined(port, common(config), me=1, server=2)  # a worker that dies, and has to return
-        mute.send(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
-        mute.receive(Turn(0, 0, START), [torch.empty(len(Terms._fields), dtype=torch.int64), torch.empty(PARAMETERS)])
+        mute = joined(port, config, me=1)  # a worker that dies, and has to return
+        greet(mute, 1)
+        start_of(mute)
         mute.close()
         slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
         for one in slow:
@@ -401,7 +418,7 @@ def test_a_worker_believes_no_server_that_does_not_know_the_secret(tmp_path):
         for _ in range(5):  # as often as a worker tries
             sock, _ = listener.accept()
             with sock:
-                sock.sendall(bytes(32))
+                sock.sendall(b"GOSS" + WIRE_VERSION.to_bytes(2, "little") + bytes(26))
                 sock.recv(1 << 10)
                 sock.sendall(bytes(32))
 
@@ -409,7 +426,7 @@ def test_a_worker_believes_no_server_that_does_not_know_the_secret(tmp_path):
         port = listener.getsockname()[1]
         pretending = Process(pretend, listener)
         with pytest.raises(PeerError, match="it answered worker 0 and does not know the secret of this run"):
-            joined(port, run=1)
+            joined(port, served(workers=1, server__name="cgad"))
         pretending.join(10)
     assert pretending.error is None
 
@@ -441,8 +458,8 @@ def test_waits_are_bounded(tmp_path, monkeypatch):
 def test_a_silent_worker_is_left_behind(tmp_path, monkeypatch, caplog):
     config = served(workers=2, server__name="cgad", run__steps=6, run__timeout_s=1.5)
     with a_server(config, tmp_path, monkeypatch) as (server, port):
-        mute = joined(port, common(config), me=1, server=2)
-        mute.send(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
+        mute = joined(port, config, me=1)
+        greet(mute, 1)
         worker = Process(work, resolve(config, real=True), tmp_path, "127.0.0.1", port, 0)
         worker.join(60)
     mute.close()
@@ -452,13 +469,11 @@ def test_a_silent_worker_is_left_behind(tmp_path, monkeypatch, caplog):
 
 def test_a_worker_that_comes_as_the_run_ends_hears_that_nothing_is_left(tmp_path, monkeypatch):
     config = served(workers=2, server__name="cgad", run__steps=4)
-    P = torch.empty(PARAMETERS)
     with a_server(config, tmp_path, monkeypatch) as (server, port):
-        late = joined(port, common(config), me=1, server=2)  # which proves who it is, and then takes its time
+        late = joined(port, config, me=1)  # which proves who it is, and then takes its time
         work(resolve(config, real=True), tmp_path, "127.0.0.1", port, 0)
-        late.send(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
-        numbers, _ = late.receive(Turn(0, 0, START), [torch.empty(len(Terms._fields), dtype=torch.int64), P])
-        assert not terms_of(numbers).go
+        greet(late, 1)
+        assert not start_of(late).go
         late.close()
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.1", port))
@@ -605,16 +620,15 @@ def test_a_server_answers_before_it_has_validated_and_saved_and_records_the_same
     assert torch.equal(said["real"][1], said["replay"][1])
 
 
-def test_a_worker_that_has_come_again_from_elsewhere_is_refused_where_it_was(tmp_path, monkeypatch):
+def test_a_worker_that_reconnects_is_refused_on_its_first_connection(tmp_path, monkeypatch):
     config = served(workers=1, server__name="cgad", run__steps=2)
-    P = torch.empty(PARAMETERS)
     with a_server(config, tmp_path, monkeypatch) as (server, port):
-        first = joined(port, common(config))
-        first.send(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
-        first.receive(Turn(0, 0, START), [torch.empty(len(Terms._fields), dtype=torch.int64), P])
+        first = joined(port, config)
+        greet(first)
+        start_of(first)
         work(resolve(config, real=True), tmp_path, "127.0.0.1", port, 0)
-        with pytest.raises(PeerError, match="refused this process: worker 0 has come again from elsewhere"):
-            first.receive(Turn(0, 0, START), [P])
+        with pytest.raises(PeerError, match="refused this process: worker 0 reconnected; this connection is closed"):
+            start_of(first)
         first.close()
     assert server.error is None
 

@@ -23,8 +23,9 @@ from gossamer.record.whole_files import worker_suffix
 from gossamer.settings.fields import AtLeastOne
 from gossamer.settings.schema import RECORD, Records, parse_toml
 from gossamer.transport.elastic.ask import View, look
-from gossamer.transport.elastic.members import SlotEntry, Standing, merged
+from gossamer.transport.elastic.members import MemberStatus, SlotEntry, merged
 from gossamer.transport.secret import folder_secret
+from gossamer.transport.sockets.header import Limits
 
 __all__ = ["RunStatus", "Sighting", "WorkerStatus", "run_status", "standing_of"]
 
@@ -116,16 +117,16 @@ def standing_of(seen: Sighting) -> str:
     has not said goodbye. left: it was asked to leave, and has saved its state. finished: it has trained all rounds. empty: nobody
     has filled the slot. unknown: its files do not tell.
 
-    >>> standing_of(Sighting(SlotEntry(1, 0, 5, Standing.SUSPECT, 0, "127.0.0.1:4000"), refused=True))
+    >>> standing_of(Sighting(SlotEntry(1, 0, 5, MemberStatus.SUSPECT, 0, "127.0.0.1:4000"), refused=True))
     'gone'
     >>> standing_of(Sighting(finished=True, elastic=False)), standing_of(Sighting(traces=False))
     ('finished', 'empty')
     """
     entry, ended = seen.entry, seen.life.ended if seen.life is not None else None
-    if entry is not None and entry.standing != Standing.LEFT:
+    if entry is not None and entry.status != MemberStatus.LEFT:
         if seen.refused and not seen.answered:
             return "gone"
-        return entry.standing.name.lower()
+        return entry.status.name.lower()
     if entry is not None and not entry.address and ended is None:
         return "empty" if seen.life is None else "gone"
     if seen.finished or (ended is not None and ended.why == "finished"):
@@ -192,7 +193,7 @@ def run_status(folder: Path, *, now_s: float | None = None) -> RunStatus:
         folder, rounds, elastic, in_rounds, read_outcomes(folder) if in_rounds else _lives_in_order(folder, rounds), trained,
         _last_seconds(folder), addresses,
     )  # fmt: skip
-    answers = _asked(folder, addresses.values(), n)
+    answers = _asked(folder, addresses.values(), Limits(n, n * run["run"]["steps"], n * run["run"]["steps"]))
     entries = answers.entries
     now_s = time.time() if now_s is None else now_s
     workers = [_of_worker(slot, entries.get(slot), records, answers, now_s) for slot in range(n)]
@@ -238,7 +239,7 @@ def _lives_in_order(folder: Path, rounds: int) -> dict[int, list[Life]]:
     }
 
 
-def _asked(folder: Path, addresses: Collection[Address], slots: int) -> _Answers:
+def _asked(folder: Path, addresses: Collection[Address], limits: Limits) -> _Answers:
     """The views of the workers that answer."""
     if not addresses:
         return _Answers({}, set(), None)
@@ -250,7 +251,7 @@ def _asked(folder: Path, addresses: Collection[Address], slots: int) -> _Answers
 
     def ask(one: Address) -> None:
         try:
-            view = look(one.address, secret, run=one.run, slots=slots, timeout_s=PATIENCE_S)
+            view = look(one.address, secret, run=one.run, limits=limits, timeout_s=PATIENCE_S)
         except ConnectionRefusedError:
             answers.refused.add(one.address)
         except (OSError, PeerError):
@@ -266,7 +267,7 @@ def _asked(folder: Path, addresses: Collection[Address], slots: int) -> _Answers
 def _rounds_behind(lives: Sequence[Life], trained: Sequence[Mapping[str, Any]], entry: SlotEntry | None) -> int:
     recorded = [life.rounds[-1].round + 1 for life in lives[-1:] if life.rounds]
     recorded += [life.ended.round for life in lives[-1:] if life.ended is not None and life.ended.why == "finished"]
-    said = [] if entry is None or entry.standing == Standing.JOINING else [entry.round]
+    said = [] if entry is None or entry.status == MemberStatus.JOINING else [entry.round]
     return max([0, *recorded, *said, *(line["round"] + 1 for line in trained[-1:])])
 
 

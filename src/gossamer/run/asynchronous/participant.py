@@ -1,7 +1,6 @@
 """One real worker that waits for nobody: what gossip without waiting and meetings have in common."""
 
 import contextlib
-import socket
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -34,9 +33,10 @@ from gossamer.run.worker.replica import LocalPhase, Replica
 from gossamer.run.worker.task import Task
 from gossamer.transport.elastic.call_transport import CallTransport
 from gossamer.transport.elastic.calls import Calls
-from gossamer.transport.elastic.members import Standing
+from gossamer.transport.elastic.members import MemberStatus
 from gossamer.transport.elastic.newcomer import Handover
 from gossamer.transport.processes.launch import device_of
+from gossamer.transport.sockets.channel import Channel
 
 __all__ = ["AsyncParticipant", "due_round", "save_state"]
 
@@ -68,8 +68,8 @@ class AsyncParticipant(ABC, Generic[Core]):
         self.replica = Replica(self.slot, config, task, self.device)
         self._probe = Probe(config, task, self.device)
         self._known = dict(seat.members.entries)
-        station = seat.station
-        self.limit_s = min(station.timeout_s, station.deadline_s or station.timeout_s)
+        endpoint = seat.endpoint
+        self.limit_s = min(endpoint.timeout_s, endpoint.deadline_s or endpoint.timeout_s)
         """How long it waits for an answer."""
         self._began = time.perf_counter()
         self._budget = config.workers * config.run.steps
@@ -127,8 +127,8 @@ class AsyncParticipant(ABC, Generic[Core]):
         """Trains until all steps of the run are taken, or until it is asked to leave."""
         seat = self._seat
         try:
-            self.transport = CallTransport(seat.members, seat.station, self.calls, host=self._host)
-            self.transport.redial.addresses = lambda: addresses_in(self.folder, self.config, seat.station.run)
+            self.transport = CallTransport(seat.members, seat.endpoint, self.calls, host=self._host)
+            self.transport.redial.addresses = lambda: addresses_in(self.folder, self.config, seat.endpoint.run)
             failed = True
             try:
                 begun = self._begin()
@@ -138,7 +138,7 @@ class AsyncParticipant(ABC, Generic[Core]):
             finally:
                 self.transport.close(leaves=not failed)
         finally:
-            seat.station.listener.close()
+            seat.endpoint.listener.close()
 
     @contextlib.contextmanager
     def _recording(self, begun: Entered) -> Iterator[None]:
@@ -175,7 +175,7 @@ class AsyncParticipant(ABC, Generic[Core]):
     def _begin(self) -> Entered:
         """Takes over the state that this process begins with."""
         seat, members, local = self._seat, self._seat.members, self.config.local_steps_of(self.slot)
-        joins, state = members.own.standing == Standing.JOINING, seat.state
+        joins, state = members.own.status == MemberStatus.JOINING, seat.state
         if joins:
             self.transport.first_round(self.config.run.timeout_s)
         held = min(members.own.steps, self._budget)
@@ -183,7 +183,7 @@ class AsyncParticipant(ABC, Generic[Core]):
         if joins and state is not None and self._rounds_over(number) > state.after + self.config.run.rejoin_rounds:
             state = None
         if state is None and seat.donor is not None:
-            offer, content = take_state(members, seat.station, first=seat.donor, behind=0)
+            offer, content = take_state(members, seat.endpoint, first=seat.donor, behind=0)
             state, number = state_of(content, offer.after), phases_behind(0, held, local)
         if state is None:
             return Entered(number, 0, None, 0.0)
@@ -209,8 +209,8 @@ class AsyncParticipant(ABC, Generic[Core]):
             self.calls.steps = number * self.config.local_steps_of(self.slot)
             self.begin()
             self.calls.closed = False
-        if self.transport.members.own.standing == Standing.JOINING:
-            self.transport.declare(Standing.ALIVE, round)
+        if self.transport.members.own.status == MemberStatus.JOINING:
+            self.transport.declare(MemberStatus.ALIVE, round)
         while not self._asked.is_set() and self._claims(number):
             alive = self.transport.begin_phase(number)
             self._known = say_changes(self._known, self.transport, round=round, done=self.calls.done)
@@ -279,9 +279,9 @@ class AsyncParticipant(ABC, Generic[Core]):
         """Keeps the state of the last local phase for newcomers, when so many rounds are over."""
         self._kept = Handover(after, frozen(self._state), cold)
 
-    def _host(self, sock: socket.socket) -> None:
-        if self._ready.wait(self._seat.station.timeout_s):  # before, it has no state, and who asks may ask another
-            give_state(sock, self.transport, self._seat.station, lambda: self._kept)
+    def _host(self, channel: Channel) -> None:
+        if self._ready.wait(self._seat.endpoint.timeout_s):  # before, it has no state, and who asks may ask another
+            give_state(channel, self.transport, self._seat.endpoint, lambda: self._kept)
 
     def _save(self, finished: int) -> None:
         save_state(self._seat.line, self.folder, finished, self.slot, self._state)

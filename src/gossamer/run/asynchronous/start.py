@@ -17,12 +17,13 @@ from gossamer.record.addresses import Address, write_address
 from gossamer.record.checkpoint import Lineage
 from gossamer.run.bookkeeping.resume import Resume, history, must_go_on
 from gossamer.run.config.resolved import RunSettings
-from gossamer.run.elastic.rendezvous import arrived, is_address, joined
+from gossamer.run.elastic.rendezvous import arrived, is_address, joined, warn_of_loopback
+from gossamer.run.served.protocol import limits_of
 from gossamer.run.worker.replica import Replica
 from gossamer.transport.alike import short_settings
-from gossamer.transport.elastic.members import Members, SlotEntry, Standing
+from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
 from gossamer.transport.processes.launch import agree
-from gossamer.transport.sockets.link import Station
+from gossamer.transport.sockets.connection import Endpoint
 from gossamer.tree import leaves
 
 __all__ = [
@@ -67,7 +68,7 @@ class AsyncSeat(NamedTuple):
     """The slot of a process, and what it begins with."""
 
     members: Members
-    station: Station
+    endpoint: Endpoint
     line: Lineage
     """Whose checkpoints belong to the run."""
     state: AsyncState | None
@@ -148,7 +149,7 @@ def async_seat(
     if join is not None:
         seat = joined(config, folder, run, nonce, join)
         own = newest_state(folder, seat.members.me, seat.line)
-        return AsyncSeat(seat.members, seat.station, seat.line, own, seat.members.me, True)
+        return AsyncSeat(seat.members, seat.endpoint, seat.line, own, seat.members.me, True)
     member, listener, address = arrived(config)
     me, past = member.worker, history(config, folder) if resume else None
     own = None if past is None else newest_state(folder, me, past.lineage)
@@ -158,6 +159,7 @@ def async_seat(
     settings, wait_s = short_settings(config.decisive), config.run.timeout_s
     said = agree(member, f"{run:016x} calls", [address, nonce, brought], settings=settings, timeout_s=wait_s)
     facts = [fact_of(slot, value, config.workers) for slot, value in enumerate(said)]
+    warn_of_loopback(address, [fact.address for fact in facts])
     line, after = Lineage(config.digest), max(fact.after for fact in facts)
     if past is not None:
         must_go_on(config, folder, [[fact.after] if fact.after else [] for fact in facts], after, auto=resume == "auto")
@@ -166,9 +168,9 @@ def async_seat(
     held = {slot: max((fact.held.get(slot, 0) for fact in facts), default=0) for slot in range(config.workers)}
     entries = [_entry(slot, facts, held[slot], config.local_steps_of(slot)) for slot in range(config.workers)]
     donor = next((slot for slot, fact in enumerate(facts) if fact.after == after > 0), None)
-    station = Station(listener, run, member.secret, wait_s, config.run.round_deadline_s)
+    endpoint = Endpoint(listener, run, member.secret, wait_s, config.run.round_deadline_s)
     write_address(folder, Address(me, address, run))
-    return AsyncSeat(Members(config.workers, me, entries), station, line, own, donor, past is not None)
+    return AsyncSeat(Members(limits_of(config), me, entries), endpoint, line, own, donor, past is not None)
 
 
 class Fact(NamedTuple):
@@ -204,7 +206,7 @@ def _pair(value: object) -> tuple[int, int]:
 def _entry(slot: int, facts: Sequence[Fact], held: int, local_steps: int) -> SlotEntry:
     """What is known of a slot at the start."""
     if slot >= len(facts):  # nobody fills it
-        return SlotEntry(slot, 0, 0, Standing.LEFT, 0, round=phases_behind(0, held, local_steps), steps=held)
+        return SlotEntry(slot, 0, 0, MemberStatus.LEFT, 0, round=phases_behind(0, held, local_steps), steps=held)
     fact = facts[slot]
     phases = phases_behind(fact.phases, held, local_steps)
-    return SlotEntry(slot, 0, fact.nonce, Standing.ALIVE, 0, fact.address, phases, held)
+    return SlotEntry(slot, 0, fact.nonce, MemberStatus.ALIVE, 0, fact.address, phases, held)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from gossamer.record.progress import say
-from gossamer.transport.elastic.members import SlotEntry, Standing
+from gossamer.transport.elastic.members import MemberStatus, SlotEntry
 from gossamer.transport.elastic.transport import ElasticTransport
 
 __all__ = ["changes", "say_changes"]
@@ -33,8 +33,8 @@ def changes(
         why: the reason for which a worker is suspected.
         done: the workers that have said that they have taken their last step.
 
-    >>> a = SlotEntry(2, 0, 7, Standing.ALIVE, 0, "127.0.0.1:4000")
-    >>> [*changes({2: a}, {2: a._replace(standing=Standing.SUSPECT)}, 0, 9, lambda slot: "it is silent")]
+    >>> a = SlotEntry(2, 0, 7, MemberStatus.ALIVE, 0, "127.0.0.1:4000")
+    >>> [*changes({2: a}, {2: a._replace(status=MemberStatus.SUSPECT)}, 0, 9, lambda slot: "it is silent")]
     ['worker 2 is suspected: it is silent']
     """
     for slot, now in sorted(after.items()):
@@ -44,15 +44,15 @@ def changes(
         other = was is None or was.nonce != now.nonce
         if other and was is not None and was.address:
             yield f"worker {slot} is replaced: another process has taken its slot"
-        if now.standing == Standing.JOINING:
+        if now.status == MemberStatus.JOINING:
             yield f"worker {slot} joins, and fetches its state"
-        elif now.standing == Standing.GHOST:
+        elif now.status == MemberStatus.GHOST:
             yield f"worker {slot} warms its inner optimizer as a ghost, of whom nobody hears yet"
-        elif now.standing == Standing.SUSPECT:
+        elif now.status == MemberStatus.SUSPECT:
             yield f"worker {slot} is suspected: {why(slot)}"
-        elif now.standing == Standing.LEFT:
+        elif now.status == MemberStatus.LEFT:
             yield f"worker {slot} has {'finished' if slot in done or now.round + 1 >= rounds else 'left'}"
-        elif other or (was is not None and was.standing < Standing.ALIVE):
+        elif other or (was is not None and was.status < MemberStatus.ALIVE):
             yield f"worker {slot} has joined, and takes part from round {now.since + 1} on"
         else:
             yield f"worker {slot} is back, and takes part from round {now.since + 1} on"

@@ -8,7 +8,6 @@ after the start the workers know each other's addresses, and any of them takes a
 import logging
 import secrets
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,10 +36,11 @@ from gossamer.run.worker.worker import Worker
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.closing import LeftOutError
 from gossamer.transport.elastic.core import Outcome
-from gossamer.transport.elastic.members import SlotTakenError, Standing
+from gossamer.transport.elastic.members import MemberStatus, SlotTakenError
 from gossamer.transport.elastic.newcomer import Handover
 from gossamer.transport.elastic.transport import ElasticTransport
 from gossamer.transport.processes.launch import device_of
+from gossamer.transport.sockets.channel import Channel
 
 __all__ = ["KEPT", "leaving", "train_elastic"]
 
@@ -69,7 +69,7 @@ def train_elastic(config: ResolvedRun, folder: Path, *, join: str | None = None,
     starts = join is None
     seat = started(config, folder, key, nonce, resume=resume) if starts else joined(config, folder, key, nonce, join)
     if starts and seat.begun.after == config.rounds:
-        seat.station.listener.close()
+        seat.endpoint.listener.close()
         if seat.members.me == 0:
             say(checkpoint.ended(folder, config.rounds))
         return
@@ -80,7 +80,7 @@ def train_elastic(config: ResolvedRun, folder: Path, *, join: str | None = None,
             except SlotTakenError:
                 if join is None or asked.is_set():
                     raise
-            lost, others = seat.members.me, seat.members.of_standing(Standing.ALIVE)
+            lost, others = seat.members.me, seat.members.with_status(MemberStatus.ALIVE)
             say(f"worker {lost} lost its slot to another process, and asks for a free one")
             nonce = secrets.randbits(61)
             seat = joined(config, folder, key, nonce, join, [entry.address for entry in others])
@@ -116,10 +116,15 @@ class _Participant:
         limit_bytes = 16 * self._replica.layout.numel + (1 << 16) if self._closes else None
         self._closings = sum(bool(stop.sends) for stop in m.schedule.stops(0, config.full_steps))
         self._transport = ElasticTransport(
-            seat.members, seat.station, host=self._host, device=device, limit_bytes=limit_bytes, closings=self._closings
+            seat.members,
+            seat.endpoint,
+            host=self._host,
+            device=device,
+            limit_bytes=limit_bytes,
+            closings=self._closings,
         )
         self._transport.stop = asked.is_set
-        self._transport.redial.addresses = lambda: addresses_in(folder, config, seat.station.run)
+        self._transport.redial.addresses = lambda: addresses_in(folder, config, seat.endpoint.run)
         if not m.exchanges_once:
             self._transport.taken = lambda: self._replica.steps_taken
         self._topology_of, self._once = m.topology_of(config.seed), m.exchanges_once
@@ -161,7 +166,7 @@ class _Participant:
     def _begin(self) -> Begun:
         """Takes over the state that this process begins with, and tells the others from which round on it takes part."""
         begun, members, transport = self._seat.begun, self._seat.members, self._transport
-        joins = members.own.standing == Standing.JOINING
+        joins = members.own.status == MemberStatus.JOINING
         if joins:
             newest = transport.first_round(self.config.run.timeout_s) - 1
             begun = begun._replace(round=0 if self._closes else newest + 1)
@@ -185,7 +190,7 @@ class _Participant:
         if joins:
             if not self._closes:
                 begun = begun._replace(round=max(begun.round, transport.newest_round + 1))
-            transport.declare(Standing.ALIVE, begun.round)
+            transport.declare(MemberStatus.ALIVE, begun.round)
             whose = "its own checkpoint" if begun.donor == self.slot else f"the state of worker {begun.donor}"
             say(f"worker {self.slot} joins at round {begun.round} with {whose} after round {begun.after}")
         return begun._replace(steps=self._replica.steps_taken)
@@ -193,14 +198,14 @@ class _Participant:
     def _follow(self, begun: Begun) -> Begun:
         """Trains as a ghost, until the inner optimizer is warm; returns how this process begins, as far as that is known then."""
         transport, replica, followed = self._transport, self._replica, list[Followed]()
-        transport.declare(Standing.GHOST)
+        transport.declare(MemberStatus.GHOST)
         behind = transport.members.own.steps
         for k in range(self.config.run.ghost_rounds):
             if self._asked.is_set() or transport.members.replaced:
                 break
-            members, station = transport.members, self._seat.station
+            members, endpoint = transport.members, self._seat.endpoint
             offer, state = take_state(
-                members, station, first=begun.donor, behind=begun.after, inner=False, stop=self._asked.is_set
+                members, endpoint, first=begun.donor, behind=begun.after, inner=False, stop=self._asked.is_set
             )
             steps = behind + k * replica.local_steps
             self._worker.rehearse(offer.after, self._mine(state, steps))
@@ -300,14 +305,14 @@ class _Participant:
         log.begin(begun._replace(steps=self._replica.steps_taken))
         return begun.round
 
-    def named(self, round: int) -> tuple[int, frozenset[int]]:
+    def proposed(self, round: int) -> tuple[int, frozenset[int]]:
         """See `gossamer.transport.contract.Closes`."""
-        attempt, self._alive = self._transport.named(round)
+        attempt, self._alive = self._transport.proposed(round)
         return attempt, self._alive
 
-    def concluded(self, attempt: int, *, whole: bool) -> bool:
+    def committed(self, attempt: int, *, whole: bool) -> bool:
         """See `gossamer.transport.contract.Closes`."""
-        return self._transport.concluded(attempt, whole=whole)
+        return self._transport.committed(attempt, whole=whole)
 
     def _end(self, round: int, finished: int, log: OutcomeWriter) -> None:
         """Receives what is under way, saves and says goodbye."""
@@ -380,9 +385,13 @@ class _Participant:
 
     def _fetched(self, begun: Begun, source: int | None = None) -> Begun:
         """Goes on with another worker's parameters, outer and inner state, and with its own place in the data."""
-        first, members, station = begun.donor if source is None else source, self._transport.members, self._seat.station
+        first, members, endpoint = (
+            begun.donor if source is None else source,
+            self._transport.members,
+            self._seat.endpoint,
+        )
         offer, state = take_state(
-            members, station, first=first, behind=begun.after, inner=not begun.followed, stop=self._asked.is_set
+            members, endpoint, first=first, behind=begun.after, inner=not begun.followed, stop=self._asked.is_set
         )
         self._worker.take_over(self._mine(state, max(members.own.steps, self._replica.steps_taken)))
         round = max(begun.round, offer.after)
@@ -395,7 +404,7 @@ class _Participant:
         """Another worker's state with this one's own place in the data."""
         return {**state, "data": self._fresh, "steps_taken": steps, "under_way": []}
 
-    def _host(self, sock: socket.socket) -> None:
+    def _host(self, channel: Channel) -> None:
         # Somebody may ask while this object is made. Who asks one without a state may ask another.
-        if self._seat.members.own.standing != Standing.GHOST and self._ready.wait(self._seat.station.timeout_s):
-            give_state(sock, self._transport, self._seat.station, lambda: self._kept)
+        if self._seat.members.own.status != MemberStatus.GHOST and self._ready.wait(self._seat.endpoint.timeout_s):
+            give_state(channel, self._transport, self._seat.endpoint, lambda: self._kept)

@@ -1,5 +1,6 @@
 """How the process of an elastic run finds its slot and the others: all start together, or one joins a run that is under way."""
 
+import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -14,22 +15,33 @@ from gossamer.record.logs.outcomes import Begun
 from gossamer.run.bookkeeping.newest_round import Held, held_by, to_resume
 from gossamer.run.bookkeeping.resume import Resume, history, lineage, must_go_on
 from gossamer.run.config.resolved import RunSettings
+from gossamer.run.served.protocol import limits_of
 from gossamer.transport.alike import short_settings
-from gossamer.transport.elastic.members import Members, SlotEntry, Standing, news, read_news
+from gossamer.transport.elastic.members import (
+    Members,
+    MemberStatus,
+    SlotEntry,
+    membership_update,
+    read_membership_update,
+)
 from gossamer.transport.elastic.newcomer import Applicant, ask
 from gossamer.transport.processes.launch import agree, join
 from gossamer.transport.processes.member import Member
 from gossamer.transport.secret import folder_secret
-from gossamer.transport.sockets.link import Station
+from gossamer.transport.sockets.addresses import is_loopback, listen, own_address, shown, split
+from gossamer.transport.sockets.connection import Endpoint
+from gossamer.transport.sockets.header import Limits
 
-__all__ = ["Seat", "addresses_in", "arrived", "is_address", "joined", "started"]
+__all__ = ["Seat", "addresses_in", "arrived", "is_address", "joined", "started", "warn_of_loopback"]
+
+log = logging.getLogger("gossamer")
 
 
 class Seat(NamedTuple):
     """The slot of this process, and what it begins with."""
 
     members: Members
-    station: Station
+    endpoint: Endpoint
     line: Lineage
     """Whose checkpoints belong to the run."""
     begun: Begun
@@ -60,10 +72,11 @@ def started(config: RunSettings, folder: Path, run: int, nonce: int, *, resume: 
         checkpoint.rewind(folder / "checkpoints", after, me)
         line = past.go_on(folder, after)
     donor = me if after in (0, *own) else next(slot for slot in held if after in held[slot])
-    station = Station(listener, run, member.secret, wait_s, config.run.round_deadline_s)
-    members = Members(config.workers, me, [_entry(slot, facts, after, config) for slot in range(config.workers)])
+    endpoint = Endpoint(listener, run, member.secret, wait_s, config.run.round_deadline_s)
+    warn_of_loopback(address, [fact.address for fact in facts])
+    members = Members(limits_of(config), me, [_entry(slot, facts, after, config) for slot in range(config.workers)])
     write_address(folder, Address(me, address, run))
-    return Seat(members, station, line, Begun(after, after, donor, 0, 0), past is not None)
+    return Seat(members, endpoint, line, Begun(after, after, donor, 0, 0), past is not None)
 
 
 def arrived(config: RunSettings) -> tuple[Member, socket.socket, str]:
@@ -83,9 +96,9 @@ def _entry(slot: int, facts: Sequence["_Fact"], after: int, config: RunSettings)
     lost = slot >= len(facts) or after not in facts[slot].held
     steps = after * config.local_steps_of(slot) if lost else 0
     if slot >= len(facts):  # nobody fills it
-        return SlotEntry(slot, 0, 0, Standing.LEFT, 0, steps=steps)
+        return SlotEntry(slot, 0, 0, MemberStatus.LEFT, 0, steps=steps)
     address, nonce, _ = facts[slot]
-    return SlotEntry(slot, 0, nonce, Standing.ALIVE, after, address, after, steps)
+    return SlotEntry(slot, 0, nonce, MemberStatus.ALIVE, after, address, after, steps)
 
 
 def addresses_in(folder: Path, config: RunSettings, run: int) -> list[tuple[int, str]]:
@@ -113,22 +126,22 @@ def joined(
     why = ""
     for address in found:
         try:
-            listener, own = _listening(address.rpartition(":")[0].strip("[]"))
-        except OSError as error:
+            listener, own = _listening(split(address)[0])
+        except (OSError, ValueError) as error:
             why = f"{address}: {error}"
             continue
         try:
             place = Applicant(nonce, own)
-            offer = ask(address, secret, place, run=run, slots=config.workers, timeout_s=wait_s, state=False)
+            offer = ask(address, secret, place, run=run, limits=limits_of(config), timeout_s=wait_s, state=False)
         except (OSError, GossamerError) as error:
             listener.close()
             why = f"{address}: {first_line(error)}"
             continue
-        members, slot = Members(config.workers, offer.slot, offer.entries), offer.slot
+        members, slot = Members(limits_of(config), offer.slot, offer.entries), offer.slot
         kept = checkpoint.rounds(folder / "checkpoints", slot, line)
         begun = Begun(0, kept[-1] if kept else 0, slot, 0, members.own.incarnation)
         write_address(folder, Address(slot, own, run))
-        return Seat(members, Station(listener, run, secret, wait_s, config.run.round_deadline_s), line, begun, True)
+        return Seat(members, Endpoint(listener, run, secret, wait_s, config.run.round_deadline_s), line, begun, True)
     raise PeerError(
         f"no worker of the run could be joined ({why}); look whether it runs, with gossamer status {folder}"
     )
@@ -153,7 +166,18 @@ def _fact(slot: int, value: object) -> _Fact:
 
 def is_address(address: str, nonce: int) -> bool:
     """Whether another process may have said so of itself."""
-    return read_news(news({0: SlotEntry(0, 0, nonce, Standing.ALIVE, 0, address)}), slots=1) is not None
+    entry = SlotEntry(0, 0, nonce, MemberStatus.ALIVE, 0, address)
+    return read_membership_update(membership_update({0: entry}), Limits(1, 0, 0)) is not None
+
+
+def warn_of_loopback(own: str, addresses: Sequence[str]) -> None:
+    """Warns where this process listens for itself alone, and others for all."""
+    if is_loopback(split(own)[0]) and not all(is_loopback(split(one)[0]) for one in addresses):
+        log.warning(
+            "this worker listens on %s, where processes of other machines cannot reach it, as MASTER_ADDR = '%s' leads to a "
+            "loopback address here; give the address of that machine instead of its name",
+            own, os.environ.get("MASTER_ADDR", ""),
+        )  # fmt: skip
 
 
 def _held(value: object) -> tuple[int | None, frozenset[int] | None]:
@@ -168,10 +192,5 @@ def _held(value: object) -> tuple[int | None, frozenset[int] | None]:
 
 def _listening(towards: str) -> tuple[socket.socket, str]:
     """A listening socket on the address of this machine from which `towards` is reached, and its `host:port`."""
-    family, _, _, _, address = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        here = str(probe.getsockname()[0])
-    listener = socket.create_server((here, 0), family=family, backlog=128)
-    shown = f"[{here}]" if ":" in here else here
-    return listener, f"{shown}:{listener.getsockname()[1]}"
+    listener = listen(own_address(towards), 0)
+    return listener, shown(*listener.getsockname()[:2])

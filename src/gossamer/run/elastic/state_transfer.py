@@ -1,7 +1,6 @@
 """How a worker of a running run takes over the state of another one, and gives its own away."""
 
 import logging
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +8,11 @@ from typing import Any
 from gossamer.errors import GossamerError, PeerError, first_line
 from gossamer.record.packed import unpacked
 from gossamer.record.progress import say
-from gossamer.transport.elastic.members import Members, Standing
+from gossamer.transport.elastic.members import Members, MemberStatus
 from gossamer.transport.elastic.newcomer import Applicant, Handover, Offer, ask, host
 from gossamer.transport.elastic.transport import ElasticTransport
-from gossamer.transport.sockets.link import Station
+from gossamer.transport.sockets.channel import Channel
+from gossamer.transport.sockets.connection import Endpoint
 
 __all__ = ["give_state", "take_state"]
 
@@ -23,7 +23,7 @@ log = logging.getLogger("gossamer")
 
 
 def take_state(
-    members: Members, station: Station, *, first: int, behind: int, inner: bool = True,
+    members: Members, endpoint: Endpoint, *, first: int, behind: int, inner: bool = True,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[Offer, dict[str, Any]]:  # fmt: skip
     """The state of the first worker that gives it, and with whose hash.
@@ -37,15 +37,15 @@ def take_state(
         stop: whether to ask no more.
     Raises: PeerError when nobody gives any.
     """
-    why, ended, deadline = "nobody else is alive", set[int](), time.monotonic() + station.timeout_s
+    why, ended, deadline = "nobody else is alive", set[int](), time.monotonic() + endpoint.timeout_s
     place = Applicant(members.own.nonce, members.own.address, members.me, inner)
     while True:
-        alive = [entry for entry in members.of_standing(Standing.ALIVE) if entry.nonce not in ended]
+        alive = [entry for entry in members.with_status(MemberStatus.ALIVE) if entry.nonce not in ended]
         for entry in sorted(alive, key=lambda entry: entry.slot != first):
             try:
                 offer = ask(
-                    entry.address, station.secret, place, run=station.run, slots=members.slots,
-                    timeout_s=station.timeout_s,
+                    entry.address, endpoint.secret, place, run=endpoint.run, limits=members.limits,
+                    timeout_s=endpoint.timeout_s,
                 )  # fmt: skip
                 state = unpacked(offer.raw or b"")
             except (OSError, GossamerError) as error:
@@ -55,7 +55,7 @@ def take_state(
                 continue
             say(f"worker {members.me} takes the state of worker {offer.donor} after round {offer.after}")
             return offer, state
-        others = members.of_standing(Standing.JOINING, Standing.GHOST, Standing.ALIVE, Standing.SUSPECT)
+        others = members.with_status(MemberStatus.JOINING, MemberStatus.GHOST, MemberStatus.ALIVE, MemberStatus.SUSPECT)
         if all(entry.nonce in ended for entry in others) or stop() or time.monotonic() >= deadline:
             break
         time.sleep(PAUSE_S)
@@ -65,12 +65,12 @@ def take_state(
 
 
 def give_state(
-    sock: socket.socket, transport: ElasticTransport, station: Station, kept: Callable[[], Handover]
+    channel: Channel, transport: ElasticTransport, endpoint: Endpoint, kept: Callable[[], Handover]
 ) -> None:  # fmt: skip
     """Serves one newcomer with what this worker has `kept` when it asks; one that is lost is logged."""
     try:
         host(
-            sock, station.run, transport.worker, boundary=kept,
+            channel, endpoint.run, transport.members.limits, transport.worker, boundary=kept,
             give_slot=lambda place: transport.give_slot(place.nonce, place.address),
             entries=lambda: dict(transport.members.entries),
         )  # fmt: skip

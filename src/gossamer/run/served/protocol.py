@@ -6,17 +6,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.errors import ConfigError, TransportError
+from gossamer.errors import ConfigError, RefusedError
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.task import Task, found_by_each
 from gossamer.transport.alike import short_settings
+from gossamer.transport.sockets.addresses import split
+from gossamer.transport.sockets.header import Limits
 
-__all__ = ["HERE", "OWNED", "Terms", "address", "run_key", "run_settings", "terms_of", "use_threads"]
+__all__ = ["HERE", "OWNED", "Terms", "address", "limits_of", "run_key", "run_settings", "terms_of", "use_threads"]
 
 HERE = "these machines"
 """What a real run calls the network whose seconds it records."""
 OWNED = 2
 """Number of checkpointed rounds that a joining worker reports: as many as it keeps."""
+
+_LONGEST_US = 1 << 50
+"""36 years."""
 
 
 class Terms(NamedTuple):
@@ -40,26 +45,41 @@ class Terms(NamedTuple):
     """Since the run began."""
 
 
-def terms_of(numbers: Tensor) -> Terms:
-    """The terms in a frame. Raises TransportError for impossible numbers."""
+def terms_of(numbers: Tensor, limits: Limits) -> Terms:
+    """The terms in a frame. Raises RefusedError for impossible numbers."""
     terms = Terms(*numbers.tolist())
-    if not 0 <= min(terms) <= max(terms) < 1 << 60 or max(terms.round, terms.phases, terms.cut_round) >= 1 << 31:
-        raise TransportError(
-            f"malformed reply from the server: {terms}; check that all machines run the same gossamer version"
+    # A fragment is updated at most once for each push, and a worker that takes all steps of the run ends a phase for each.
+    most = Terms(limits.steps, limits.rounds, 1, limits.steps, 1, limits.rounds, limits.rounds, _LONGEST_US)
+    if not all(0 <= value <= limit for value, limit in zip(terms, most, strict=True)):
+        raise RefusedError(
+            "bounds", f"malformed reply from the server: {terms}; check that all machines run the same gossamer version"
         )
     return terms
+
+
+def limits_of(config: RunSettings) -> Limits:
+    """What the processes of a run may say of it at most.
+
+    Where nobody waits, one worker could take all steps, in as many local phases; a rule that mixes updates exchanges each
+    fragment twice.
+    """
+    steps = config.workers * config.run.steps
+    rounds = steps if config.kind in ("pair", "no waiting") else config.rounds
+    return Limits(config.workers, rounds, steps, 2 * config.fragments[0])
 
 
 def address(text: str) -> tuple[str, int]:
     """Host and port of `HOST:PORT`.
 
-    >>> address("127.0.0.1:29400")
-    ('127.0.0.1', 29400)
+    >>> address("127.0.0.1:29400"), address("[::1]:29400")
+    (('127.0.0.1', 29400), ('::1', 29400))
     """
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 1 << 16:
-        raise ConfigError(f"--server got '{text}'; write HOST:PORT with a port from 1 to 65535, such as 10.0.0.1:29400")
-    return host.strip("[]"), int(port)
+    try:
+        return split(text)
+    except ValueError:
+        raise ConfigError(
+            f"--server got '{text}'; write HOST:PORT with a port from 1 to 65535, such as 10.0.0.1:29400 or [fd00::1]:29400"
+        ) from None
 
 
 def run_key(config: RunSettings, task: Task) -> int:

@@ -13,16 +13,16 @@ it absorbed after its snapshot, is trained again and counts once.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gossamer.codecs import Codec, fitted
+from gossamer.codecs import fitted
 from gossamer.codecs.message import decode, payload_like
-from gossamer.errors import TransportError
+from gossamer.errors import RefusedError, TransportError
 from gossamer.finite import all_finite
 from gossamer.layout import arrange, layout_of
 from gossamer.record import checkpoint
@@ -30,13 +30,16 @@ from gossamer.record.progress import say
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.resume import Resume, history
 from gossamer.run.config.resolved import ResolvedRun
-from gossamer.run.served.protocol import OWNED, run_key, run_settings, use_threads
+from gossamer.run.served.protocol import OWNED, Terms, limits_of, run_key, run_settings, use_threads
 from gossamer.run.served.session import Pushed, Reply, open_session
 from gossamer.run.worker.task import task_of
-from gossamer.transport.contract import Turn
+from gossamer.transport import wire
+from gossamer.transport.contract import Ticket
 from gossamer.transport.secret import SECRET_FILE, environment_secret, folder_secret
-from gossamer.transport.sockets.hub import Conversation, Credentials, Hub, Manner, listener_at
-from gossamer.transport.sockets.stream import PUSH, START, Stream
+from gossamer.transport.sockets.connection import Endpoint
+from gossamer.transport.sockets.connection_server import Awaited, ConnectionServer, listener_at
+from gossamer.transport.sockets.header import LetterKind
+from gossamer.transport.sockets.letter import Letter
 from gossamer.tree import leaves, refill
 
 __all__ = ["serve"]
@@ -67,13 +70,13 @@ def serve(config: ResolvedRun, folder: Path, host: str, port: int, *, resume: Re
         )
     key, settings = run_key(config, task), run_settings(config, task)
     with open_session(config, folder, probe, start) as session, listener_at(host, port) as listener:
-        member, manner = Credentials(config.workers, secret, key, settings), _manner(probe, config)
-        hub = Hub(listener, member, manner, config.run.timeout_s)
+        endpoint = Endpoint(listener, key, secret, config.run.timeout_s)
+        server = ConnectionServer(endpoint, _WithWorkers(probe, config), settings)
         try:
-            hub.open()
-            hub.run(session, session.records.now_s)
+            server.open()
+            server.run(session, session.records.now_s)
         finally:
-            hub.close()
+            server.close()
 
 
 def _first_round(config: ResolvedRun, folder: Path, resume: Resume) -> int | None:
@@ -92,45 +95,54 @@ def _first_round(config: ResolvedRun, folder: Path, resume: Resume) -> int | Non
     return start
 
 
-def _manner(probe: Probe, config: ResolvedRun) -> Manner:
-    """How workers are talked with: each starting point is answered with a push."""
-    layout, spans = arrange(layout_of(probe.model), *config.fragments)
-    codecs = [fitted(config.method.codec, layout.slice(*span)) for span in spans]
+class _WithWorkers:
+    """What a server and its workers say to each other (`gossamer.transport.sockets.connection_server.PeerProtocol`).
 
-    def talk(connection: Conversation[Reply], heard: Callable[[Any], None], now: Callable[[], float]) -> None:
-        stream, number = connection.stream, 0
-        while True:
-            reply = connection.next()
-            for p, (x, updates) in reply.send.starts.items():
-                terms = torch.tensor(reply.terms._replace(updates=updates), dtype=torch.int64)
-                stream.send(Turn(number, p, START), [terms, x])
-            if not reply.terms.go:
-                return
-            number = reply.terms.phases
-            heard(_push(stream, codecs, spans, number, now()))
+    Each starting point is answered with a push. Their frames are those of `gossamer.transport.wire.pack_frames`.
+    """
 
-    return Manner(config.workers, OWNED, talk)
+    hello_bytes = 8 * OWNED
 
+    def __init__(self, probe: Probe, config: ResolvedRun) -> None:
+        layout, spans = arrange(layout_of(probe.model), *config.fragments)
+        self.limits = limits_of(config)
+        self._codecs = [fitted(config.method.codec, layout.slice(*span)) for span in spans]
+        self._likes = [torch.empty(b - a) for a, b in spans]
+        self._payloads = [payload_like(codec, like) for codec, like in zip(self._codecs, self._likes, strict=True)]
 
-def _push(
-    stream: Stream, codecs: Sequence[Codec], spans: Sequence[tuple[int, int]], number: int, start_s: float
-) -> Pushed:  # fmt: skip
-    """The push that follows the phase of this number."""
-    p = number % len(spans)
-    like = torch.empty(spans[p][1] - spans[p][0])
-    frames = stream.receive(Turn(number, p, PUSH), leaves(payload_like(codecs[p], like)))
-    message = _decoded(codecs[p], frames, like, stream.name)
-    return Pushed(p, message, sum(frame.numel() * frame.element_size() for frame in frames), start_s)
+    def hello(self, body: Tensor) -> list[int]:
+        """The rounds of which a worker has checkpoints."""
+        owned = body.view(torch.int64).tolist()
+        if not all(0 <= round <= self.limits.rounds for round in owned):
+            raise RefusedError("bounds", f"it has checkpoints of rounds {owned} and the run has {self.limits.rounds}")
+        return owned
 
+    def letters(self, reply: Reply) -> list[Callable[[], Letter]]:
+        """The starting points; copied in the thread that sends them, so that nobody else waits for the copy."""
+        return [partial(self._start, reply.terms._replace(updates=u), p, x) for p, (x, u) in reply.send.starts.items()]
 
-def _decoded(codec: Codec, frames: Sequence[Tensor], like: Tensor, name: str) -> Tensor:
-    """The pseudo-gradient in these frames. Raises TransportError when there is none."""
-    try:
-        message = decode(codec, refill(payload_like(codec, like), frames), like)
-    except (RuntimeError, ValueError, IndexError) as error:
-        raise TransportError(
-            f"{name} pushed a payload that codec '{codec.name}' cannot decode ({str(error).splitlines()[0]:.100})"
-        ) from None
-    if not all_finite(message):
-        raise TransportError(f"{name} pushed {message.numel()} numbers that are not all finite; lower inner.lr")
-    return message
+    def awaited(self, reply: Reply) -> Awaited | None:
+        """The push that follows the next phase."""
+        if not reply.terms.go:
+            return None
+        p = reply.terms.phases % len(self._codecs)
+        return Awaited(Ticket(reply.terms.phases, p), wire.frames_bytes(leaves(self._payloads[p])))
+
+    def content(self, letter: Letter, start_s: float) -> Pushed:
+        """The push in a letter. Raises TransportError when there is none."""
+        p, name = letter.ticket.fragment, f"worker {letter.sender}"
+        codec, like, payload = self._codecs[p], self._likes[p], self._payloads[p]
+        frames = wire.unpack_frames(letter.body, leaves(payload))
+        try:
+            message = decode(codec, refill(payload, frames), like)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise TransportError(
+                f"{name} pushed a payload that codec '{codec.name}' cannot decode ({str(error).splitlines()[0]:.100})"
+            ) from None
+        if not all_finite(message):
+            raise TransportError(f"{name} pushed {message.numel()} numbers that are not all finite; lower inner.lr")
+        return Pushed(p, message, sum(frame.numel() * frame.element_size() for frame in frames), start_s)
+
+    def _start(self, terms: Terms, p: int, x: Tensor) -> Letter:
+        body = wire.pack_frames([torch.tensor(terms, dtype=torch.int64), x.cpu()])
+        return Letter(LetterKind.START, self.limits.workers, Ticket(0, p), body=body)

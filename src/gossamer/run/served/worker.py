@@ -33,6 +33,7 @@ from gossamer.run.served.protocol import (
     HERE,
     OWNED,
     Terms,
+    limits_of,
     run_key,
     run_settings,
     terms_of,
@@ -40,10 +41,14 @@ from gossamer.run.served.protocol import (
 )
 from gossamer.run.worker.replica import LocalPhase, Replica
 from gossamer.run.worker.task import Task, task_of
-from gossamer.transport.contract import Turn
+from gossamer.transport import wire
+from gossamer.transport.contract import Ticket
 from gossamer.transport.processes.launch import device_of
 from gossamer.transport.secret import folder_secret
-from gossamer.transport.sockets.stream import HELLO, PUSH, START, Patience, Stream, connect
+from gossamer.transport.sockets.addresses import shown
+from gossamer.transport.sockets.header import LetterKind
+from gossamer.transport.sockets.letter import Letter
+from gossamer.transport.sockets.server_client import Patience, ServerClient, connect
 from gossamer.tree import leaves, nbytes
 
 __all__ = ["ServedWorker", "Trained", "work"]
@@ -148,29 +153,30 @@ def work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, *
         # Made before the server waits for a word: it takes seconds.
         served = ServedWorker(worker, config, folder, task, device, past and past.lineage)
         hello = torch.tensor([0] * OWNED + served.owned())[-OWNED:]
-        stream = connect(
-            host, port, secret=secret, run=key, me=worker, server=config.workers, timeout_s=patience.left_s, settings=settings
+        client = connect(
+            shown(host, port), secret=secret, run=key, me=worker, limits=limits_of(config), timeout_s=patience.left_s,
+            settings=settings,
         )  # fmt: skip
-        stream.wait_at_most(config.run.timeout_s)
+        client.channel.wait_at_most(config.run.timeout_s)
         try:
-            stream.send(Turn(0, 0, HELLO), [hello])
-            return _take_part(stream, served, method.codec, folder, past, auto=resume == "auto")
+            client.send(Letter(LetterKind.HELLO, worker, body=hello.view(torch.uint8)))
+            return _take_part(client, served, method.codec, folder, past, auto=resume == "auto")
         except LostConnectionError as error:
             log.warning(
                 "%s; worker %d tries again for %g s, and trains this phase again", error, worker, config.run.timeout_s
             )
-            patience.lost(stream, error)
+            patience.lost(client, error)
             resume = "auto"
         finally:
-            stream.close()
+            client.close()
 
 
 def _take_part(
-    stream: Stream, served: ServedWorker, codec: Codec, folder: Path, past: History | None, *, auto: bool
+    client: ServerClient, served: ServedWorker, codec: Codec, folder: Path, past: History | None, *, auto: bool
 ) -> None:  # fmt: skip
     """Joins the server at the other end of a connection, and trains until it has nothing left."""
     config, worker = served.config, served.index
-    arrived = [_starting_point(stream, 0, p, span) for p, span in enumerate(served.learner.spans)]
+    arrived = [_starting_point(client, served, p) for p in range(len(served.learner.spans))]
     terms = arrived[-1][1]
     served.join({p: start for p, (start, _) in enumerate(arrived)}, terms)
     cut = terms.cut_round if terms.again else 0 if auto else None
@@ -187,11 +193,11 @@ def _take_part(
         ) as events,
     ):
         stopwatch = Stopwatch(worker, recorded_s(folder, worker, cut))
-        _train(stream, served, codec, terms, record, events, stopwatch)
+        _train(client, served, codec, terms, record, events, stopwatch)
 
 
 def _train(
-    stream: Stream,
+    client: ServerClient,
     served: ServedWorker,
     codec: Codec,
     terms: Terms,
@@ -211,9 +217,10 @@ def _train(
         served.log(record, events, trained, began_s, ended_s)
         must_be_finite({f"the message of worker {served.index} in its phase {number}": trained.push.message})
         payload = encode(codecs[p], trained.push.message, random_key(config.seed, served.index, number, p, "codec"))
-        stream.send(Turn(number, p, PUSH), leaves(payload))
+        packed = wire.pack_frames([frame.cpu() for frame in leaves(payload)])
+        client.send(Letter(LetterKind.PUSH, served.index, Ticket(number, p), body=packed))
         sent_s = time.monotonic() + early_s
-        start, terms = _starting_point(stream, number, p, spans[p])
+        start, terms = _starting_point(client, served, p, number)
         replied_s = time.monotonic() + early_s
         stopwatch.phase(trained.report.compute_s, sent_s - ended_s, replied_s - sent_s)
         finished = served.receive(trained, {p: start}, terms)
@@ -225,10 +232,12 @@ def _train(
             record.log_seconds(stopwatch.round(trained.round))
 
 
-def _starting_point(stream: Stream, number: int, p: int, span: tuple[int, int]) -> tuple[StartingPoint, Terms]:
+def _starting_point(client: ServerClient, served: ServedWorker, p: int, number: int = 0) -> tuple[StartingPoint, Terms]:
     """The next starting point of a fragment, with its terms. Raises PeerError and TransportError."""
-    like = [torch.empty(len(Terms._fields), dtype=torch.int64), torch.empty(span[1] - span[0], device="meta")]
-    numbers, x = stream.receive(Turn(number, p, START), like)
-    terms = terms_of(numbers)
+    first, last = served.learner.spans[p]
+    like = [torch.empty(len(Terms._fields), dtype=torch.int64), torch.empty(last - first, device="meta")]
+    body = client.receive(LetterKind.START, Ticket(0, p), wire.frames_bytes(like)).body
+    numbers, x = wire.unpack_frames(body, like)
+    terms = terms_of(numbers, limits_of(served.config))
     must_be_finite({f"the starting point of phase {number} from the server": x})
     return StartingPoint(x, terms.updates), terms

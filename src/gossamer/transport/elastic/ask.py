@@ -1,26 +1,35 @@
 """How anybody who knows the secret of an elastic run asks one of its workers who takes part: a question that changes nothing.
 
     watcher -> worker   the handshake, with the number WATCHER
-    worker -> watcher   the length of its answer, 8 bytes, and the answer as JSON; then it closes
+    worker -> watcher   VIEW   its answer as JSON; then it closes
 
 Needs no torch, as whoever looks at a run wants an answer at once.
 """
 
 import json
-import socket
 import time
+import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from gossamer.errors import PeerError
-from gossamer.transport.elastic.members import SlotEntry, news, read_news
-from gossamer.transport.sockets.handshake import dial, received
+from gossamer.errors import PeerError, RefusedError
+from gossamer.transport.elastic.members import SlotEntry, membership_update, read_membership_update
+from gossamer.transport.sockets.channel import Channel
+from gossamer.transport.sockets.handshake import dial
+from gossamer.transport.sockets.header import (
+    HEADER_BYTES,
+    SMALL_BYTES,
+    WATCHER,
+    LetterHead,
+    LetterKind,
+    Limits,
+    decode,
+    encode,
+)
 
-__all__ = ["WATCHER", "View", "look", "show"]
+__all__ = ["View", "look", "show"]
 
-WATCHER = (1 << 32) - 2
-"""The number with which a process opens a connection that only wants to look."""
-_LONGEST_BYTES = 1 << 20
+_MOST_REFUSED = 1000
 
 
 class View(NamedTuple):
@@ -31,49 +40,64 @@ class View(NamedTuple):
     entries: list[SlotEntry]
     silent_s: Mapping[int, float]
     """Seconds since it has last heard of each other worker."""
+    refused: Mapping[str, int]
+    """How often it has refused what came, by peer and kind, such as `worker 3: bounds`."""
 
 
-def show(sock: socket.socket, view: View) -> None:
+def show(channel: Channel, view: View, run: int) -> None:
     """Answers the question. Raises: OSError."""
-    silent_s = {str(slot): round(seconds, 3) for slot, seconds in view.silent_s.items()}
-    entries = news({entry.slot: entry for entry in view.entries}).decode()
-    answer = json.dumps({"worker": view.worker, "entries": entries, "silent_s": silent_s}).encode()
-    sock.sendall(len(answer).to_bytes(8, "little") + answer)
+    answer = json.dumps({
+        "worker": view.worker, "entries": membership_update({entry.slot: entry for entry in view.entries}).decode(),
+        "silent_s": {str(slot): round(seconds, 3) for slot, seconds in view.silent_s.items()}, "refused": dict(view.refused),
+    }).encode()  # fmt: skip
+    channel.write(
+        encode(LetterHead(LetterKind.VIEW, view.worker, size=len(answer), check=zlib.crc32(answer)), run) + answer
+    )
 
 
-def look(address: str, secret: bytes, *, run: int, slots: int, timeout_s: float) -> View:
-    """The view of the worker that listens at `address`; `run` and `slots` are those of its run.
+def look(address: str, secret: bytes, *, run: int, limits: Limits, timeout_s: float) -> View:
+    """The view of the worker that listens at `address`; `run` and `limits` are those of its run.
 
     Raises: OSError when nobody answers in time, PeerError when the other end refuses or its answer is none.
     """
     deadline = time.monotonic() + timeout_s
-    with dial(address, secret, run=run, me=WATCHER, timeout_s=timeout_s) as sock:
-        size = int.from_bytes(received(sock, 8, deadline), "little")
-        if size > _LONGEST_BYTES:
-            raise PeerError(
-                f"{address} answered with {size} bytes and at most {_LONGEST_BYTES} are allowed; it is no worker"
+    with dial(address, secret, run=run, me=WATCHER, timeout_s=timeout_s) as channel:
+        header = decode(channel.read(HEADER_BYTES, deadline), run, limits)
+        if header.kind is not LetterKind.VIEW or header.size > SMALL_BYTES:
+            raise RefusedError(
+                "bounds",
+                f"{address} answered with {header.size} bytes and at most {SMALL_BYTES} of a view are allowed; it is no worker",
             )
-        raw = received(sock, size, deadline)
-    view = _view(raw, slots)
-    if view is None:
+        raw = channel.read(header.size, deadline)
+    view = _view(raw, limits) if zlib.crc32(raw) == header.check else None
+    if view is None or view.worker != header.sender:
         raise PeerError(
-            f"{address} answered {raw!r:.60}, which is no view of a run with {slots} workers; install the same gossamer version"
+            f"{address} answered {raw!r:.60}, which is no view of a run with {limits.workers} workers; install the same gossamer "
+            "version"
         )
     return view
 
 
-def _view(raw: bytes, slots: int) -> View | None:
+def _view(raw: bytes, limits: Limits) -> View | None:
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError):
         return None
     match value:
-        case {"worker": int(worker), "entries": str(text), "silent_s": dict(silent)} if 0 <= worker < slots:
-            entries = read_news(text.encode(), slots)
+        case {
+            "worker": int(worker), "entries": str(text), "silent_s": dict(silent), "refused": dict(refused),
+        } if 0 <= worker < limits.workers:  # fmt: skip
+            entries = read_membership_update(text.encode(), limits)
             silent_s = {int(slot): seconds for slot, seconds in silent.items() if _is_silence(slot, seconds)}
-            if entries is not None and len(silent_s) == len(silent):
-                return View(worker, entries, silent_s)
+            counts = {str(who): int(count) for who, count in refused.items() if _is_count(who, count)}
+            if entries is not None and len(silent_s) == len(silent) and len(counts) == len(refused) <= _MOST_REFUSED:
+                return View(worker, entries, silent_s, counts)
     return None
+
+
+def _is_count(who: object, count: object) -> bool:
+    named = isinstance(who, str) and who.isprintable() and len(who) <= 200
+    return named and type(count) is int and 0 <= count < 1 << 53
 
 
 def _is_silence(slot: object, seconds: object) -> bool:

@@ -5,16 +5,17 @@ once, and a peer from which something must come and that is silent is suspected.
 phase here.
 """
 
-import socket
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 from gossamer.transport.elastic.calls import Calls
-from gossamer.transport.elastic.members import Members, Standing
-from gossamer.transport.elastic.transport import ElasticTransport, Station
-from gossamer.transport.sockets.letter import Letter, LetterKind
-from gossamer.transport.sockets.link import Connection
+from gossamer.transport.elastic.members import Members, MemberStatus
+from gossamer.transport.elastic.transport import ElasticTransport
+from gossamer.transport.sockets.channel import Channel
+from gossamer.transport.sockets.connection import Endpoint, PeerConnection
+from gossamer.transport.sockets.header import LetterKind
+from gossamer.transport.sockets.letter import Letter
 
 __all__ = ["CallTransport", "SlotPhases"]
 
@@ -39,10 +40,10 @@ class CallTransport(ElasticTransport):
     """
 
     def __init__(
-        self, members: Members, station: Station, calls: Calls, *, host: Callable[[socket.socket], None] | None = None
+        self, members: Members, endpoint: Endpoint, calls: Calls, *, host: Callable[[Channel], None] | None = None
     ) -> None:  # fmt: skip
         self.calls = calls  # before the threads start
-        super().__init__(members, station, host=host)
+        super().__init__(members, endpoint, host=host)
 
     def begin_phase(self, number: int) -> frozenset[int]:
         """Tells everybody that this worker has so many local phases behind it; returns who is alive in its view.
@@ -78,19 +79,19 @@ class CallTransport(ElasticTransport):
             self._flush()
 
     def _lives(self, slot: int) -> bool:
-        return slot == self.worker or self.members.entries[slot].standing == Standing.ALIVE
+        return slot == self.worker or self.members.entries[slot].status == MemberStatus.ALIVE
 
     def _flush(self) -> None:
         outbox, self.calls.outbox = self.calls.outbox, []
         self.core.outbox += outbox
         super()._flush()
 
-    def _accepts(self, letter: Letter, size: int) -> bool:
+    def _accepts(self, link: PeerConnection, letter: Letter, size: int) -> bool:
         if letter.kind in _CALLS:
             return self.calls.accepts(letter, size)
-        return letter.kind != LetterKind.PAYLOAD and super()._accepts(letter, size)
+        return letter.kind != LetterKind.PAYLOAD and super()._accepts(link, letter, size)
 
-    def _heard(self, link: Connection, letter: Letter) -> None:
+    def _heard(self, link: PeerConnection, letter: Letter) -> None:
         with self.changed:
             super()._heard(link, letter)
             if letter.kind in _CALLS and self.core.is_filled_by(link.peer, link.nonce):
@@ -98,7 +99,7 @@ class CallTransport(ElasticTransport):
                 self._flush()
                 self.changed.notify_all()
 
-    def _lost(self, link: Connection, why: str) -> None:
+    def _lost(self, link: PeerConnection, why: str) -> None:
         with self.changed:
             super()._lost(link, why)
             if not self._links_to(link.peer):

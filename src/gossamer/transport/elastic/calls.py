@@ -8,12 +8,11 @@ from torch import Tensor
 
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.core import Outgoing
-from gossamer.transport.elastic.members import Members, Standing
-from gossamer.transport.sockets.letter import NEWS_BYTES, NO_TICKET, Letter, LetterKind
+from gossamer.transport.elastic.members import Members, MemberStatus
+from gossamer.transport.sockets.header import LIFE_LIMIT, NO_TICKET, SMALL_BYTES, LetterKind
+from gossamer.transport.sockets.letter import Letter
 
 __all__ = ["Calls", "life_of"]
-
-_LIVES = 1 << 31
 
 
 def life_of(nonce: int) -> int:
@@ -22,7 +21,7 @@ def life_of(nonce: int) -> int:
     >>> life_of((1 << 40) + 7)
     7
     """
-    return nonce % _LIVES
+    return nonce % LIFE_LIMIT
 
 
 class Calls:
@@ -57,18 +56,18 @@ class Calls:
     @property
     def alone(self) -> bool:
         """Whether nobody is left who trains, or may come back."""
-        others = self.members.of_standing(Standing.ALIVE, Standing.JOINING)
+        others = self.members.with_status(MemberStatus.ALIVE, MemberStatus.JOINING)
         return all(entry.slot in self.done for entry in others)
 
     @property
     def awaited(self) -> frozenset[int]:
         """Those of whom something must come, so that they are asked whether they live."""
-        others = self.members.of_standing(Standing.ALIVE, Standing.JOINING) if self.over else []
+        others = self.members.with_status(MemberStatus.ALIVE, MemberStatus.JOINING) if self.over else []
         return frozenset({entry.slot for entry in others} - self.done) | self._asked()
 
     def accepts(self, letter: Letter, size: int) -> bool:
         """Whether a body of this size may follow such a header."""
-        return size == self._payload_bytes if letter.kind == LetterKind.MESSAGE else size <= NEWS_BYTES
+        return size == self._payload_bytes if letter.kind == LetterKind.MESSAGE else size <= SMALL_BYTES
 
     def finish(self) -> None:
         """This worker has taken its last step."""
@@ -94,7 +93,7 @@ class Calls:
     def tick(self, now: float) -> None:
         """Says again that this worker is over: who has lost a connection meanwhile has not heard it."""
         if self.over:
-            for entry in self.members.of_standing(Standing.ALIVE):
+            for entry in self.members.with_status(MemberStatus.ALIVE):
                 self._send(entry.slot, LetterKind.DONE)
 
     def _called(self, letter: Letter, now: float) -> None:

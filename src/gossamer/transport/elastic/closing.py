@@ -22,15 +22,17 @@ Whoever has made the update says so in its reports, so a leader that failed amid
 import json
 from typing import NamedTuple
 
-from gossamer.errors import TransportError
+from gossamer.errors import RefusedError, TransportError
 from gossamer.rng import key
-from gossamer.transport.elastic.members import Members, Standing
-from gossamer.transport.sockets.letter import Letter, LetterKind, body_of
+from gossamer.transport.elastic.members import Members, MemberStatus
+from gossamer.transport.sockets.header import MOST_ATTEMPTS, LetterKind
+from gossamer.transport.sockets.letter import Letter, body_of
 
-__all__ = ["Closing", "LeftOutError", "Named"]
+__all__ = ["Closing", "LeftOutError", "Proposal"]
 
-_LIMIT = 1 << 64
-_MOST_ATTEMPTS = 1 << 30
+_HASHES = 1 << 64
+_JUMP = 1 << 16
+"""How many attempts for each slot one may be above the newest that is known: a leader can always name a later one."""
 _AWAY_BEATS = 3
 """How long the last word of a worker counts that it is away."""
 
@@ -43,7 +45,7 @@ class LeftOutError(TransportError):
         self.source = source
 
 
-class Named(NamedTuple):
+class Proposal(NamedTuple):
     """An attempt to take a round's mean."""
 
     attempt: int
@@ -90,14 +92,14 @@ class Closing:
         self.members, self._limit_s, self._beat_s, self.per_round = members, limit_s, beat_s, per_round
         self.outbox: list[tuple[int, Letter]] = []
         self.round, self.line = -1, 0
-        self.named: Named | None = None
+        self.proposed: Proposal | None = None
         self.closed = self.left_out = False
         """Whether the round of this worker has been closed with it, or without it."""
         self.source: int | None = None
         """A worker whose state one that is left out may take."""
         self._held, self._attempt, self._failed = -1, -1, -1
         self._ready_s: float | None = None
-        self._named_s = self._said_s = -1e9
+        self._proposed_s = self._said_s = -1e9
         self._leader = members.me
         self._last: _Closed | None = None
         self._reports: dict[int, _Report] = {}
@@ -109,7 +111,7 @@ class Closing:
         """Begins a round; `line` is that of another worker's state, if this worker has just taken one."""
         if line is not None:
             self.line, self._last = line, None
-        self.round, self.named, self._ready_s = round, None, None
+        self.round, self.proposed, self._ready_s = round, None, None
         was_away, self.closed, self.left_out = self.left_out, False, False
         self._held = self._attempt = self._failed = -1
         if was_away:
@@ -122,7 +124,7 @@ class Closing:
 
     def hold(self, attempt: int, now: float) -> None:
         """The mean of this attempt is complete here."""
-        if self.named is not None and self.named.attempt == attempt:
+        if self.proposed is not None and self.proposed.attempt == attempt:
             self._held = attempt
             self.tick(now, again=True)
 
@@ -134,23 +136,33 @@ class Closing:
 
     def advance(self) -> None:
         """The update of a closed round is made."""
-        assert self.closed and self.named is not None
-        self._last = _Closed(self.round, self.line, self.named.attempt)
-        self.line = key(self.line, "closed", self.round, self.named.attempt, *sorted(self.named.workers))
+        assert self.closed and self.proposed is not None
+        self._last = _Closed(self.round, self.line, self.proposed.attempt)
+        self.line = key(self.line, "closed", self.round, self.proposed.attempt, *sorted(self.proposed.workers))
         self.enter(self.round + 1)
 
     def heard(self, letter: Letter, now: float) -> None:
-        """Takes a letter in; one that says anything impossible is ignored."""
+        """Takes a letter in. Raises: RefusedError for one that says anything impossible, which changes nothing."""
         try:
-            values = json.loads(letter.body.numpy().tobytes())
+            values = json.loads(letter.content)
         except (ValueError, RecursionError):
-            return
-        if letter.kind == LetterKind.REPORT and (report := _report(values)) is not None:
-            self._heard_report(letter.sender, report, now)
-        elif letter.kind == LetterKind.NAME:
-            self._heard_name(letter.sender, values, now)
-        elif letter.kind == LetterKind.CLOSED and _are_whole(values, 3):
-            self._heard_closed(letter.sender, _Closed(*values))
+            values = None
+        match letter.kind, values:
+            case LetterKind.REPORT, _ if (report := self._report(values)) is not None:
+                if report.round >= 0:  # before, it has not begun and nothing is to be closed
+                    self._heard_report(letter.sender, report, now)
+            case LetterKind.PROPOSAL, [*head, [*workers]] if (
+                closed := self._closed_round(head)
+            ) is not None and self._are_slots(workers):
+                self._heard_proposal(letter.sender, closed, workers, now)
+            case LetterKind.CLOSED, _ if (closed := self._closed_round(values)) is not None:
+                self._heard_closed(letter.sender, closed)
+            case _:
+                raise RefusedError(
+                    "bounds",
+                    f"worker {letter.sender} sent a {letter.kind.name.lower()} that cannot be in round {self.round}: "
+                    f"{letter.content!r:.80}; test its memory, and start all with the same gossamer",
+                )
 
     def tick(self, now: float, *, again: bool = False) -> None:
         """Repeats its report, and leads if it is the one to lead."""
@@ -179,7 +191,7 @@ class Closing:
 
     @property
     def _living(self) -> frozenset[int]:
-        return frozenset(entry.slot for entry in self.members.of_standing(Standing.ALIVE)) | {self.members.me}
+        return frozenset(entry.slot for entry in self.members.with_status(MemberStatus.ALIVE)) | {self.members.me}
 
     @property
     def nobody_ahead(self) -> bool:
@@ -208,18 +220,18 @@ class Closing:
             j: report for j, report in self._reports.items()
             if j in alive and report.ready and (report.round, report.line) == (self.round, self.line)
         }  # fmt: skip
-        if (named := self.named) is not None:
-            if all(j in reports and reports[j].held == named.attempt for j in named.workers):
-                self._tell_all(LetterKind.CLOSED, [self.round, self.line, named.attempt])
+        if (proposed := self.proposed) is not None:
+            if all(j in reports and reports[j].held == proposed.attempt for j in proposed.workers):
+                self._tell_all(LetterKind.CLOSED, [self.round, self.line, proposed.attempt])
                 self.closed = True
                 return
-            overtaken = any(report.attempt > named.attempt for report in reports.values())
-            failed = now >= self._named_s + self._beat_s and self._has_failed(named)
-            if named.workers <= alive and now < self._named_s + self._limit_s and not overtaken and not failed:
+            overtaken = any(report.attempt > proposed.attempt for report in reports.values())
+            failed = now >= self._proposed_s + self._beat_s and self._has_failed(proposed)
+            if proposed.workers <= alive and now < self._proposed_s + self._limit_s and not overtaken and not failed:
                 if now - self._said_s >= self._beat_s or self._said_s == now:
-                    self._tell_all(LetterKind.NAME, self._name(named))
+                    self._tell_all(LetterKind.PROPOSAL, self._name(proposed))
                 return
-        since_s = max(self._ready_s, self._named_s)
+        since_s = max(self._ready_s, self._proposed_s)
         if all(j in self._reports and self._reports[j].round == self.round for j in alive):
             self._settle_line(alive)
         if self.left_out:
@@ -228,14 +240,14 @@ class Closing:
             # A newcomer that leads amid a round has not heard of its attempts. No two leaders give the same number.
             newest = max(self._attempt, *(report.attempt for report in reports.values()))
             self._attempt = (newest // self.members.slots + 1) * self.members.slots + self.members.me
-            self._held, self._named_s = -1, now
-            self.named = Named(self._attempt, frozenset(reports))
+            self._held, self._proposed_s = -1, now
+            self.proposed = Proposal(self._attempt, frozenset(reports))
             self._reports[self.members.me] = self._own
-            self._tell_all(LetterKind.NAME, self._name(self.named))
+            self._tell_all(LetterKind.PROPOSAL, self._name(self.proposed))
 
-    def _has_failed(self, named: Named) -> bool:
-        said = [self._reports[j] for j in named.workers if j in self._reports]
-        return any((one.round, one.line, one.failed) == (self.round, self.line, named.attempt) for one in said)
+    def _has_failed(self, proposed: Proposal) -> bool:
+        said = [self._reports[j] for j in proposed.workers if j in self._reports]
+        return any((one.round, one.line, one.failed) == (self.round, self.line, proposed.attempt) for one in said)
 
     def _settle_line(self, alive: frozenset[int]) -> None:
         """Where those alive have closed an earlier round differently, the line of most of them counts."""
@@ -243,7 +255,7 @@ class Closing:
         line = max(lines, key=lambda one: (lines.count(one), one))
         for j in sorted(alive):
             if self._reports[j].line != line == self.line:
-                self._say(j, LetterKind.NAME, [self.round, self.line, max(self._attempt, 0), []])
+                self._say(j, LetterKind.PROPOSAL, [self.round, self.line, max(self._attempt, 0), []])
             elif self.line != line == self._reports[j].line:
                 self._leave_out(j)
 
@@ -252,8 +264,8 @@ class Closing:
             self.left_out, self.source = True, source
             self._tell_all(LetterKind.REPORT, _plain(self._own))
 
-    def _name(self, named: Named) -> list[object]:
-        return [self.round, self.line, named.attempt, sorted(named.workers)]
+    def _name(self, proposed: Proposal) -> list[object]:
+        return [self.round, self.line, proposed.attempt, sorted(proposed.workers)]
 
     def _heard_report(self, sender: int, report: _Report, now: float) -> None:
         self._reports[sender], self._rounds[sender] = report, report.round
@@ -271,13 +283,8 @@ class Closing:
             self._say(sender, LetterKind.REPORT, _plain(self._own))
         self.tick(now)
 
-    def _heard_name(self, sender: int, values: object, now: float) -> None:
-        match values:
-            case [int(round), int(line), int(attempt), [*workers]] if _are_whole([round, line, attempt, *workers]):
-                if attempt >= _MOST_ATTEMPTS:
-                    return
-            case _:
-                return
+    def _heard_proposal(self, sender: int, what: _Closed, workers: list[int], now: float) -> None:
+        round, line, attempt = what
         self._rounds[sender] = round
         if round < self.round:
             self._say(sender, LetterKind.REPORT, _plain(self._own))  # which tells it how its round was closed
@@ -285,9 +292,9 @@ class Closing:
             if self._ready_s is not None or round > self.round + 1:
                 self._leave_out(sender)
         elif attempt > self._attempt and not self.closed:
-            self._attempt, self._held, self._named_s = attempt, -1, now
+            self._attempt, self._held, self._proposed_s = attempt, -1, now
             mine = self.members.me in workers and self._ready_s is not None
-            self.named = Named(attempt, frozenset(workers)) if mine else None
+            self.proposed = Proposal(attempt, frozenset(workers)) if mine else None
             if self.members.me in workers and not mine:
                 self.fail(attempt, now)  # it means the process that filled this slot before
         elif attempt < self._attempt:
@@ -297,7 +304,7 @@ class Closing:
         self._rounds[sender] = closed.round + 1
         if closed[:2] != (self.round, self.line) or self.closed:
             return
-        if self.named is not None and self._held == self.named.attempt == closed.attempt:
+        if self.proposed is not None and self._held == self.proposed.attempt == closed.attempt:
             self.closed = True
         else:
             self._leave_out(sender)
@@ -311,24 +318,44 @@ class Closing:
         letter = Letter(kind, self.members.me, round=max(self.round, 0) // self.per_round, body=body)
         self.outbox.append((peer, letter))
 
+    # What follows bounds every number that another worker sends by what this one knows.
+
+    def _report(self, values: object) -> _Report | None:
+        match values:
+            case [int(round), int(line), bool(ready), int(held), int(attempt), int(failed), bool(away), last] if (
+                self._are_bounded(round, line, attempt) and self._may_be(held) and self._may_be(failed)
+            ):
+                before = None if last is None else self._closed_round(last)
+                if last is None or before is not None:
+                    return _Report(round, line, ready, held, attempt, failed, away, before)
+        return None
+
+    def _closed_round(self, values: object) -> _Closed | None:
+        match values:
+            case [int(round), int(line), int(attempt)] if round >= 0 and self._are_bounded(round, line, attempt):
+                return _Closed(round, line, attempt)
+        return None
+
+    def _are_bounded(self, round: object, line: object, attempt: object) -> bool:
+        newest = MOST_ATTEMPTS
+        if round == self.round:
+            known = max(self._attempt, 0, *(one.attempt for one in self._reports.values() if one.round == round))
+            newest = min(newest, known + _JUMP * self.members.slots)
+        last = self.members.limits.rounds * self.per_round
+        sound = round == -1 or _is_below(round, last + 1)
+        return sound and _is_below(line, _HASHES) and self._may_be(attempt, newest)
+
+    def _may_be(self, attempt: object, newest: int = MOST_ATTEMPTS) -> bool:
+        return attempt == -1 or _is_below(attempt, newest)
+
+    def _are_slots(self, workers: list[object]) -> bool:
+        return all(_is_below(slot, self.members.slots) for slot in workers)
+
 
 def _plain(report: _Report) -> list[object]:
     return [*report[:-1], None if report.last is None else list(report.last)]
 
 
-def _report(values: object) -> _Report | None:
-    match values:
-        case [int(round), int(line), bool(ready), int(held), int(attempt), int(failed), bool(away), last] if (
-            _are_whole([round, line, held + 1, attempt + 1, failed + 1])
-            and attempt < _MOST_ATTEMPTS
-            and (last is None or _are_whole(last, 3))
-        ):
-            return _Report(round, line, ready, held, attempt, failed, away, None if last is None else _Closed(*last))
-    return None
-
-
-def _are_whole(values: object, count: int | None = None) -> bool:
-    """Whether these are whole numbers within bounds."""
-    if not isinstance(values, list) or (count is not None and len(values) != count):
-        return False
-    return all(type(value) is int and 0 <= value < _LIMIT for value in values)
+def _is_below(value: object, limit: int) -> bool:
+    """Whether it is a whole number from 0 to below the limit; the truth values of JSON are none."""
+    return type(value) is int and 0 <= value < limit

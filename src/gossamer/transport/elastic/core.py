@@ -21,10 +21,18 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from gossamer.errors import RefusedError
 from gossamer.rng import key
 from gossamer.transport.contract import Ticket
-from gossamer.transport.elastic.members import Members, SlotEntry, Standing, news, read_news
-from gossamer.transport.sockets.letter import NEWS_BYTES, NO_TICKET, Letter, LetterKind, body_of
+from gossamer.transport.elastic.members import (
+    Members,
+    MemberStatus,
+    SlotEntry,
+    membership_update,
+    read_membership_update,
+)
+from gossamer.transport.sockets.header import NO_TICKET, SMALL_BYTES, LetterKind
+from gossamer.transport.sockets.letter import Letter, body_of
 
 __all__ = ["ElasticCore", "Outcome", "Outgoing"]
 
@@ -134,7 +142,7 @@ class ElasticCore:
         pact = self._pacts[ticket, peer] = _Pact(size, self._view)
         self._sizes[ticket.fragment, ticket.leg] = size
         entry = self.members.entries.get(peer)
-        if entry is None or entry.standing != Standing.ALIVE:
+        if entry is None or entry.status != MemberStatus.ALIVE:
             pact.close()  # it was lost between the drawing of the round and now
         elif (letter := self._early.pop((ticket, peer), None)) is not None:
             self._payload(letter)
@@ -157,7 +165,7 @@ class ElasticCore:
     def accepts(self, letter: Letter, size: int) -> bool:
         """Whether a body of this size may follow such a header; if not, its sender does not keep to the protocol."""
         if letter.kind != LetterKind.PAYLOAD:
-            return size <= NEWS_BYTES
+            return size <= SMALL_BYTES
         if self.limit_bytes is not None:
             return size <= self.limit_bytes
         return size == self._sizes.get((letter.ticket.fragment, letter.ticket.leg))
@@ -166,11 +174,12 @@ class ElasticCore:
         """Takes a letter in, and returns the nonce of the process that sent it.
 
         Args: `nonce` is that of the process at the other end of the connection; None as long as it is not known. After a
-            partition two processes may believe that they fill one slot: of the one that does not, only the news count.
+            partition two processes may believe that they fill one slot: of the one that does not, only its view counts.
+        Raises: RefusedError for a view that cannot be; it changes nothing then.
         """
-        peer, news = letter.sender, letter.kind == LetterKind.NEWS
-        if news:
-            nonce = self._news(letter, nonce)
+        peer = letter.sender
+        if letter.kind == LetterKind.MEMBERSHIP:
+            nonce = self._merge(letter, nonce)
         if not self.is_filled_by(peer, nonce):
             return nonce
         self._heard_s[peer] = now
@@ -196,20 +205,20 @@ class ElasticCore:
 
         Args: `ended` are the nonces of processes that are known to run no more.
         """
-        few = 2 * (len(self.members.of_standing(Standing.ALIVE)) + 1) <= self.members.slots
-        unsure = self.members.of_standing(Standing.SUSPECT, Standing.JOINING)
+        few = 2 * (len(self.members.with_status(MemberStatus.ALIVE)) + 1) <= self.members.slots
+        unsure = self.members.with_status(MemberStatus.SUSPECT, MemberStatus.JOINING)
         kept = (
             {entry.slot for entry in unsure if entry.nonce not in ended} if few and self.limit_bytes is not None else ()
         )
         before = dict(self.members.entries)
         entry = self.members.give_slot(nonce, address, kept)
-        if entry is not None and entry.slot in before and before[entry.slot].standing != Standing.LEFT:
+        if entry is not None and entry.slot in before and before[entry.slot].status != MemberStatus.LEFT:
             self.replaced[entry.slot] = before[entry.slot]
         self.spread()
         return entry
 
     def tell_again(self, peer: int) -> None:
-        """Sends the news once more, as they may be lost: one of several connections with a peer is gone."""
+        """Sends this worker's view once more, as it may be lost: one of several connections with a peer is gone."""
         self._told.pop(peer, None)
         self.tell(peer)
 
@@ -227,9 +236,9 @@ class ElasticCore:
     def tick(self, now: float) -> None:
         """Closes what has taken too long, asks those that this worker needs whether they live, and suspects the silent."""
         waits = {peer for (_, peer), pact in self._pacts.items() if pact.outcome is None}
-        planned = {entry.slot for entry in self.members.of_standing(Standing.ALIVE)} & self._planned
+        planned = {entry.slot for entry in self.members.with_status(MemberStatus.ALIVE)} & self._planned
         # They are asked too, so that one that dies frees its slot.
-        ghosts = {entry.slot for entry in self.members.of_standing(Standing.GHOST)}
+        ghosts = {entry.slot for entry in self.members.with_status(MemberStatus.GHOST)}
         # A worker that was itself stopped has not listened: who was silent then may live.
         before = self._watched_s if now - self._ticked_s < 4 * self._beat_s else {}
         self._ticked_s = now
@@ -264,7 +273,7 @@ class ElasticCore:
 
     def _may_be_suspected(self, peer: int) -> bool:
         entry = self.members.entries.get(peer)
-        return entry is not None and entry.standing == Standing.ALIVE
+        return entry is not None and entry.status == MemberStatus.ALIVE
 
     def settled(self, ticket: Ticket) -> bool:
         """Whether the exchanges of a ticket have all ended, one way or the other."""
@@ -316,7 +325,7 @@ class ElasticCore:
     @property
     def all_heard(self) -> bool:
         """Whether everybody that this worker knows to live has said something to it."""
-        return all(entry.slot in self._heard_s for entry in self.members.of_standing(Standing.ALIVE))
+        return all(entry.slot in self._heard_s for entry in self.members.with_status(MemberStatus.ALIVE))
 
     def silent_s(self, now: float) -> dict[int, float]:
         """Seconds since this worker last heard of each other one that it has heard of."""
@@ -324,31 +333,35 @@ class ElasticCore:
 
     def spread(self, *, ask: bool = False) -> None:
         """Sends this worker's view to everybody that it knows to live; with `ask` they shall answer."""
-        for entry in self.members.of_standing(Standing.ALIVE):
+        for entry in self.members.with_status(MemberStatus.ALIVE):
             self.tell(entry.slot)
             if ask:
                 self._send(entry.slot, LetterKind.PING)
 
     def announce(self) -> None:
         """Tells everybody that this worker knows to live which round it is in."""
-        for entry in self.members.of_standing(Standing.ALIVE):
+        for entry in self.members.with_status(MemberStatus.ALIVE):
             self._send(entry.slot, LetterKind.PONG)
 
     def tell(self, peer: int) -> None:
         """Sends this worker's view to one peer, unless the peer has it."""
         if self._told.get(peer) != self.members.version:
             self._told[peer] = self.members.version
-            self._send(peer, LetterKind.NEWS, body=body_of(news(self.members.entries)))
+            self._send(peer, LetterKind.MEMBERSHIP, body=body_of(membership_update(self.members.entries)))
 
-    def _news(self, letter: Letter, nonce: int | None) -> int | None:
-        entries = read_news(letter.body.numpy().tobytes(), self.members.slots)
-        if entries is None:
-            return nonce
+    def _merge(self, letter: Letter, nonce: int | None) -> int | None:
+        entries, limits = read_membership_update(letter.content, self.members.limits), self.members.limits
+        if entries is None or not self.members.admits(entries):
+            raise RefusedError(
+                "bounds",
+                f"worker {letter.sender} sent a membership update that cannot be in a run of {limits.workers} workers, "
+                f"{limits.rounds} rounds and {limits.steps} inner steps; test its memory, and start all with the same gossamer",
+            )
         version, known = self.members.version, self.members.entries
         for before, after in self.members.merge(entries):
-            if before is not None and (after.nonce != before.nonce or after.standing == Standing.LEFT):
+            if before is not None and (after.nonce != before.nonce or after.status == MemberStatus.LEFT):
                 self._give_up(after.slot)
-            if before is not None and after.nonce != before.nonce and before.standing != Standing.LEFT:
+            if before is not None and after.nonce != before.nonce and before.status != MemberStatus.LEFT:
                 self.replaced[after.slot] = before
         if self.members.version != version:
             self.spread()

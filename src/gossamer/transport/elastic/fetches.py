@@ -15,8 +15,9 @@ from torch import Tensor
 
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.calls import Calls
-from gossamer.transport.elastic.members import Members, Standing
-from gossamer.transport.sockets.letter import Letter, LetterKind
+from gossamer.transport.elastic.members import Members, MemberStatus
+from gossamer.transport.sockets.header import LIFE_LIMIT, LetterKind
+from gossamer.transport.sockets.letter import Letter
 
 __all__ = ["Fetched", "Fetches"]
 
@@ -54,7 +55,7 @@ class Fetches(Calls):
 
     def ask(self, peers: Iterable[int], now: float) -> None:
         """Asks these peers for their newest messages; those that are not alive have none."""
-        alive = {entry.slot for entry in self.members.of_standing(Standing.ALIVE)}
+        alive = {entry.slot for entry in self.members.with_status(MemberStatus.ALIVE)}
         for peer in peers:
             if peer in alive:
                 self._since_s[peer] = now
@@ -91,7 +92,7 @@ class Fetches(Calls):
         elif peer in self._since_s:  # else it comes too late, or was never asked for
             self.took_s = now - self._since_s.pop(peer)
             version, life, _ = letter.ticket
-            if letter.kind == LetterKind.MESSAGE and 0 < version < 1 << 31 and life < 1 << 31:
+            if letter.kind == LetterKind.MESSAGE and 0 < version <= self.members.limits.rounds and life < LIFE_LIMIT:
                 self._came[peer] = Fetched(version, life, letter.steps, letter.body)
 
     def _asked(self) -> frozenset[int]:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.calls import Calls
-from gossamer.transport.elastic.members import Members, Standing
-from gossamer.transport.sockets.letter import Letter, LetterKind
+from gossamer.transport.elastic.members import Members, MemberStatus
+from gossamer.transport.sockets.header import LIFE_LIMIT, LetterKind
+from gossamer.transport.sockets.letter import Letter
 
 __all__ = ["Appointment", "Meetings"]
 
@@ -82,7 +83,7 @@ class Meetings(Calls):
     def invite(self, peer: int, now: float) -> None:
         """Starts a meeting, unless one of both is in another, or the peer is not alive."""
         entry = self.members.entries.get(peer)
-        if self._now is None and not self.closed and entry is not None and entry.standing == Standing.ALIVE:
+        if self._now is None and not self.closed and entry is not None and entry.status == MemberStatus.ALIVE:
             self._now = Appointment(peer, Ticket(self._started, self.members.me, self.life), now)
             self._started += 1
             self._send(peer, LetterKind.INVITE, self._now.ticket)
@@ -126,7 +127,7 @@ class Meetings(Calls):
     def _invited(self, peer: int, ticket: Ticket, now: float) -> None:
         current, me = self._now, self.members.me
         crossed = current is not None and current.peer == peer and current.starter == me and not current.told
-        sound = ticket.fragment == peer and max(ticket.round, ticket.leg) < 1 << 31
+        sound = ticket.fragment == peer and max(ticket.round, ticket.leg) < LIFE_LIMIT
         if self.closed or not sound or not (current is None or (crossed and peer < me)):
             self._send(peer, LetterKind.REFUSE, ticket)
             return

@@ -2,7 +2,7 @@
 
 A run has slots, numbered as its workers are. A process fills a slot; another process may fill it later. What is known of a slot
 is one entry, and of two entries the one of the later incarnation counts. So views that have been merged with each other are
-equal, whatever the order in which the news came.
+equal, whatever the order in which they came.
 """
 
 import json
@@ -12,13 +12,30 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from gossamer.errors import PeerError
+from gossamer.transport.sockets.addresses import split
+from gossamer.transport.sockets.header import Limits
 
-__all__ = ["Members", "SlotEntry", "SlotTakenError", "Standing", "merged", "news", "read_news"]
+__all__ = [
+    "MemberStatus",
+    "Members",
+    "SlotEntry",
+    "SlotTakenError",
+    "membership_update",
+    "merged",
+    "read_membership_update",
+]
 
-_LIMIT = 1 << 62
+_NONCES = 1 << 62
+MOST_INCARNATIONS = 1 << 30
+_JUMP = 1 << 16
+"""How far an incarnation may be above the one that is known of its slot.
+
+Each takes a loss and an answer, so a part of a network that is cut off for a day has counted fewer. It leaves room above whatever
+a single letter says: a worker that somebody calls suspect can always answer with a later incarnation.
+"""
 _LONGEST_ADDRESS = 100
 _FEW = 32
-"""News that are kept as they were read or written: everybody sends the same to everybody."""
+"""Updates that are kept as they were read or written: everybody sends the same to everybody."""
 
 
 class SlotTakenError(PeerError):
@@ -31,7 +48,7 @@ class SlotTakenError(PeerError):
         )
 
 
-class Standing(IntEnum):
+class MemberStatus(IntEnum):
     """What is known of a process; within one incarnation a later one of these replaces an earlier one."""
 
     JOINING = 0
@@ -53,7 +70,7 @@ class SlotEntry(NamedTuple):
     """Counts the processes that have filled the slot, and the times that one was suspected and has answered."""
     nonce: int
     """A random number of the process, which tells two processes apart that claim one slot."""
-    standing: Standing
+    status: MemberStatus
     since: int
     """The first round that it takes part in."""
     address: str = ""
@@ -66,14 +83,14 @@ class SlotEntry(NamedTuple):
     @property
     def rank(self) -> tuple[int, int, int]:
         """Of two entries of a slot, the one with the larger rank counts."""
-        return self.incarnation, self.nonce, self.standing
+        return self.incarnation, self.nonce, self.status
 
 
 def merged(a: SlotEntry, b: SlotEntry) -> SlotEntry:
     """Two entries of one slot as one; the order does not matter, nor does a repetition.
 
-    >>> a = SlotEntry(2, 0, 7, Standing.ALIVE, 0, round=5, steps=75)
-    >>> merged(a, a._replace(standing=Standing.SUSPECT, round=3)).round
+    >>> a = SlotEntry(2, 0, 7, MemberStatus.ALIVE, 0, round=5, steps=75)
+    >>> merged(a, a._replace(status=MemberStatus.SUSPECT, round=3)).round
     5
     >>> merged(a, a._replace(incarnation=1, round=1, steps=0)) == merged(a._replace(incarnation=1, round=1, steps=0), a)
     True
@@ -87,13 +104,13 @@ class Members:
     """The view of one worker.
 
     Args:
-        slots: how many there are.
+        limits: of the run; it has a slot for each worker.
         me: the slot that this worker fills.
         entries: what is known at the start, this worker's own entry among it.
     """
 
-    def __init__(self, slots: int, me: int, entries: Iterable[SlotEntry]) -> None:
-        self.slots, self.me = slots, me
+    def __init__(self, limits: Limits, me: int, entries: Iterable[SlotEntry]) -> None:
+        self.limits, self.slots, self.me = limits, limits.workers, me
         self.entries: dict[int, SlotEntry] = {}
         self.version = 0
         """Counts the changes that others should hear of."""
@@ -101,7 +118,7 @@ class Members:
         """Whether another process has taken this worker's slot."""
         for entry in entries:
             self.entries[entry.slot] = entry
-        assert me in self.entries and all(0 <= slot < slots for slot in self.entries), (me, slots)
+        assert me in self.entries and all(0 <= slot < self.slots for slot in self.entries), (me, limits)
 
     @property
     def own(self) -> SlotEntry:
@@ -111,27 +128,25 @@ class Members:
     @property
     def newest_round(self) -> int:
         """The newest round that a worker which is alive is known to have been in."""
-        return max((e.round for e in self.entries.values() if e.standing == Standing.ALIVE), default=self.own.round)
+        return max((e.round for e in self.entries.values() if e.status == MemberStatus.ALIVE), default=self.own.round)
 
     def alive(self, round: int) -> frozenset[int]:
         """The slots whose workers take part in a round."""
         return frozenset(
-            slot for slot, entry in self.entries.items() if entry.standing == Standing.ALIVE and entry.since <= round
+            slot for slot, entry in self.entries.items() if entry.status == MemberStatus.ALIVE and entry.since <= round
         )
 
-    def of_standing(self, *standings: Standing) -> list[SlotEntry]:
-        """The entries of these standings, but one's own."""
-        return [
-            entry for slot, entry in sorted(self.entries.items()) if slot != self.me and entry.standing in standings
-        ]
+    def with_status(self, *statuses: MemberStatus) -> list[SlotEntry]:
+        """The entries of these statuses, but one's own."""
+        return [entry for slot, entry in sorted(self.entries.items()) if slot != self.me and entry.status in statuses]
 
     @property
     def alone(self) -> bool:
         """Whether nobody else lives, as far as is known, nor may come back."""
-        return not self.of_standing(Standing.JOINING, Standing.GHOST, Standing.ALIVE, Standing.SUSPECT)
+        return not self.with_status(MemberStatus.JOINING, MemberStatus.GHOST, MemberStatus.ALIVE, MemberStatus.SUSPECT)
 
     def merge(self, theirs: Iterable[SlotEntry]) -> list[tuple[SlotEntry | None, SlotEntry]]:
-        """Takes over news; returns what changed of others, before and after, but for rounds and steps.
+        """Takes over what another worker knows; returns what changed of others, before and after, but for rounds and steps.
 
         A worker that reads that it is suspected answers with its next incarnation, which takes part from the round after the
         newest that it knows of, so that nobody waits for it in a round that it has missed.
@@ -151,12 +166,17 @@ class Members:
         self.version += bool(changed)
         return changed
 
+    def admits(self, theirs: Iterable[SlotEntry]) -> bool:
+        """Whether the incarnations in an update can have come about since this worker last heard of their slots."""
+        known = {slot: entry.incarnation for slot, entry in self.entries.items()}
+        return all(entry.incarnation <= known.get(entry.slot, 0) + _JUMP for entry in theirs)
+
     def suspect(self, slot: int) -> bool:
-        """Notes that a worker cannot be reached; returns whether that is news."""
+        """Notes that a worker cannot be reached; returns whether that is new."""
         entry = self.entries.get(slot)
-        if entry is None or entry.standing > Standing.ALIVE:
+        if entry is None or entry.status > MemberStatus.ALIVE:
             return False
-        self.entries[slot] = entry._replace(standing=Standing.SUSPECT)
+        self.entries[slot] = entry._replace(status=MemberStatus.SUSPECT)
         self.version += 1
         return True
 
@@ -166,10 +186,10 @@ class Members:
         if entry is not None and (round > entry.round or steps > entry.steps):
             self.entries[slot] = entry._replace(round=max(entry.round, round), steps=max(entry.steps, steps))
 
-    def declare(self, standing: Standing, since: int | None = None) -> None:
+    def declare(self, status: MemberStatus, since: int | None = None) -> None:
         """Changes what this worker says of itself."""
         own = self.own
-        self.entries[self.me] = own._replace(standing=standing, since=own.since if since is None else since)
+        self.entries[self.me] = own._replace(status=status, since=own.since if since is None else since)
         self.version += 1
 
     def give_slot(self, nonce: int, address: str, kept: Container[int] = ()) -> SlotEntry | None:
@@ -185,19 +205,19 @@ class Members:
         free.sort(key=self._is_promised)
         before = self.entries.get(free[0])
         steps, incarnation = (before.steps, before.incarnation + 1) if before else (0, 0)
-        entry = SlotEntry(free[0], incarnation, nonce, Standing.JOINING, 0, address, 0, steps)
+        entry = SlotEntry(free[0], incarnation, nonce, MemberStatus.JOINING, 0, address, 0, steps)
         self.entries[free[0]] = entry
         self.version += 1
         return entry
 
     def _is_free(self, slot: int) -> bool:
         entry = self.entries.get(slot)
-        return entry is None or entry.standing not in (Standing.ALIVE, Standing.GHOST)
+        return entry is None or entry.status not in (MemberStatus.ALIVE, MemberStatus.GHOST)
 
     def _is_promised(self, slot: int) -> bool:
         """Whether somebody has been given the slot, who may still come."""
         entry = self.entries.get(slot)
-        return entry is not None and entry.standing == Standing.JOINING
+        return entry is not None and entry.status == MemberStatus.JOINING
 
     def _about_me(self, entry: SlotEntry) -> None:
         own = self.own
@@ -205,15 +225,15 @@ class Members:
             self.entries[self.me] = own._replace(steps=max(own.steps, entry.steps))
         elif entry.nonce != own.nonce:
             self.replaced = True
-        elif own.standing <= Standing.ALIVE:
-            alive = own.standing == Standing.ALIVE
+        elif own.status <= MemberStatus.ALIVE:
+            alive = own.status == MemberStatus.ALIVE
             since = max(own.round, self.newest_round) + 1 if alive else own.since
             self.entries[self.me] = own._replace(incarnation=entry.incarnation + 1, since=since)
             self.version += 1
 
 
-def news(entries: Mapping[int, SlotEntry]) -> bytes:
-    """What a worker sends of its view; `read_news` reads it."""
+def membership_update(entries: Mapping[int, SlotEntry]) -> bytes:
+    """What a worker sends of its view; `read_membership_update` reads it."""
     return _written(tuple(entry for _, entry in sorted(entries.items())))
 
 
@@ -222,40 +242,50 @@ def _written(entries: tuple[SlotEntry, ...]) -> bytes:
     return json.dumps(entries, separators=(",", ":")).encode()
 
 
-def read_news(raw: bytes, slots: int) -> list[SlotEntry] | None:
-    """The entries that another worker sent; None for anything else.
+def read_membership_update(raw: bytes, limits: Limits) -> list[SlotEntry] | None:
+    """The entries that another worker sent; None for anything else, or where a number is above the limits of the run.
 
-    >>> entry = SlotEntry(1, 0, 5, Standing.ALIVE, 0, "127.0.0.1:4000")
-    >>> read_news(news({1: entry}), slots=2) == [entry], read_news(news({1: entry}), slots=1), read_news(b"[[1]]", 2)
-    (True, None, None)
+    >>> entry, limits = SlotEntry(1, 0, 5, MemberStatus.ALIVE, 0, "127.0.0.1:4000"), Limits(2, 9, 90)
+    >>> read_membership_update(membership_update({1: entry}), limits) == [entry]
+    True
+    >>> read_membership_update(membership_update({1: entry._replace(round=10)}), limits), read_membership_update(b"[[1]]", limits)
+    (None, None)
     """
-    entries = _read(raw, slots)
+    entries = _read(raw, limits)
     return None if entries is None else list(entries)
 
 
 @lru_cache(maxsize=_FEW)
-def _read(raw: bytes, slots: int) -> tuple[SlotEntry, ...] | None:
+def _read(raw: bytes, limits: Limits) -> tuple[SlotEntry, ...] | None:
     try:
         values = json.loads(raw)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(values, list) or len(values) > slots:
+    if not isinstance(values, list) or len(values) > limits.workers:
         return None
-    entries = tuple(entry for value in values if (entry := _entry(value, slots)) is not None)
+    entries = tuple(entry for value in values if (entry := _entry(value, limits)) is not None)
     return entries if len(entries) == len(values) == len({entry.slot for entry in entries}) else None
 
 
-def _entry(value: object, slots: int) -> SlotEntry | None:
+def _entry(value: object, limits: Limits) -> SlotEntry | None:
     match value:
-        case [int(slot), int(incarnation), int(nonce), int(standing), int(since), str(address), int(round), int(steps)]:
-            numbers = (slot, incarnation, nonce, standing, since, round, steps)
-            sound = all(type(number) is int and 0 <= number < _LIMIT for number in numbers)
-            if sound and slot < slots and standing < len(Standing) and _is_address(address):
-                return SlotEntry(slot, incarnation, nonce, Standing(standing), since, address, round, steps)
+        case [int(slot), int(incarnation), int(nonce), int(status), int(since), str(address), int(round), int(steps)]:
+            numbers = (slot, incarnation, nonce, status, since, round, steps)
+            # One that is back in the last round takes part from the round after it on.
+            most = (
+                limits.workers - 1, MOST_INCARNATIONS, _NONCES, len(MemberStatus) - 1, limits.rounds + 1, limits.rounds,
+                limits.steps,
+            )  # fmt: skip
+            sound = all(type(one) is int and 0 <= one <= limit for one, limit in zip(numbers, most, strict=True))
+            if sound and _is_address(address):
+                return SlotEntry(slot, incarnation, nonce, MemberStatus(status), since, address, round, steps)
     return None
 
 
 def _is_address(text: str) -> bool:
-    host, _, port = text.rpartition(":")
-    named = text.isascii() and text.isprintable() and len(text) <= _LONGEST_ADDRESS and host and " " not in text
-    return not text or bool(named and port.isdigit() and int(port) < 1 << 16)
+    """Whether this may be where a process listens; empty for one of which nothing is known."""
+    named = text.isascii() and text.isprintable() and len(text) <= _LONGEST_ADDRESS and " " not in text
+    try:
+        return not text or (named and bool(split(text)))
+    except ValueError:
+        return False

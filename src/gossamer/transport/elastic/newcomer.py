@@ -11,25 +11,23 @@ giving it away never stops the training; it is packed and hashed only when someb
 
 import hashlib
 import json
-import socket
 from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
 from gossamer.errors import PeerError
-from gossamer.transport.elastic.members import SlotEntry, Standing, news, read_news
+from gossamer.transport.elastic.members import MemberStatus, SlotEntry, membership_update, read_membership_update
+from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.handshake import dial
-from gossamer.transport.sockets.letter import NEWS_BYTES, Letter, LetterKind, body_of
-from gossamer.transport.sockets.link import receive_letter, send_letter
+from gossamer.transport.sockets.header import NEWCOMER, SMALL_BYTES, LetterKind, Limits
+from gossamer.transport.sockets.letter import Letter, body_of, receive_letter, send_letter
 
-__all__ = ["NEWCOMER", "Applicant", "Handover", "Offer", "ask", "host"]
-
-NEWCOMER = (1 << 32) - 1
-"""The number with which a process that has no slot yet opens a connection."""
+__all__ = ["Applicant", "Handover", "Offer", "ask", "host"]
 
 CHUNK_BYTES = 1 << 20
 LIMIT_BYTES = 1 << 38
-_LIMIT = 1 << 62
+"""Most bytes of a state."""
+_NONCES = 1 << 62
 
 
 class Handover:
@@ -93,11 +91,11 @@ class Offer(NamedTuple):
 
 
 def host(
-    sock: socket.socket, run: int, me: int, *, give_slot: Callable[[Applicant], SlotEntry | None],
+    channel: Channel, run: int, limits: Limits, me: int, *, give_slot: Callable[[Applicant], SlotEntry | None],
     entries: Callable[[], dict[int, SlotEntry]], boundary: Callable[[], Handover],
 ) -> None:  # fmt: skip
     """Serves one newcomer. Raises: OSError, PeerError, TransportError when it is lost or says something else."""
-    place = _place(receive_letter(sock, run, _small))
+    place = _place(receive_letter(channel, run, limits, _small), limits)
     if place is None:
         raise PeerError(
             f"a newcomer asked worker {me} for nothing that can be given; install the same gossamer version"
@@ -108,19 +106,19 @@ def host(
     known = entries()
     offer = {
         "slot": None if own is None else own.slot, "donor": me, "after": kept.after, "bytes": len(state.raw),
-        "sha256": state.sha256, "entries": news(known).decode(),
+        "sha256": state.sha256, "entries": membership_update(known).decode(),
     }  # fmt: skip
-    send_letter(sock, Letter(LetterKind.OFFER, me, body=body_of(json.dumps(offer).encode())), run)
-    wants = receive_letter(sock, run, _small)
-    if own is None or wants.body.numpy().tobytes() != b"yes":
+    send_letter(channel, Letter(LetterKind.OFFER, me, body=body_of(json.dumps(offer).encode())), run)
+    wants = receive_letter(channel, run, limits, _small)
+    if own is None or wants.content != b"yes":
         return
     for start in range(0, len(state.raw), CHUNK_BYTES):
         part = state.raw[start : start + CHUNK_BYTES]
-        send_letter(sock, Letter(LetterKind.CHUNK, me, steps=start, body=body_of(part)), run)
+        send_letter(channel, Letter(LetterKind.CHUNK, me, steps=start, body=body_of(part)), run)
 
 
 def ask(
-    address: str, secret: bytes, place: Applicant, *, run: int, slots: int, timeout_s: float,
+    address: str, secret: bytes, place: Applicant, *, run: int, limits: Limits, timeout_s: float,
     state: bool = True,
 ) -> Offer:  # fmt: skip
     """A slot, and a state, from the worker that listens at `address`.
@@ -128,19 +126,19 @@ def ask(
     Args: `state` is whether that of the donor is wanted too, or the slot alone.
     Raises: OSError when it cannot be reached or is lost, PeerError when it refuses or all slots are filled.
     """
-    with dial(address, secret, run=run, me=NEWCOMER, timeout_s=timeout_s) as sock:
+    with dial(address, secret, run=run, me=NEWCOMER, timeout_s=timeout_s) as channel:
         body = body_of(json.dumps(place._asdict()).encode())
-        send_letter(sock, Letter(LetterKind.ASK, NEWCOMER, body=body), run)
-        offer, size = _offer(receive_letter(sock, run, _small), slots, address)
-        send_letter(sock, Letter(LetterKind.ASK, NEWCOMER, body=body_of(b"yes" if state else b"no")), run)
+        send_letter(channel, Letter(LetterKind.ASK, NEWCOMER, body=body), run)
+        offer, size = _offer(receive_letter(channel, run, limits, _small), limits, address)
+        send_letter(channel, Letter(LetterKind.ASK, NEWCOMER, body=body_of(b"yes" if state else b"no")), run)
         if not state:
             return offer
         raw = bytearray()
         while len(raw) < size:
-            part = receive_letter(sock, run, _small)
+            part = receive_letter(channel, run, limits, _small)
             if part.kind != LetterKind.CHUNK or part.steps != len(raw) or not 0 < part.body.numel() <= size - len(raw):
                 raise PeerError(f"worker {offer.donor} sent a part of its state that does not follow the last one")
-            raw += part.body.numpy().tobytes()
+            raw += part.content
     if hashlib.sha256(raw).hexdigest() != offer.sha256:
         raise PeerError(
             f"the state of worker {offer.donor} arrived with another hash than {offer.sha256[:12]}; join through another worker"
@@ -149,35 +147,35 @@ def ask(
 
 
 def _small(letter: Letter, size: int) -> bool:
-    return size <= (CHUNK_BYTES if letter.kind == LetterKind.CHUNK else NEWS_BYTES)
+    return size <= (CHUNK_BYTES if letter.kind == LetterKind.CHUNK else SMALL_BYTES)
 
 
 def _json(letter: Letter) -> object:
     try:
-        return json.loads(letter.body.numpy().tobytes())
+        return json.loads(letter.content)
     except (ValueError, RecursionError):
         return None
 
 
-def _place(letter: Letter) -> Applicant | None:
+def _place(letter: Letter, limits: Limits) -> Applicant | None:
     match _json(letter):
         case {
             "nonce": int(nonce), "address": str(address), "slot": None | int() as slot, "inner": bool(inner),
-        } if 0 <= nonce < _LIMIT:  # fmt: skip
-            entry = SlotEntry(0, 0, nonce, Standing.JOINING, 0, address)
-            sound = letter.kind == LetterKind.ASK and read_news(news({0: entry}), slots=1) is not None
+        } if letter.kind == LetterKind.ASK and 0 <= nonce < _NONCES and (slot is None or 0 <= slot < limits.workers):  # fmt: skip
+            entry = SlotEntry(0, 0, nonce, MemberStatus.JOINING, 0, address)
+            sound = read_membership_update(membership_update({0: entry}), limits) is not None
             return Applicant(nonce, address, slot, inner) if sound else None
     return None
 
 
-def _offer(letter: Letter, slots: int, address: str) -> tuple[Offer, int]:
+def _offer(letter: Letter, limits: Limits, address: str) -> tuple[Offer, int]:
     match _json(letter):
         case {
             "slot": int() | None as slot, "donor": int(donor), "after": int(after), "bytes": int(size),
             "sha256": str(sha256), "entries": str(text),
         } if letter.kind == LetterKind.OFFER:  # fmt: skip
-            entries = read_news(text.encode(), slots)
-            alive = sum(entry.standing == Standing.ALIVE for entry in entries or [])
+            slots, entries = limits.workers, read_membership_update(text.encode(), limits)
+            alive = sum(entry.status == MemberStatus.ALIVE for entry in entries or [])
             if slot is None and alive < slots:
                 raise PeerError(
                     f"{alive} of {slots} workers are alive, as worker {donor} at {address} sees it, and the others may train on "
@@ -188,7 +186,7 @@ def _offer(letter: Letter, slots: int, address: str) -> tuple[Offer, int]:
                     f"all {slots} slots of the run are filled, as worker {donor} at {address} says; wait until one has left, "
                     "or start a run with more workers"
                 )
-            sound = 0 <= slot < slots and 0 <= donor < slots and 0 <= after < 1 << 31 and 0 <= size < LIMIT_BYTES
+            sound = 0 <= slot < slots and 0 <= donor < slots and 0 <= after <= limits.rounds and 0 <= size < LIMIT_BYTES
             if entries is not None and sound and len(sha256) == 64:
                 return Offer(slot, entries, donor, after, sha256, None), size
     raise PeerError(

@@ -6,7 +6,7 @@ several newcomers, each trains on without the other. So each looks once in a whi
 
 from collections.abc import Callable, Container, Iterable
 
-from gossamer.transport.elastic.members import Members, SlotEntry, Standing
+from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
 
 __all__ = ["Redial"]
 
@@ -47,7 +47,7 @@ class Redial:
 
         Args: `linked` are the slots with whose process there is a connection.
 
-        >>> me, lost = SlotEntry(0, 0, 7, Standing.ALIVE, 0, "a:1"), SlotEntry(1, 0, 8, Standing.SUSPECT, 0, "b:1")
+        >>> me, lost = SlotEntry(0, 0, 7, MemberStatus.ALIVE, 0, "a:1"), SlotEntry(1, 0, 8, MemberStatus.SUSPECT, 0, "b:1")
         >>> redial = Redial(lost_s=1.0, others_s=30.0)
         >>> redial.addresses = lambda: [(0, "a:1"), (1, "b:1"), (2, "c:1")]
         >>> redial.look(0.0)
@@ -59,7 +59,7 @@ class Redial:
         """
         known = {entry.address for entry in members.entries.values()}
         found, self._found = self._found, []
-        lost = [entry for entry in members.of_standing(Standing.SUSPECT) if entry.address]
+        lost = [entry for entry in members.with_status(MemberStatus.SUSPECT) if entry.address]
         return [
             *(entry for entry in lost if entry.slot not in linked and self._may_be(entry, now, self._lost_s)),
             *(
@@ -67,7 +67,11 @@ class Redial:
                 for entry in replaced
                 if self._may_be(entry, now, self._others_s) and entry.nonce not in self.ended
             ),
-            *(SlotEntry(i, 0, _NOBODY, Standing.SUSPECT, 0, address) for i, address in found if address not in known),
+            *(
+                SlotEntry(i, 0, _NOBODY, MemberStatus.SUSPECT, 0, address)
+                for i, address in found
+                if address not in known
+            ),
         ]
 
     def _may_be(self, entry: SlotEntry, now: float, after_s: float) -> bool:

@@ -7,7 +7,6 @@ anything. A connection carries payloads, the news of the members and the questio
 
 import contextlib
 import logging
-import socket
 import threading
 import time
 from collections import deque
@@ -16,18 +15,20 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gossamer.errors import PeerError
+from gossamer.errors import PeerError, RefusedError
 from gossamer.transport import wire
 from gossamer.transport.contract import Delivery, Ticket, Wait
-from gossamer.transport.elastic.ask import WATCHER, View, show
+from gossamer.transport.elastic.ask import View, show
 from gossamer.transport.elastic.closing import Closing, LeftOutError
 from gossamer.transport.elastic.core import ElasticCore, Outcome, Outgoing
-from gossamer.transport.elastic.members import Members, SlotEntry, SlotTakenError, Standing, news
-from gossamer.transport.elastic.newcomer import NEWCOMER
+from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry, SlotTakenError, membership_update
 from gossamer.transport.elastic.redial import Redial
-from gossamer.transport.sockets.handshake import HalfOpen, dial, prove_to_worker
-from gossamer.transport.sockets.letter import Letter, LetterKind, body_of
-from gossamer.transport.sockets.link import Connection, Listener, Owner, Station
+from gossamer.transport.sockets.channel import Channel
+from gossamer.transport.sockets.connection import Endpoint, Owner, PeerConnection
+from gossamer.transport.sockets.handshake import dial
+from gossamer.transport.sockets.header import NEWCOMER, WATCHER, LetterKind
+from gossamer.transport.sockets.letter import Letter, body_of
+from gossamer.transport.sockets.listener import Arrival, ConnectionLimit, Listener, Refusals
 
 __all__ = ["ElasticTransport"]
 
@@ -52,14 +53,14 @@ class ElasticTransport:
     keeps_frames = False
 
     def __init__(
-        self, members: Members, station: Station, *, host: Callable[[socket.socket], None] | None = None,
+        self, members: Members, endpoint: Endpoint, *, host: Callable[[Channel], None] | None = None,
         device: torch.device | None = None, limit_bytes: int | None = None, closings: int = 1,
     ) -> None:  # fmt: skip
-        self.worker, self._station, self._host = members.me, station, host
+        self.worker, self._endpoint, self._host = members.me, endpoint, host
         self._device = device or torch.device("cpu")
-        self._beat_s = min(1.0, station.timeout_s / 8)
+        self._beat_s = min(1.0, endpoint.timeout_s / 8)
         self.core = ElasticCore(
-            members, timeout_s=station.timeout_s, deadline_s=station.deadline_s, beat_s=self._beat_s
+            members, timeout_s=endpoint.timeout_s, deadline_s=endpoint.deadline_s, beat_s=self._beat_s
         )
         self.core.limit_bytes = limit_bytes
         self.closing = None
@@ -69,20 +70,34 @@ class ElasticTransport:
         """The inner steps of this worker's slot so far, where it sends before the end of a round too."""
         self.stop: Callable[[], bool] = lambda: False
         """Whether a wait for a majority shall end."""
-        self.redial = Redial(2 * self._beat_s, station.timeout_s)
-        self._owner = Owner(station.run, station.timeout_s, self._accepts, self._heard, self._lost)
-        self._links: dict[int, list[Connection]] = {}
+        self.redial = Redial(2 * self._beat_s, endpoint.timeout_s)
+        self.refusals = Refusals()
+        self._owner = Owner(
+            self.worker,
+            endpoint.run,
+            members.limits,
+            endpoint.timeout_s,
+            self._accepts,
+            self._heard,
+            self._lost,
+            self.refusals,
+        )
+        self._links: dict[int, list[PeerConnection]] = {}
         self._like: dict[tuple[Ticket, int], list[Tensor]] = {}
         self._outcomes: dict[Ticket, dict[int, Outcome]] = {}
         self._reasons: dict[int, str] = {}
         """Why the last connection with a worker was lost that none has replaced."""
         self._waits: deque[Wait] = deque(maxlen=1 << 14)
         self._deliveries: deque[Delivery] = deque(maxlen=1 << 14)
-        self._strangers = HalfOpen()
+        self._guests, self._accepted = ConnectionLimit(), ConnectionLimit(per_peer=4, total=4 * members.slots + 64)
+        """Newcomers and watchers by address, and the connections that workers have opened, by slot and address."""
         self.changed = threading.Condition(threading.RLock())
-        """Held by whoever uses the core; notified whenever a letter has come."""
+        """Held by whoever uses the core, which threads of all connections do; notified whenever a letter has come.
+
+        It can be taken again by the thread that holds it: what the core asks of a connection may fail at once, and tell the core.
+        """
         self._closed, self._tried = False, -1
-        self._listener = Listener(station.listener, self._taken)
+        self._listener = Listener(endpoint.listener, endpoint.secret, endpoint.run, self._arrived, self.refusals)
         threading.Thread(target=self._keep_house, daemon=True, name="gossamer house").start()
 
     @property
@@ -113,26 +128,26 @@ class ElasticTransport:
 
     def _must_fill_its_slot(self) -> None:
         if self.members.replaced:
-            raise SlotTakenError(self.worker, self._station.timeout_s)
+            raise SlotTakenError(self.worker, self._endpoint.timeout_s)
 
-    def named(self, round: int) -> tuple[int, frozenset[int]]:
+    def proposed(self, round: int) -> tuple[int, frozenset[int]]:
         """See `gossamer.transport.contract.Closes`. Raises: LeftOutError."""
         with self.changed:
             closing, before = self._closes(), self._tried
             closing.ready(time.monotonic())
-            self._until(lambda: closing.named is not None and closing.named.attempt != before)
-            assert closing.named is not None
-            self._tried = closing.named.attempt
-            self.core.plan(closing.named.workers, closing.line)
-            return closing.named
+            self._until(lambda: closing.proposed is not None and closing.proposed.attempt != before)
+            assert closing.proposed is not None
+            self._tried = closing.proposed.attempt
+            self.core.plan(closing.proposed.workers, closing.line)
+            return closing.proposed
 
-    def concluded(self, attempt: int, *, whole: bool) -> bool:
+    def committed(self, attempt: int, *, whole: bool) -> bool:
         """See `gossamer.transport.contract.Closes`. Raises: LeftOutError."""
         with self.changed:
             closing = self._closes()
             before = closing.round
             (closing.hold if whole else closing.fail)(attempt, time.monotonic())
-            self._until(lambda: closing.closed or closing.named is None or closing.named.attempt != attempt)
+            self._until(lambda: closing.closed or closing.proposed is None or closing.proposed.attempt != attempt)
             if closing.closed:
                 closing.advance()
                 self._tried = -1
@@ -250,7 +265,7 @@ class ElasticTransport:
         with self.changed:
             closing = self._closes()
             over = lambda: self.members.newest_round > round or closing.nobody_ahead or self.stop()  # noqa: E731
-            self.changed.wait_for(over, self._station.timeout_s)
+            self.changed.wait_for(over, self._endpoint.timeout_s)
 
     def go_on_from(self, round: int, line: int) -> None:
         """Takes part again with another worker's state, for a rule that needs everyone."""
@@ -267,7 +282,7 @@ class ElasticTransport:
         """What this worker knows of all, for whoever asks."""
         with self.changed:
             entries = [entry for _, entry in sorted(self.members.entries.items())]
-            return View(self.worker, entries, self.core.silent_s(time.monotonic()))
+            return View(self.worker, entries, self.core.silent_s(time.monotonic()), self.refusals.counts)
 
     def why(self, slot: int) -> str:
         """Why a worker is suspected."""
@@ -276,15 +291,15 @@ class ElasticTransport:
                 return f"the connection with it was lost ({self._reasons[slot]})"
             return "it has not answered" if self._links.get(slot) else "another worker has lost it"
 
-    def declare(self, standing: Standing, since: int | None = None) -> None:
+    def declare(self, status: MemberStatus, since: int | None = None) -> None:
         """Tells everybody what this worker says of itself.
 
         Raises: SlotTakenError when it is there to stay and another process has taken its slot.
         """
         with self.changed:
-            if standing != Standing.LEFT:
+            if status != MemberStatus.LEFT:
                 self._must_fill_its_slot()
-            self.members.declare(standing, since)
+            self.members.declare(status, since)
             self.core.spread()
             self._flush()
 
@@ -298,13 +313,14 @@ class ElasticTransport:
     def close(self, *, leaves: bool = True) -> None:
         """Says goodbye, unless this worker has failed and so never `leaves`, sends what is queued and ends all connections."""
         if leaves:
-            self.declare(Standing.LEFT)
+            self.declare(MemberStatus.LEFT)
         with self.changed:
             self._closed = True
             links = [link for several in self._links.values() for link in several]
         self._listener.close()
-        self._strangers.close()
-        enders = [threading.Thread(target=link.finish, args=(min(5.0, self._station.timeout_s),)) for link in links]
+        self._listener.hang_up()
+        self._guests.close()
+        enders = [threading.Thread(target=link.finish, args=(min(5.0, self._endpoint.timeout_s),)) for link in links]
         for ender in enders:
             ender.start()
         for ender in enders:
@@ -323,7 +339,7 @@ class ElasticTransport:
             if (link := self._link_to(entry)) is not None:
                 link.send(letter)
 
-    def _link_to(self, entry: SlotEntry) -> Connection | None:
+    def _link_to(self, entry: SlotEntry) -> PeerConnection | None:
         """The connection with the process that fills a slot; opens one if there is none.
 
         Of several the newest: a process dials anew only if the others are gone, which this end may not have noticed.
@@ -334,65 +350,66 @@ class ElasticTransport:
         known = [link for link in links if link.nonce is not None]
         return (known or links or [None])[-1]
 
-    def _links_to(self, slot: int) -> list[Connection]:
+    def _links_to(self, slot: int) -> list[PeerConnection]:
         """The connections with the process that fills a slot, the oldest first."""
         return [link for link in self._links.get(slot, []) if self.core.is_filled_by(slot, link.nonce)]
 
-    def _open(self, entry: SlotEntry) -> Connection:
-        station, me = self._station, self.worker
+    def _open(self, entry: SlotEntry) -> PeerConnection:
+        endpoint, me = self._endpoint, self.worker
         self.redial.dialled(entry.slot, time.monotonic())
 
-        def opened() -> socket.socket:
-            limit_s = min(10.0, station.timeout_s)
+        def opened() -> Channel:
+            limit_s = min(10.0, endpoint.timeout_s)
             try:
-                return dial(entry.address, station.secret, run=station.run, me=me, timeout_s=limit_s)
+                return dial(entry.address, endpoint.secret, run=endpoint.run, me=me, timeout_s=limit_s)
             except ConnectionRefusedError:
                 self.redial.ended.add(entry.nonce)
                 raise
 
         return self._add(entry.slot, opened)
 
-    def _add(self, peer: int, opened: Callable[[], socket.socket]) -> Connection:
-        link = Connection(peer, self._owner, opened, self._greeting())
+    def _add(self, peer: int, opened: Callable[[], Channel]) -> PeerConnection:
+        link = PeerConnection(peer, self._owner, opened, self._greeting())
         self._links.setdefault(peer, []).append(link)
         return link
 
     def _greeting(self) -> Letter:
         """The first letter on each connection."""
-        body = body_of(news(self.members.entries))
-        return Letter(LetterKind.NEWS, self.worker, round=max(self.core.round, 0), body=body)
+        body = body_of(membership_update(self.members.entries))
+        return Letter(LetterKind.MEMBERSHIP, self.worker, round=max(self.core.round, 0), body=body)
 
-    def _taken(self, sock: socket.socket, address: str) -> None:
-        """A stranger has connected: it proves that it knows the secret, and is a peer or a newcomer then."""
-        self._strangers.admit(sock, address)
-        try:
-            peer, same = prove_to_worker(sock, self._station.secret, run=self._station.run)
-        except (PeerError, OSError) as error:
-            log.info("worker %d refused a connection from %s: %s", self.worker, address, error)
-            sock.close()
-            return
-        finally:
-            self._strangers.settle(sock)
-        sock.settimeout(self._station.timeout_s)
-        if same and peer == NEWCOMER and self._host is not None:
-            with sock:
-                self._host(sock)
-        elif same and peer == WATCHER:
-            with sock, contextlib.suppress(OSError):
-                show(sock, self.view())
-        elif same and peer < self.members.slots and peer != self.worker:
+    def _arrived(self, arrival: Arrival) -> None:
+        """Somebody who knows the secret has connected: a peer, a newcomer or a watcher."""
+        channel, host, peer, same = arrival
+        channel.wait_at_most(self._endpoint.timeout_s)
+        if same and peer < self.members.slots and peer != self.worker:
+            # One worker may hold several for a moment, as both ends dial, but not any number: each costs two threads.
+            self._accepted.admit(channel, f"worker {peer} at {host}")
             with self.changed:
-                self._add(peer, lambda: sock)
-        else:
-            sock.close()
+                self._add(peer, lambda: channel)
+            return
+        self._guests.admit(channel, host)
+        try:
+            with channel, contextlib.suppress(OSError):
+                if same and peer == NEWCOMER and self._host is not None:
+                    self._host(channel)
+                elif same and peer == WATCHER:
+                    show(channel, self.view(), self._endpoint.run)
+                else:
+                    kind, what = (
+                        ("bounds", f"it calls itself worker {peer}") if same else ("other run", "it is of another run")
+                    )
+                    self.refusals.add(host, RefusedError(kind, what))
+        finally:
+            self._guests.release(channel)
 
-    def _accepts(self, letter: Letter, size: int) -> bool:
+    def _accepts(self, link: PeerConnection, letter: Letter, size: int) -> bool:
         with self.changed:
             if letter.kind == LetterKind.PAYLOAD:  # whose size is known once this worker has begun its first round
-                self.changed.wait_for(lambda: self._closed or self.core.knows(letter.ticket), self._station.timeout_s)
+                self.changed.wait_for(lambda: self._closed or self.core.knows(letter.ticket), self._endpoint.timeout_s)
             return self.core.accepts(letter, size)
 
-    def _heard(self, link: Connection, letter: Letter) -> None:
+    def _heard(self, link: PeerConnection, letter: Letter) -> None:
         with self.changed:
             if letter.kind == LetterKind.PAYLOAD:
                 size, came_s = letter.body.numel(), time.perf_counter()
@@ -400,21 +417,25 @@ class ElasticTransport:
             link.nonce = self.core.heard(letter, time.monotonic(), link.nonce)
             if not self.core.is_filled_by(link.peer, link.nonce):
                 link.send(self._greeting())  # it reads that another process fills its slot
-            elif letter.kind in (LetterKind.REPORT, LetterKind.NAME, LetterKind.CLOSED) and self.closing is not None:
+            elif (
+                letter.kind in (LetterKind.REPORT, LetterKind.PROPOSAL, LetterKind.CLOSED) and self.closing is not None
+            ):
                 self.closing.heard(letter, time.monotonic())
-            if letter.kind == LetterKind.NEWS:
+            if letter.kind == LetterKind.MEMBERSHIP:
                 self._reasons.pop(link.peer, None)
             self._flush()
             self.changed.notify_all()
 
-    def _lost(self, link: Connection, why: str) -> None:
+    def _lost(self, link: PeerConnection, why: str) -> None:
+        if link.channel is not None:
+            self._accepted.release(link.channel)
         with self.changed:
             with contextlib.suppress(ValueError):
                 self._links.get(link.peer, []).remove(link)
             entry = self.members.entries.get(link.peer)
             current = entry is not None and self.core.is_filled_by(link.peer, link.nonce)
             if not self._closed and current and not self._links_to(link.peer):
-                if entry is not None and entry.standing == Standing.ALIVE:
+                if entry is not None and entry.status == MemberStatus.ALIVE:
                     log.info("worker %d lost the connection with worker %d (%s)", self.worker, link.peer, why)
                 self._reasons[link.peer] = why
                 self.core.lost(link.peer)
@@ -439,7 +460,7 @@ class ElasticTransport:
                 now, core = time.monotonic(), self.core
                 self._look_at(now)
                 linked = {slot for slot in self._links if self._links_to(slot)}
-                for entry in self.members.of_standing(Standing.SUSPECT):
+                for entry in self.members.with_status(MemberStatus.SUSPECT):
                     if entry.slot in linked:
                         core.tell(entry.slot)
                 for entry in self.redial.due(now, self.members, linked, core.replaced.values()):

@@ -71,17 +71,17 @@ class _ChangedError(TransportError):
 class _Landing(NamedTuple):
     """The memory for the message of one peer."""
 
-    expected: wire.Header[Ticket]
+    expected: wire.Header
     header: Tensor
     payload: Tensor
     like: tuple[Tensor, ...]
 
-    def check_header(self) -> wire.Header[Ticket]:
-        header = wire.decode_header(self.header.cpu().numpy().tobytes(), self.expected.sender, Ticket)
+    def check_header(self) -> wire.Header:
+        header = wire.decode_header(self.header.cpu().numpy().tobytes(), self.expected.sender)
         wire.check_header(header, self.expected)
         return header
 
-    def check_payload(self, header: wire.Header[Ticket]) -> None:
+    def check_payload(self, header: wire.Header) -> None:
         if header.checksum is not None and header.checksum != (found := wire.checksum(self.payload)):
             raise _ChangedError(
                 f"the {header.payload_bytes} bytes of worker {header.sender} in {header.ticket} changed in transit, "

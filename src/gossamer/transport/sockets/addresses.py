@@ -1,0 +1,81 @@
+"""Addresses of processes as `host:port`, or `[host]:port` where the host has colons: read, written, and listened at."""
+
+import ipaddress
+import socket
+
+from gossamer.errors import TransportError
+
+__all__ = ["is_loopback", "listen", "loopback_warning", "own_address", "shown", "split"]
+
+_ELSEWHERE = "192.0.2.1"
+"""An address of no machine (RFC 5737), towards which a machine goes as it would to any that is far away."""
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host and port of an address. Raises ValueError for anything else.
+
+    >>> split("10.0.0.1:29400"), split("[::1]:29400")
+    (('10.0.0.1', 29400), ('::1', 29400))
+    """
+    host, colon, port = address.rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not colon or not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"'{address}' is no HOST:PORT")
+    return host, int(port)
+
+
+def shown(host: str, port: int) -> str:
+    """The address, which `split` reads.
+
+    >>> shown("10.0.0.1", 29400), shown("::1", 29400)
+    ('10.0.0.1:29400', '[::1]:29400')
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this numeric address leads to the machine itself, whoever uses it; a name is none."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def own_address(towards: str = _ELSEWHERE) -> str:
+    """The numeric address of this machine from which it would reach `towards`, or any machine that is far away.
+
+    Raises: OSError when no route leads there, or the name is unknown.
+    """
+    family, _, _, _, address = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # Connecting a UDP socket sends nothing: the kernel only looks up which interface leads there. The name of this machine
+        # would not do, as many systems map it to a loopback address.
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at a host of either family. Raises TransportError when it cannot."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        # `::` stands for all interfaces, and whoever asks for all means those of the other family too.
+        both = host == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server(address, family=family, backlog=128, dualstack_ipv6=both)
+    except OSError as error:
+        raise TransportError(
+            f"this process could not listen on {shown(host, port)} ({error}); choose another address or port"
+        ) from None
+
+
+def loopback_warning(named: str, numeric: str) -> str | None:
+    """What to say where a name that should lead here from elsewhere leads every machine to itself; None where all is well."""
+    if named in ("localhost", numeric) or is_loopback(named) or not is_loopback(numeric):
+        return None
+    try:
+        here = own_address()
+    except OSError:  # a machine without a route to anywhere
+        here = "its address in the network"
+    return (
+        f"the name '{named}' leads to {numeric} on this machine, where processes of other machines cannot reach it; if there "
+        f"are any, give {here} instead of the name"
+    )

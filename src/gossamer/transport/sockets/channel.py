@@ -1,0 +1,122 @@
+"""The bytes of one connection: the only object that touches a connected socket.
+
+A channel is made at one place where a process dials (`handshake.dial`) and at one where it accepts (`listener.Listener`), before
+anything is sent. Encryption belongs there. Needs no torch.
+"""
+
+import contextlib
+import socket
+import time
+from types import TracebackType
+
+__all__ = ["Channel"]
+
+PIECE_BYTES = 1 << 20
+
+
+class Channel:
+    """One end of a connection; one thread may read while another writes, and any may interrupt it.
+
+    Args: `timeout_s` is how long the other end may take no bytes, or send none in the middle of something.
+    """
+
+    def __init__(self, sock: socket.socket, timeout_s: float) -> None:
+        self._sock = sock
+        self.moved_s = time.monotonic()
+        """When bytes last went or came, on the clock of `time.monotonic`: who is slow is not silent."""
+        self._tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
+        if self._tcp:  # a letter shall not wait for the next one
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.wait_at_most(timeout_s)
+
+    def __enter__(self) -> "Channel":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def wait_at_most(self, timeout_s: float) -> None:
+        """Sets the timeout."""
+        self.timeout_s = timeout_s
+        self._sock.settimeout(timeout_s)
+        # Else a connection that was cut without a word lasts a quarter of an hour, as long as TCP repeats what it has sent.
+        if self._tcp and hasattr(socket, "TCP_USER_TIMEOUT"):
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * timeout_s))
+
+    def read(self, size: int, deadline: float | None = None) -> bytes:
+        """The next `size` bytes; all before the deadline, if there is one. Raises: OSError."""
+        buffer = bytearray(size)
+        self.read_into(memoryview(buffer), deadline)
+        return bytes(buffer)
+
+    def read_into(self, view: memoryview, deadline: float | None = None, *, idle: bool = False) -> None:
+        """Fills a buffer with the next bytes.
+
+        Args: `idle` allows the other end to be silent for ever before the first of them.
+        Raises: OSError; ConnectionError when the other end closes before.
+        """
+        filled = 0
+        while filled < len(view):
+            # A timeout of a socket holds for one step alone: whoever sends a byte at a time would never exceed it. So what has to
+            # be over by a deadline gets what is left of it at every step.
+            self._before(deadline)
+            try:
+                got = self._sock.recv_into(view[filled : filled + PIECE_BYTES])
+            except TimeoutError:
+                if idle and filled == 0:
+                    continue
+                raise self._late("it sent nothing", deadline) from None
+            if not got:
+                raise ConnectionError(f"it closed the connection after {filled} of {len(view)} bytes")
+            filled += got
+            self.moved_s = time.monotonic()
+
+    def write(self, data: bytes | memoryview, deadline: float | None = None) -> None:
+        """Sends all of this. Raises: OSError."""
+        view = memoryview(data)
+        # In pieces, so that the timeout limits progress and not the whole transfer: `sendall` counts all of it.
+        for start in range(0, len(view), PIECE_BYTES):
+            self._before(deadline)
+            try:
+                self._sock.sendall(view[start : start + PIECE_BYTES])
+            except TimeoutError:
+                raise self._late("it took no bytes", deadline) from None
+            self.moved_s = time.monotonic()
+
+    def drain(self) -> None:
+        """Reads on until the other end closes, or this one is closed; what comes is dropped.
+
+        Were a connection closed over bytes that nobody has read, the system would reset it, and the other end might lose what it
+        was just told.
+        """
+        scratch = bytearray(PIECE_BYTES)
+        with contextlib.suppress(OSError):
+            while self._sock.recv_into(scratch):
+                pass
+
+    def interrupt(self) -> None:
+        """Ends the connection for whoever reads or writes it in another thread, and who closes it then; may be called twice.
+
+        Nobody closes one direction alone: whoever sends no more says so in a letter (`LetterKind.END`), as encryption ends for
+        both directions at once.
+        """
+        with contextlib.suppress(OSError):
+            # No close: its descriptor would be free for the next connection while a thread is about to read from it, which would
+            # then read what belongs to somebody else. The method of the plain socket, as that of an encrypted one forgets its
+            # keys, and the thread that reads would see ciphertext.
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Ends the connection and frees its descriptor, which no other thread may use any more; may be called twice."""
+        self.interrupt()
+        self._sock.close()
+
+    def _late(self, what: str, deadline: float | None) -> TimeoutError:
+        return TimeoutError(f"{what} for {self.timeout_s:g} s" if deadline is None else "it took too long")
+
+    def _before(self, deadline: float | None) -> None:
+        if deadline is not None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("it took too long")
+            self._sock.settimeout(left_s)

@@ -1,0 +1,180 @@
+"""Where processes are accepted: a bounded number of strangers proves that they know the secret, and is handed on then.
+
+Needs no torch.
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from gossamer.errors import PeerError, RefusedError, TransportError
+from gossamer.transport.sockets.addresses import shown
+from gossamer.transport.sockets.channel import Channel
+from gossamer.transport.sockets.handshake import HANDSHAKE_S, prove_to_dialler
+
+__all__ = ["Arrival", "ConnectionLimit", "Listener", "Refusals"]
+
+log = logging.getLogger("gossamer")
+
+RETRY_S = 0.1
+"""After a connection that could not be accepted."""
+REPORTED = 20
+"""The refusals that are each reported; after them, only the 32nd, the 64th and so on are."""
+_MOST_COUNTS = 256
+"""Peers and kinds that are counted apart: strangers may come from any number of addresses."""
+
+
+class Refusals:
+    """What a process has refused, counted by peer and kind. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """How often, by peer and kind, such as `worker 3: bounds`."""
+        with self._lock:
+            return dict(self._counts)
+
+    def add(self, peer: str, error: Exception) -> None:
+        """Counts one, and reports it unless there were many."""
+        kind = (
+            error.kind
+            if isinstance(error, RefusedError)
+            else "protocol"
+            if isinstance(error, TransportError)
+            else "lost"
+        )
+        with self._lock:
+            key = f"{peer}: {kind}"
+            self._counts[key if key in self._counts or len(self._counts) < _MOST_COUNTS else f"others: {kind}"] += 1
+            number = self._counts.total()
+        if number <= REPORTED or number.bit_count() == 1:
+            log.warning("refused connection %d, from %s: %s", number, peer, error)
+
+
+class ConnectionLimit:
+    """Connections that cost the process without doing anything for it: a bounded number of each peer, and of all.
+
+    A new one is always admitted, and the oldest gives way: of its own peer, or of the peer that has most. Were new ones refused
+    instead, whoever fills the places would keep everybody else out.
+    """
+
+    def __init__(self, per_peer: int = 8, total: int = 64) -> None:
+        self._per_peer, self._total = per_peer, total
+        self._open: dict[Channel, str] = {}
+        """The peer of each, the oldest first."""
+        self._lock = threading.Lock()
+
+    def admit(self, channel: Channel, peer: str) -> None:
+        """Counts a new connection, and ends those for which it leaves no room."""
+        with self._lock:
+            counts = Counter(self._open.values())
+            if counts[peer] >= self._per_peer:
+                self._end(peer)
+            elif len(self._open) >= self._total:
+                self._end(counts.most_common(1)[0][0])
+            self._open[channel] = peer
+
+    def release(self, channel: Channel) -> None:
+        """Counts a connection no longer."""
+        with self._lock:
+            self._open.pop(channel, None)
+
+    def close(self) -> None:
+        """Ends all of them."""
+        with self._lock:
+            while self._open:
+                self._end(next(iter(self._open.values())))
+
+    def _end(self, peer: str) -> None:
+        """Ends the oldest connection of a peer; its thread notices."""
+        oldest = next(channel for channel, whose in self._open.items() if whose == peer)
+        del self._open[oldest]
+        oldest.interrupt()
+
+
+class Arrival(NamedTuple):
+    """A connection whose other end has proved that it knows the secret."""
+
+    channel: Channel
+    host: str
+    peer: int
+    """What it calls itself."""
+    same_run: bool
+    """Whether it is of this run, which it has been told."""
+
+
+class Listener:
+    """Accepts connections on one socket and hands each, once its other end knows the secret, to `arrived` in a thread of its own.
+
+    Args: `older` as of `prove_to_dialler`.
+    """
+
+    def __init__(
+        self, sock: socket.socket, secret: bytes, run: int, arrived: Callable[[Arrival], None], refusals: Refusals,
+        *, older: bytes = b"GOSL",
+    ) -> None:  # fmt: skip
+        self._sock, self._secret, self._run, self._older = sock, secret, run, older
+        self._arrived, self.refusals = arrived, refusals
+        self._strangers, self._closed = ConnectionLimit(), False
+        self._busy = 0
+        self._lock = threading.Lock()
+        self.address = shown(*sock.getsockname()[:2])
+        threading.Thread(target=self._accept, daemon=True, name="gossamer listener").start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody who has come is not attended to yet."""
+        return self._busy > 0
+
+    def close(self) -> None:
+        """Accepts no more; those who are attended to go on."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # a close alone would let the thread in accept take one more
+        self._sock.close()
+
+    def hang_up(self) -> None:
+        """Ends the connections of strangers."""
+        self._strangers.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                sock, address = self._sock.accept()
+            except OSError:  # no file descriptor is left, say, or it was closed
+                time.sleep(RETRY_S)
+                continue
+            with self._lock:
+                self._busy += 1
+            # In a thread of its own, as a stranger may take its time; how many there are is bounded in `_attend`.
+            threading.Thread(
+                target=self._attend, args=(sock, str(address[0])), daemon=True, name="gossamer arrival"
+            ).start()
+
+    def _attend(self, sock: socket.socket, host: str) -> None:
+        try:
+            # The one place where a process accepts: encryption would begin right here, before anything is sent. The channel is
+            # admitted first, as that handshake takes as long as a stranger likes, and it is the channel that is ended.
+            channel = Channel(sock, HANDSHAKE_S)
+            self._strangers.admit(channel, host)
+            try:
+                peer, same = prove_to_dialler(channel, self._secret, run=self._run, older=self._older)
+            except (PeerError, OSError) as error:
+                channel.close()  # without a word: a stranger learns nothing
+                if not self._closed:
+                    self.refusals.add(host, error)
+                return
+            finally:
+                self._strangers.release(channel)
+            self._arrived(Arrival(channel, host, peer, same))
+        finally:
+            with self._lock:
+                self._busy -= 1

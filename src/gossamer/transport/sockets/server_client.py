@@ -1,0 +1,166 @@
+"""A worker's end of its connection with a server: letters in turn, and the patience to reach a server that comes back.
+
+Its worker waits for each answer, so it needs no threads: it reads and writes the letters itself.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Mapping
+
+from gossamer.errors import LostConnectionError, PeerError, RefusedError, TransportError
+from gossamer.transport.alike import read_settings
+from gossamer.transport.contract import Ticket
+from gossamer.transport.sockets.channel import Channel
+from gossamer.transport.sockets.connection import REFUSAL_BYTES, refused_by
+from gossamer.transport.sockets.handshake import dial_any
+from gossamer.transport.sockets.header import LetterKind, Limits
+from gossamer.transport.sockets.letter import Letter, body_of, receive_letter, send_letter
+
+__all__ = ["NO_NUMBERS", "NO_RUN", "SETTINGS_BYTES", "Patience", "ServerClient", "connect", "read_settings_in"]
+
+SETTINGS_BYTES = 1 << 18
+NO_RUN, NO_NUMBERS = 0, Limits(0, 0, 0)
+"""Of letters between processes of different runs, which have no numbers in common."""
+PAUSE_S = 0.2
+"""Before a process tries again, so that a server that hangs up on it is not asked without end."""
+_ATTEMPTS = 5
+"""How often a worker offers its proof to a server that hangs up on it; a server may also do so for want of room."""
+
+
+class ServerClient:
+    """A connection with the server.
+
+    Args: `me` is the number of the worker; that of the server follows those of all workers.
+    A connection that breaks raises LostConnectionError.
+    """
+
+    def __init__(self, channel: Channel, *, run: int, me: int, limits: Limits) -> None:
+        self.answered = False
+        """Whether a letter has come."""
+        self.channel, self._run, self._me, self._limits = channel, run, me, limits
+
+    def send(self, letter: Letter) -> None:
+        """Sends a letter, and returns once it has left.
+
+        Raises: PeerError when the other end accepts no more bytes, with its reason if it sent one before it hung up.
+        """
+        try:
+            send_letter(self.channel, letter, self._run)
+        except OSError as error:
+            if not isinstance(error, TimeoutError):  # it may have said why, and hung up then
+                with contextlib.suppress(LostConnectionError):
+                    self._receive(LetterKind.END, Ticket(0), 0)
+            raise self._lost(error) from None
+
+    def receive(self, kind: LetterKind, ticket: Ticket, size: int) -> Letter:
+        """The letter of this kind and ticket, with so many bytes.
+
+        Raises: PeerError when anything else comes, or nothing within the timeout.
+        """
+        letter = self._receive(kind, ticket, size)
+        self.answered = True
+        return letter
+
+    def close(self) -> None:
+        """Ends the connection; may be called twice."""
+        self.channel.close()
+
+    def _receive(self, kind: LetterKind, ticket: Ticket, size: int) -> Letter:
+        def accepts(letter: Letter, theirs: int) -> bool:
+            refused = letter.kind is LetterKind.REFUSAL and theirs <= REFUSAL_BYTES
+            expected = (letter.kind, letter.ticket, theirs) == (kind, ticket, size)
+            return letter.sender == self._limits.workers and (refused or expected)
+
+        try:
+            letter = receive_letter(self.channel, self._run, self._limits, accepts)
+        except RefusedError as error:
+            raise RefusedError(error.kind, f"the server cannot be believed: {error}") from None
+        except TransportError:
+            raise
+        except OSError as error:
+            raise self._lost(error) from None
+        if letter.kind is LetterKind.REFUSAL:
+            raise PeerError(refused_by("the server", letter))
+        return letter
+
+    def _lost(self, error: OSError) -> PeerError:
+        if isinstance(error, TimeoutError):
+            return PeerError(
+                f"the server did nothing for {self.channel.timeout_s:g} s; look at its log, or raise run.timeout_s"
+            )
+        return LostConnectionError(f"the connection with the server was lost ({error}); look at its log")
+
+
+class Patience:
+    """How long a process may go on without its server, which it reaches again and again."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._lost_s: float | None = None
+
+    @property
+    def left_s(self) -> float:
+        """How long the next connection may take."""
+        left_s = self._timeout_s if self._lost_s is None else self._lost_s + self._timeout_s - time.monotonic()
+        return max(left_s, PAUSE_S)
+
+    def lost(self, client: ServerClient, error: LostConnectionError) -> None:
+        """A connection was lost; waits a moment. Raises PeerError when there has been none that answered for too long."""
+        now_s = time.monotonic()
+        self._lost_s = now_s if self._lost_s is None or client.answered else self._lost_s
+        if now_s - self._lost_s >= self._timeout_s:
+            raise PeerError(
+                f"{str(error).partition(';')[0]} for {self._timeout_s:g} s; look at the server's log"
+            ) from None
+        time.sleep(PAUSE_S)
+
+
+def connect(
+    address: str, *, secret: bytes, run: int, me: int, limits: Limits, timeout_s: float,
+    settings: Mapping[str, str] | None = None,
+) -> ServerClient:  # fmt: skip
+    """A connection to the server at `host:port`, after both ends have proved that they know the secret of the run.
+
+    Args: `settings` are sent to a server of another configuration, which names those that differ.
+    Retried for `timeout_s` while the server starts, or has no room. Raises PeerError when it cannot be reached, or refuses.
+    """
+    deadline, attempts = time.monotonic() + timeout_s, 0
+    while True:
+        try:
+            channel, accepted = dial_any(address, secret, run=run, me=me, timeout_s=timeout_s, older=b"GOSS")
+        except PeerError as error:
+            if isinstance(error, RefusedError) and error.kind == "version":
+                raise RefusedError("version", f"the server at {address}: {error}") from None
+            reason, attempts = str(error), attempts + 1
+            if attempts == _ATTEMPTS:
+                raise PeerError(
+                    f"worker {me} was turned away by the server at {address} (the connection: {error}); give both the same "
+                    "secret, by GOSSAMER_SECRET or the file 'secret' of the server's run folder"
+                ) from None
+        except OSError as error:
+            reason = str(error)
+        else:
+            if accepted:
+                return ServerClient(channel, run=run, me=me, limits=limits)
+            with channel:
+                text = json.dumps(settings or {}).encode()
+                client = ServerClient(channel, run=NO_RUN, me=0, limits=NO_NUMBERS)
+                client.send(
+                    Letter(LetterKind.SETTINGS, 0, body=body_of(text if len(text) <= SETTINGS_BYTES else b"{}"))
+                )
+                client.receive(LetterKind.END, Ticket(0), 0)  # raises with the server's reason
+            raise PeerError(f"the server at {address} runs another configuration and did not say which")
+        if time.monotonic() + PAUSE_S > deadline:
+            raise PeerError(
+                f"worker {me} could not reach the server at {address} within {timeout_s:g} s ({reason}); start it first"
+            )
+        time.sleep(PAUSE_S)
+
+
+def read_settings_in(letter: Letter) -> dict[str, str]:
+    """What the other end runs; empty when it sends anything that is no settings."""
+    try:
+        return read_settings(json.loads(letter.content)) or {}
+    except (ValueError, RecursionError):
+        return {}
