@@ -1,8 +1,10 @@
 """Gossamer in someone else's loop: any model, any optimizer, alone or under torchrun."""
 
 import copy
+import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from gossamer.codecs import CODECS, bf16, both_ways, topk
 from gossamer.errors import CheckpointError, ConfigError, PairingError, PeerError
 from gossamer.library.metrics import Meter
 from gossamer.library.peers import common_of, must_agree
+from gossamer.library.saved import must_continue_alike
 from gossamer.optimizers.inner import build_optimizer
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import FITTING, Method
@@ -131,7 +134,7 @@ def test_a_state_that_does_not_fit_is_refused_in_a_sentence_whatever_is_wrong_wi
         {},
         [],
         None,
-        *({key: value for key, value in good.items() if key != left} for left in good),
+        *({key: good[key] for key in good if key != left} for left in ("outer", "under_way", "rounds", "steps")),
         *({**good, "steps": steps} for steps in (6, 7, -1, 1.5, "x", True, None)),
         *({**good, "rounds": rounds} for rounds in (-1, 2.5, "x", None, 1 << 40)),
         *({**good, "outer": outer} for outer in (3, None, [3], [], [t.double() for t in good["outer"]])),
@@ -150,14 +153,84 @@ def test_a_state_that_does_not_fit_is_refused_in_a_sentence_whatever_is_wrong_wi
         model, fresh = start(schedule=SCHEDULES["streaming"])
         with pytest.raises(CheckpointError, match="load it with the rule"):
             fresh.load_state_dict(state)
-    for options in (
-        {"rule": gossamer.gossip},
-        {"schedule": None},
-        {"schedule": SCHEDULES["overlap"]},
-        {"local_steps": 3},
+    for wrong in (
+        *({key: good[key] for key in good if key != left} for left in ("format", "of", "start")),
+        *({**good, "format": number} for number in ("2", True, 2.0, 1, 3, -1)),
+        *({**good, "of": of} for of in (None, 3, [], {}, {**good["of"], "worker": 0}, {**good["of"], "more": "1"})),
+        *({**good, "start": one} for one in (None, 3, "x" * 1000)),
     ):
-        with pytest.raises(CheckpointError, match="load it with the rule"):
-            start(**options)[1].load_state_dict(good)
+        with pytest.raises(CheckpointError, match=r"the (saved )?outer state (has|names)"):
+            start(schedule=SCHEDULES["streaming"])[1].load_state_dict(wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"rule": gossamer.gossip()}, "has rule gasloc and this Outer gossip"),
+        ({"rule": gossamer.rules.gasloc(momentum=0.1)}, "has rule option momentum 0.5 and this Outer 0.1"),
+        ({"schedule": gossamer.Schedule(overlap_steps=2)}, "has schedule .*overlap_steps=0.* and this Outer .*=2"),
+        ({"local_steps": 3}, "has local steps 6 and this Outer 3"),
+        ({"codec": "int8"}, "has codec 'exact' .* and this Outer 'int8'"),
+        ({"topology": "ring"}, "has topology 'random' .* and this Outer 'ring'"),
+        ({"model": nn.Linear(3, 1)}, "has model 4 tensors of 21 numbers .* and this Outer 2 tensors of 4 numbers"),
+    ],
+    ids=itertools.count(),
+)
+def test_a_state_of_something_else_is_refused_with_what_either_side_has(options, sentence):
+    def outer(**own):
+        return gossamer.Outer(**{"model": net(), "rule": gossamer.gasloc(), "local_steps": 6, **own})
+
+    good = outer().state_dict()
+    outer().load_state_dict(good)
+    with pytest.raises(CheckpointError, match=sentence):
+        outer(**options).load_state_dict(good)
+    for key, what in (("worker", "1"), ("workers", "3")):
+        with pytest.raises(CheckpointError, match=f"has {key} {what} and this Outer"):
+            outer().load_state_dict({**good, "of": {**good["of"], key: what}})
+
+
+def test_no_state_of_one_rule_is_taken_by_another():
+    states = {}
+    for name, make in RULES.items():
+        if not missing(make) and make().site == "parameters":
+            states[name] = gossamer.Outer(net(), make(), local_steps=6)
+    for mine, loop in states.items():
+        for theirs, other in states.items():
+            if mine != theirs:
+                with pytest.raises(CheckpointError, match=f"has rule {theirs} and this Outer {mine};"):
+                    loop.load_state_dict(other.state_dict())
+
+
+def test_a_state_goes_on_with_another_outer_learning_rate():
+    saved = gossamer.Outer(net(), gossamer.gasloc(lr=0.7)).state_dict()
+    gossamer.Outer(net(), gossamer.gasloc(lr=0.1)).load_state_dict(saved)
+
+
+def test_a_state_of_0_1_0_continues_to_the_same_bits_with_one_warning(caplog):
+    saved = torch.load(Path(__file__).parent / "outer_state_0_1_0.pt", weights_only=True)
+    model = net()
+    with gossamer.Outer(model, gossamer.gasloc(), local_steps=6, schedule=SCHEDULES["streaming"]) as loop:
+        model.load_state_dict(saved["model"])
+        loop.load_state_dict(saved["outer"])
+        train(model, loop, 15, seed=1)
+    assert torch.equal(flat(model), saved["after 15 more steps"])
+    assert caplog.text.count("does not say what it is of") == len(caplog.records) == 1
+
+
+def test_where_workers_continue_is_compared_in_words():
+    must_continue_alike([[3, 2, 6, "a"], [3, 2, 6, "a"], [3, 2, 6, "a"]])
+    must_continue_alike([[3, 2, 6, "a"], [3, 1, 3, "a"]])  # with other local steps a step is at another place
+    for other, words in (
+        ([0, 0, 6, None], "worker 0 from round 3, step 2, worker 1 from the beginning, without a state;"),
+        ([2, 2, 6, "a"], "worker 1 from round 2, step 2;"),
+        ([3, 1, 6, "a"], "worker 1 from round 3, step 1;"),
+        ([3, 2, 6, "b"], "worker 1 from round 3, step 2 of another run;"),
+    ):
+        with pytest.raises(PeerError, match=words):
+            must_continue_alike([[3, 2, 6, "a"], other])
+    for wrong in (None, [], "x", [1, 2, 3], [1, 2, "x", None], [1.5, 2, 3, None], {"a": 1}):
+        with pytest.raises(PeerError, match="worker 1 does not say where it continues"):
+            must_continue_alike([[3, 2, 6, "a"], wrong])
 
 
 def test_a_schedule_divides_the_round_and_what_is_left_at_the_end_is_heard():
@@ -620,9 +693,51 @@ def compare_mean_model(model, loop):
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
+def states_of_other_steps():
+    """Who continues from another round, step or run, or forgets the state, is told so before anything is exchanged."""
+    rank, states = dist.get_rank(), []
+
+    def start(rule="diloco"):
+        model = net()
+        return model, gossamer.Outer(model, rule, local_steps=2, timeout_s=60)
+
+    for _ in range(2):
+        model, loop = start()
+        with loop:
+            for steps in (2, 1):
+                train(model, loop, steps, seed=rank)
+                states.append(loop.state_dict())
+    for of_one, words in (
+        (None, "worker 1 from the beginning, without a state"),
+        (states[1], "worker 1 from round 1, step 1;"),
+        (states[2], "worker 1 from round 1, step 0 of another run"),
+    ):
+        model, loop = start()
+        with loop:
+            if (mine := of_one if rank == 1 else states[0]) is not None:
+                loop.load_state_dict(mine)
+            began = time.monotonic()
+            with pytest.raises(
+                PeerError, match=f"continue from different states: worker 0 from round 1, step 0, {words}"
+            ):
+                train(model, loop, 1)
+            assert time.monotonic() - began < 30
+            dist.barrier()
+    others = [None, None, None]
+    dist.all_gather_object(others, states[0])
+    model, loop = start()
+    with loop, pytest.raises(CheckpointError, match=f"has worker {(rank + 1) % 3} and this Outer {rank};"):
+        loop.load_state_dict(others[(rank + 1) % 3])
+    model, loop = start()
+    with loop:
+        loop.load_state_dict(states[0])
+        train(model, loop, 2, seed=rank)
+        assert loop.rounds == 2
+
+
 def go_through_all(argv):
     dist.init_process_group("gloo")
-    for act in (other_codecs, one_method_for_one_worker, reductions, metrics, mean_models):
+    for act in (other_codecs, states_of_other_steps, one_method_for_one_worker, reductions, metrics, mean_models):
         act()
         dist.barrier()
     dist.destroy_process_group()

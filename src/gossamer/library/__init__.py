@@ -4,7 +4,8 @@
 """
 
 from gossamer.library.metrics import OuterMetrics
-from gossamer.library.outer import Outer, OuterState
+from gossamer.library.outer import Outer
 from gossamer.library.parts import OuterMethod, Reduction
+from gossamer.library.saved import OuterState
 
 __all__ = ["Outer", "OuterMethod", "OuterMetrics", "OuterState", "Reduction"]

@@ -4,11 +4,11 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Annotated, Any, Generic, TypedDict, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from gossamer import rng
 from gossamer.codecs import Codec
@@ -18,8 +18,9 @@ from gossamer.library.guard import Rest, must_be_trainable, must_not_be_wrapped,
 from gossamer.library.metrics import Meter, OuterMetrics
 from gossamer.library.parts import LOCAL_STEPS, OuterMethod, Reduction, ranks_of, settled_parts
 from gossamer.library.peers import Peers, common_of
+from gossamer.library.saved import FORMAT, OuterState, must_be_of, must_continue_alike, what_it_is_of
 from gossamer.rounds.compatibility.combine import method_of, settled_rule, warnings_of
-from gossamer.rounds.loop import InFlight, OuterLoop
+from gossamer.rounds.loop import OuterLoop
 from gossamer.rounds.mean_model import mean_over_workers
 from gossamer.rounds.schedule import Schedule, Stop
 from gossamer.rules import Rule
@@ -28,22 +29,10 @@ from gossamer.topologies import Topology
 from gossamer.transport.wire import checksum
 from gossamer.tree import leaves, must_fit
 
-__all__ = ["Outer", "OuterState"]
+__all__ = ["Outer"]
 
 log = logging.getLogger("gossamer")
 M = TypeVar("M", bound=nn.Module)
-
-
-class OuterState(TypedDict):
-    """The value of `Outer.state_dict`."""
-
-    outer: list[Tensor]
-    """The state of the rule."""
-    under_way: list[InFlight]
-    """The exchanges in flight."""
-    rounds: int
-    steps: int
-    """Inner steps since the last round ended."""
 
 
 class Outer(Generic[M]):
@@ -149,6 +138,11 @@ class Outer(Generic[M]):
             self._peers = Peers.of(process_group, self.ranks, common, self.x, rest_of(model), timeout_s=timeout_s)
         else:
             self._peers = Peers.none()
+        self._is_of = what_it_is_of(
+            common, self.method.rule, worker=self.worker, workers=self.n, local_steps=self.local_steps
+        )  # fmt: skip
+        self._loaded: str | None = None
+        self._agreed = False  # whether all workers continue from the same, which none of them can know by itself
         parts = [(self.x[a:b], self.layout.slice(a, b)) for a, b in spans]
         self._loop = OuterLoop(
             self.method, self._peers.transport, parts, local_steps=self.local_steps, full_steps=self.local_steps,
@@ -203,6 +197,7 @@ class Outer(Generic[M]):
             wrapper that was put around the model, or when its parameters are not what they were.
         """
         self._must_be_open("step")
+        self._agree()
         if self._watched and self.steps == 0:
             must_not_be_wrapped(self.model, self.ranks)
         if not self._stops:  # only when a step follows, so that nothing is announced after the last exchange
@@ -232,6 +227,8 @@ class Outer(Generic[M]):
         Raises: PeerError; ConfigError as `step` does.
         """
         self._must_be_open("finish")
+        if self._loop.rest():
+            self._agree()
         with torch.no_grad():
             self._look()
             with self._meter.exchanging():
@@ -322,10 +319,14 @@ class Outer(Generic[M]):
     def state_dict(self) -> OuterState:
         """The outer state, to be saved together with your model and optimizer after any step, the same on all workers.
 
-        It holds the exchanges in flight, which are sent again when it is loaded. Raises: ConfigError in `mean_model`.
+        It says what it is of (`OuterState.of`), and holds the exchanges in flight, which are sent again when it is loaded.
+        Raises: ConfigError in `mean_model`.
         """
         self._must_hold_its_own("state_dict")
         return {
+            "format": FORMAT,
+            "of": dict(self._is_of),
+            "start": self._peers.start,
             "outer": [leaf.clone() for leaf in leaves(self._loop.state)],
             "under_way": self._loop.state_in_flight(),
             "rounds": self.rounds,
@@ -335,8 +336,12 @@ class Outer(Generic[M]):
     def load_state_dict(self, state: OuterState | Mapping[str, Any]) -> None:
         """Loads a saved outer state, after the model's parameters were loaded; training continues from that step.
 
-        Raises: CheckpointError if it does not fit rule, model, schedule and local steps, if it is incomplete, or if this Outer
-            has exchanges in flight: load it before the first step of a round.
+        All workers load, each its own; at the next `step` they compare where they continue. The rule's `lr` may be another than
+        when it was saved. A state of gossamer 0.1.0 does not say what it is of, and is loaded with a warning.
+
+        Raises: CheckpointError if it is of another rule, codec, schedule, worker, number of workers or of local steps, or model,
+            if it is incomplete, or if this Outer has exchanges in flight: load it before the first step of a round. Later
+            PeerError at `step` when workers continue from different steps or runs.
         """
         self._must_be_open("load_state_dict")
         if self._loop.in_flight:
@@ -345,6 +350,8 @@ class Outer(Generic[M]):
                 "in flight; load it into a new Outer"
             )
         mine = leaves(self._loop.state)
+        if isinstance(state, Mapping):
+            must_be_of(state, self._is_of)
         try:
             rounds, steps, saved = state["rounds"], state["steps"], list(state["outer"])
             check_option("a saved outer state", "rounds", rounds, Annotated[int, Interval(f"[0, {(1 << 31) - 1}]")])
@@ -365,6 +372,7 @@ class Outer(Generic[M]):
         for own, other in zip(mine, saved, strict=True):
             own.copy_(other)
         self.rounds, self.steps, self._stops = rounds, steps, []
+        self._loaded, self._agreed = state.get("start"), False
         self._before = None if steps else self._checksum()
 
     def _sent_by(self, rounds: int, steps: int) -> set[tuple[int, int]]:
@@ -403,6 +411,16 @@ class Outer(Generic[M]):
             raise ConfigError(
                 f"{call}() was called inside mean_model(), where the model holds the mean of all workers; leave the block first"
             )
+
+    def _agree(self) -> None:
+        """Compares with all workers where they continue, once after the start and after each load.
+
+        It comes before the first exchange: messages of different rounds never meet, and each worker would wait for the other's
+        until its timeout.
+        """
+        if not self._agreed:
+            must_continue_alike(self._peers.agree([self.rounds, self.steps, self.local_steps, self._loaded]))
+            self._agreed = True
 
     def _look(self) -> None:
         """What must hold whenever the flat buffer is sent or overwritten."""

@@ -4,6 +4,7 @@ import atexit
 import hashlib
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -101,13 +102,18 @@ class Peers:
         transport: carries the messages of the exchanges.
         reduce: the backend's own all-reduce, where it was asked for.
         group: a process group of its own, which `close` ends.
+        member: this process among the others; None where there are none.
+        start: identifies this start of the loop on all workers.
+        timeout_s: how long to wait for the others.
     """
 
     def __init__(
-        self, transport: Transport, reduce: Reduce | None = None, group: dist.ProcessGroup | None = None
-    ) -> None:
+        self, transport: Transport, reduce: Reduce | None = None, group: dist.ProcessGroup | None = None,
+        member: Member | None = None, start: str = "", timeout_s: float = 300.0,
+    ) -> None:  # fmt: skip
         self.transport, self.reduce = transport, reduce
-        self._group = group
+        self.start = start or secrets.token_hex(8)  # a repeated one would let the states of two runs pass for one
+        self._group, self._member, self._timeout_s = group, member, timeout_s
         if group is not None:
             atexit.register(self._hang_up)  # a thread that is still inside torch would abort the process
 
@@ -142,9 +148,9 @@ class Peers:
         worker = ranks.index(dist.get_rank())
         member = Member.at(worker, len(ranks), x.device, store, secret=environment_secret())
         rest = fingerprints(others, numbers=common.rest == "compare") if common.rest != "own" else []
-        said = agree(member, "gossamer.Outer", [common, rest], timeout_s=timeout_s)
-        must_agree([one[0] if isinstance(one, list) and one else None for one in said], common)
-        must_be_alike([one[-1] for one in said], list(others))
+        said = agree(member, "gossamer.Outer", [common, rest, secrets.token_hex(8)], timeout_s=timeout_s)
+        must_agree([one[0] if isinstance(one, list) and len(one) == 3 else None for one in said], common)
+        must_be_alike([one[1] for one in said], list(others))
         group = dist.new_group(  # connections of our own, which `close` may close
             [*ranks],
             timedelta(seconds=timeout_s),
@@ -154,11 +160,23 @@ class Peers:
         assert isinstance(group, dist.ProcessGroup)  # every worker is in it
         run = int(hashlib.sha256(repr(common).encode()).hexdigest()[:16], 16)
         transport = GroupTransport(member, run=run, timeout_s=timeout_s, group=group)
-        peers = cls(transport, all_reduce(timeout_s, group) if common.reduction == "all_reduce" else None, group)
+        reduce = all_reduce(timeout_s, group) if common.reduction == "all_reduce" else None
+        peers = cls(transport, reduce, group, member, str(said[0][2]), timeout_s)
         carrier = x.device if backend == "nccl" else torch.device("cpu")
         for tensor in (x, *(others.values() if common.rest == "broadcast" else ())):
             broadcast(tensor, group, carrier)
         return peers
+
+    def agree(self, facts: object) -> list[Any]:
+        """What each worker says, in their order. Raises PeerError naming who says nothing in time."""
+        if self._member is None:
+            return [facts]
+        try:
+            return agree(self._member, "gossamer.Outer continues", facts, timeout_s=self._timeout_s)
+        except PeerError as error:
+            raise PeerError(
+                f"not all workers say where they continue: {error}; load the states of one step on all workers before the next"
+            ) from error
 
     def timed_reduce(self, add: Callable[[float], None]) -> Reduce | None:
         """The all-reduce, which reports the seconds of each call; None where none was asked for."""

@@ -1,0 +1,118 @@
+"""What a saved outer state is of, whether an `Outer` may continue from it, and whether all workers continue from the same."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from torch import Tensor
+
+from gossamer.errors import CheckpointError, PeerError
+from gossamer.library.peers import Common
+from gossamer.rounds.loop import InFlight
+from gossamer.rules import Rule
+
+__all__ = ["FORMAT", "OuterState", "must_be_of", "must_continue_alike", "what_it_is_of"]
+
+log = logging.getLogger("gossamer")
+FORMAT = 2
+"""Of the states that are saved; those of 0.1.0 have no number, and do not say what they are of."""
+_CHANGEABLE = "rule option lr"  # as in a run file: the state has the same meaning under another outer learning rate
+_LONGEST = 120  # characters of a saved word in an error
+
+
+class OuterState(TypedDict):
+    """The value of `Outer.state_dict`."""
+
+    format: int
+    of: dict[str, str]
+    """What it is the state of: model, rule with its options, topology, workers, codec, schedule, worker and local steps."""
+    start: str
+    """Identifies the start of the loop that saved it; the same on all its workers, and new after each resume."""
+    outer: list[Tensor]
+    """The state of the rule."""
+    under_way: list[InFlight]
+    """The exchanges in flight."""
+    rounds: int
+    steps: int
+    """Inner steps since the last round ended."""
+
+
+def what_it_is_of(common: Common, rule: Rule, *, worker: int, workers: int, local_steps: int) -> dict[str, str]:
+    """What must be the same where a state is saved and where it is loaded, in words."""
+    return {
+        "model": common.model,
+        "rule": rule.name,
+        **{f"rule option {key}": repr(value) for key, value in rule.options.items()},
+        "topology": common.topology,
+        "workers": str(workers),
+        "worker": str(worker),
+        "codec": common.codec,
+        "schedule": common.schedule,
+        "local steps": str(local_steps),
+    }
+
+
+def must_be_of(state: Mapping[str, Any], mine: Mapping[str, str]) -> None:
+    """Raises CheckpointError, with what either side has, for a state of something else; warns of one that does not say."""
+    number, theirs = state.get("format"), state.get("of")
+    if number is None and theirs is None:
+        log.warning(
+            "the outer state was saved by gossamer 0.1.0 and does not say what it is of, so that only its shapes were compared; "
+            "see for yourself that rule, codec, schedule, local steps and worker are those it was saved with"
+        )
+        return
+    if isinstance(number, bool) or not isinstance(number, int) or not isinstance(theirs, Mapping):
+        raise CheckpointError(
+            f"the outer state has the format {number!r:.40} and says that it is of {type(theirs).__name__}; a state of "
+            f"Outer.state_dict has the format {FORMAT} and words: load one that was saved whole"
+        )
+    if number != FORMAT:
+        raise CheckpointError(
+            f"the outer state has the format {number:.40g}, and this gossamer reads {FORMAT} and that of 0.1.0; install the "
+            "version that saved it, or a newer one"
+        )
+    if not isinstance(start := state.get("start"), str) or len(start) > _LONGEST:
+        raise CheckpointError(
+            f"the outer state names the start it is of by {start!r:.40}, and Outer.state_dict by a short text; load one that was "
+            "saved whole"
+        )
+    for key in [*mine, *(key for key in theirs if key not in mine)]:
+        had, has = theirs.get(key, "none"), mine.get(key, "none")
+        if had != has and key != _CHANGEABLE:
+            raise CheckpointError(
+                f"the saved outer state has {key!s:.{_LONGEST}} {had!s:.{_LONGEST}} and this Outer {has:.{_LONGEST}}; load it "
+                "into an Outer that was made as the one that saved it, with the state of each worker on that worker"
+            )
+
+
+def must_continue_alike(said: Sequence[object]) -> None:
+    """Raises PeerError when workers continue from different rounds, steps or starts, with what each has.
+
+    Args: `said` has for each worker its round, step, local steps, and the start that its state is of; None for one that has
+        loaded nothing, or a state that does not say it.
+    """
+    for worker, one in enumerate(said):
+        match one:
+            case [int(), int(), int(), str() | None]:
+                pass
+            case _:
+                raise PeerError(
+                    f"worker {worker} does not say where it continues; install the same gossamer version everywhere"
+                )
+    places: list[list[Any]] = [[*one] for one in said]  # pyright: ignore[reportGeneralTypeIssues]
+    alike = len({one[2] for one in places}) == 1  # else a step within a round is another for each
+    first = places[0]
+    for worker, (round, step, _, start) in enumerate(places):
+        if round != first[0] or (alike and step != first[1]) or start != first[3]:
+            other = " of another run" if (round, step) == (first[0], first[1]) and None not in (start, first[3]) else ""
+            raise PeerError(
+                f"workers continue from different states: {_place(0, first)}, {_place(worker, places[worker])}{other}; load the "
+                "states that were saved together after one step on all workers, or begin anew on all"
+            )
+
+
+def _place(worker: int, place: Sequence[Any]) -> str:
+    round, step, _, start = place
+    if start is None and not round and not step:
+        return f"worker {worker} from the beginning, without a state"
+    return f"worker {worker} from round {round}, step {step}"
