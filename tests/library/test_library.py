@@ -27,7 +27,7 @@ from gossamer.rounds.exchange import finish_all
 from gossamer.rounds.kernel import PLAIN
 from gossamer.rounds.loop import OuterLoop
 from gossamer.rounds.mean_model import mean_of, mean_over_workers
-from gossamer.rules import RULES
+from gossamer.rules import RULES, make_rule
 from gossamer.run.config.recipes import missing, recipes
 from gossamer.topologies import make_topology
 from gossamer.transport.memory import MemoryNetwork, MemoryTransport
@@ -321,6 +321,7 @@ NOT_HERE = {
     "inner.averaging": {"gpa", "gpa_gossip"},
     "moments": {"des_loc", "local_adam"},
     "run.adapt": {"gasloc_adaptive"},
+    "it sets model.experts.count = 8, model.experts.holders = 2": {"fomoe"},
     "adapt_every = 5": {"dilocox_adaptive"},
     "peers = 2; allowed are whole numbers from 1 to 1": {"gasloc_2peer"},
 }  # fmt: skip
@@ -343,6 +344,30 @@ def test_every_method_runs_two_rounds_of_one_worker_or_is_refused_in_a_sentence(
     for reason, names in NOT_HERE.items():
         for name in names:
             assert reason in refused[name] and "\n" not in refused[name]
+
+
+def test_every_setting_of_a_method_is_in_what_outer_gets():
+    refused = set().union(*NOT_HERE.values()) - {"gasloc_2peer"}  # which fails for one worker only
+    for name, recipe in recipes().items():
+        if name in refused:
+            continue
+        found, settings = gossamer.method(name), dict(recipe.settings)
+        of = {
+            head: {key.partition(".")[2]: settings.pop(key) for key in [*settings] if key.startswith(f"{head}.")}
+            for head in ("rule", "topology", "codec", "schedule", "inner", "run")
+        }
+        expected = make_rule(of["rule"].pop("name"), **of["rule"])
+        assert (found.rule.name, found.rule.options) == (expected.name, expected.options)
+        assert {"name": found.topology, **found.topology_options} == of["topology"]
+        assert found.codec.name == of["codec"].get("name", "exact")
+        assert (found.codec.back and found.codec.back.name) == of["codec"].get("back")
+        assert all(getattr(found.schedule, key) == value for key, value in of["schedule"].items())
+        assert all(
+            getattr(found.inner, key) in (value, tuple(value) if isinstance(value, list) else value)
+            for key, value in of["inner"].items()
+        )
+        assert (found.local_steps, found.workers) == (of["run"].get("local_steps"), settings.pop("workers", None))
+        assert not settings and of["run"].keys() <= {"local_steps"}, name
 
 
 def test_a_method_is_its_parts_and_what_is_said_beside_it_goes_first():

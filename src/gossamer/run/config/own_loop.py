@@ -20,6 +20,8 @@ __all__ = ["method"]
 log = logging.getLogger("gossamer")
 
 Table = str | Mapping[str, Any]
+_HONOURED = ("rule.", "topology.", "codec.", "schedule.", "run.local_steps", "workers", "inner.")
+"""The settings that an `OuterMethod` holds. A method that needs any other one is refused: without it, it is another method."""
 
 
 def method(
@@ -59,6 +61,12 @@ def method(
     for row in OWN_LOOP:
         if row.fails(facts):
             raise PairingError(f"method '{name}' cannot run in your own loop: {row.sentence(facts)}")
+    if foreign := {key: value for key, value in own.items() if not key.startswith(_HONOURED)}:
+        words = ", ".join(f"{key} = {value!r}" for key, value in foreign.items())
+        raise PairingError(
+            f"method '{name}' cannot run in your own loop: it sets {words}, and your model and your loop stay as they are; "
+            f"use gossamer simulate or gossamer train, or its rule alone, '{made.name}'"
+        )
     words = ", ".join(
         f"{key.removeprefix('inner.')} = {value}" for key, value in own.items() if key.startswith("inner.")
     )
