@@ -29,7 +29,8 @@ import gossamer
 from commands import Command, in_forks
 from gossamer.errors import CheckpointError, ConfigError, MissingPackageError
 from gossamer.integrations import Place, as_worker
-from gossamer.integrations.begin import OuterOptions, must_resume_alike
+from gossamer.integrations.begin import must_resume_alike
+from gossamer.library import OuterOptions
 from gossamer.transport.processes.local import loopback
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "trainers.md"
@@ -463,6 +464,11 @@ def test_shards_are_disjoint_equally_long_and_of_the_same_kind():
     assert Place(1, 3).shard(table)["x"][:] == [1, 4, 7]
     with pytest.raises(ConfigError, match=r"a Stream, which has no length; .*split_dataset_by_node\(dataset, 1, 3\)"):
         Place(1, 3).shard(Stream())
+    numbers = torch.arange(22).view(11, 2)  # a tensor has a `select` too
+    assert torch.equal(torch.stack([*Place(1, 3).shard(numbers)]), numbers[[1, 4, 7]])
+    for wrong in ({"x": [1, 2, 3]}, datasets.DatasetDict(train=table, test=table), {1, 2, 3}):
+        with pytest.raises(ConfigError, match=f"shard got a {type(wrong).__name__}, whose samples have no numbers"):
+            Place(0, 1).shard(wrong)
     with pytest.raises(ConfigError, match="2 samples for 3 workers"):
         Place(1, 3).shard(range(2))
 

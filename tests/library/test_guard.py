@@ -2,8 +2,10 @@
 
 import contextlib
 import ctypes
+import inspect
 import itertools
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gossamer
 from commands import Command, in_forks
 from gossamer.errors import ConfigError, PeerError
+from gossamer.library import parts
 from gossamer.library.guard import fingerprints, must_be_alike
 from gossamer.transport.processes.local import loopback
 
@@ -39,6 +42,12 @@ def test_names_of_rules_topologies_and_codecs_are_as_good_as_the_things_themselv
     assert torch.equal(*ends)
 
 
+def odd(tensor: torch.Tensor) -> nn.Module:
+    model = net()
+    model.register_parameter("odd", nn.Parameter(tensor))
+    return model
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -57,12 +66,37 @@ def test_names_of_rules_topologies_and_codecs_are_as_good_as_the_things_themselv
         ({"process_group": object()}, "a object as process_group and torch.distributed is not initialised"),
         ({"model": [nn.Parameter(torch.ones(1))]}, "a list as model"),
         ({"model": nn.Linear(3, 1, device="meta")}, "2 tensors on the meta device, .* first is 'weight'"),
+        ({"model": nn.LazyLinear(3)}, "2 tensors whose shape the first batch will give .* call the model once"),
+        ({"model": nn.LazyBatchNorm1d()}, "4 tensors whose shape the first batch will give .* 'weight'"),
+        ({"model": odd(torch.ones(2, 2).to_sparse())}, r"'odd' is sparse \(torch.sparse_coo\), .* dense real numbers"),
+        ({"model": odd(torch.ones(2, dtype=torch.complex64))}, r"'odd' is complex \(torch.complex64\)"),
+        ({"sync_every": 30}, r"no argument 'sync_every', .*give local_steps=\.\.\."),
+        ({"num_fragments": 2}, r"no argument 'num_fragments', .*give schedule=Schedule\(fragments=\.\.\.\)"),
+        ({"fragment_sync_delay": 2}, r"give schedule=Schedule\(overlap_steps=\.\.\.\)"),
+        ({"fragment_update_alpha": 0.5}, r"give schedule=Schedule\(merge=\.\.\.\)"),
+        ({"inner_optimizer": None}, r"give gossamer.outer_loop\(model, optimizer, rule\)"),
+        ({"local_step": 3}, "unknown argument of Outer 'local_step'; did you mean 'local_steps'"),
     ],
     ids=itertools.count(),
 )
 def test_a_wrong_argument_is_refused_in_a_sentence(options, sentence):
     with pytest.raises(ConfigError, match=sentence):
         gossamer.Outer(**{"model": net(), "rule": "gasloc", **options})
+
+
+def test_the_words_of_others_lead_to_arguments_that_outer_has():
+    arguments = set(inspect.signature(gossamer.Outer.__init__).parameters) - {"self", "model", "rule"}
+    for ours in parts._ELSEWHERE.values():
+        for name in re.findall(r"(\w+)=\.\.\.\)", ours):
+            assert name in inspect.signature(gossamer.Schedule).parameters
+        for name in re.findall(r"^(\w+)=", ours):
+            assert name in arguments
+
+
+def test_sparse_numbers_that_are_not_trained_are_compared():
+    one, two = torch.eye(3).to_sparse(), 2 * torch.eye(3).to_sparse()
+    assert fingerprints({"a": one}, numbers=True) == fingerprints({"a": one.clone()}, numbers=True)
+    assert fingerprints({"a": one}, numbers=True) != fingerprints({"a": two}, numbers=True)
 
 
 def test_a_closed_outer_says_so():
@@ -333,8 +367,9 @@ def test_wrapped_unlike_and_moved_models_are_refused_or_mended_by_all_workers(li
             for framework in ("Accelerate", "Hugging Face Trainer", "Lightning"):
                 assert framework in said(when)
         assert said("wrapped in a worker").endswith("agree True")
-        assert "the model is in FSDPModule" in said("sharded")
-        assert "the model is in FSDPModule" in said("sharded later")
+        for when in ("sharded", "sharded later"):
+            assert "the model is in FSDPModule, which leaves each process a shard" in said(when)
+            assert "train as one" not in said(when) and "let each worker be one process" in said(when)
         assert "on workers 1, 2 of 4 tensors and first '0.0.weight'" in said("unlike")
         assert said("broadcast").endswith(": 0 0")
         assert said("own").endswith(f": {rank} {rank}")

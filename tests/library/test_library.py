@@ -310,6 +310,58 @@ def test_two_workers_stopped_within_a_round_continue_to_the_same_bits(forks):
     assert run_local(2, stop_within_a_round, []) == 0
 
 
+# --- around an optimizer ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["plain", "streaming"])
+def test_a_loop_inside_outer_loop_trains_to_the_bits_of_outer(schedule):
+    ends = []
+    for hooked in (True, False):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        options = {"local_steps": 6, "schedule": SCHEDULES[schedule]}
+        draw = torch.Generator().manual_seed(3)
+
+        def one_step(model=model, optimizer=optimizer, draw=draw):
+            model(torch.randn(8, 3, generator=draw)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        if hooked:
+            with gossamer.outer_loop(model, optimizer, "gasloc", **options) as outer:
+                for _ in range(20):
+                    one_step()
+                assert (outer.rounds, outer.steps) == (3, 2)
+            one_step()  # after the block the optimizer is as it was
+            assert (outer.rounds, outer.steps) == (3, 2)
+        else:
+            with gossamer.Outer(model, "gasloc", **options) as outer:
+                for _ in range(20):
+                    one_step()
+                    outer.step()
+                outer.finish()
+            one_step()
+        ends.append(flat(model))
+    assert torch.equal(*ends)
+
+
+def test_outer_loop_ends_with_an_error_inside_and_lets_go_of_the_optimizer():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with pytest.raises(KeyError), gossamer.outer_loop(model, optimizer, "gasloc", local_steps=1) as outer:
+        raise KeyError("inside")
+    optimizer.step()
+    with pytest.raises(ConfigError, match="closed after round 0"):
+        outer.step()
+
+
+def test_outer_loop_refuses_what_it_cannot_follow():
+    other = torch.optim.SGD(net().parameters(), lr=0.1)
+    for optimizer, words in ((other, "a SGD that has none of the model's 4"), ("adamw", "a str as optimizer")):
+        with pytest.raises(ConfigError, match=words), gossamer.outer_loop(net(), optimizer, "gasloc"):
+            pass
+
+
 # --- methods by name -------------------------------------------------------------------------------------------------
 
 NOT_HERE = {

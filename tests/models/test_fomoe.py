@@ -1,5 +1,6 @@
 """Mixtures of experts: a Mixtral of our own, workers that hold some experts each, and what they exchange."""
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from gossamer.models.experts import keep_experts
 from gossamer.models.holders import holders_of
 from gossamer.models.llama import logits_of, loss
 from gossamer.models.sizes import ExpertsConfig, tensors
+from gossamer.optimizers.inner import InnerConfig, build_optimizer
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.record.logs.trace import read_trace
@@ -88,6 +90,16 @@ def test_tokens_skip_an_expert_that_is_not_here_as_if_its_weights_were_zero():
         value.backward()
     others = dict(whole.named_parameters())
     assert all(torch.equal(p.grad, others[name].grad) for name, p in part.named_parameters())
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "spectral_muon"])
+def test_muon_trains_the_router_of_experts_and_the_option_says_so(optimizer):
+    model = mixture()
+    inner = build_optimizer(InnerConfig(optimizer=optimizer), model)
+    routers = {id(p) for name, p in model.named_parameters() if name.endswith("router.weight")}
+    muon = {id(p) for group in inner.parts["muon"].param_groups for p in group["params"]}
+    assert len(routers) == 2 and routers <= muon
+    assert "the router of experts among them" in inspect.getsource(InnerConfig)
 
 
 @pytest.mark.parametrize("resident", [{0, 1, 2, 3}, {0, 3}], ids=["all", "some"])

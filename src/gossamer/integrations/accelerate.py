@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from gossamer.integrations.begin import OuterOptions, let_every_worker_save, must_be_alone, must_resume_alike
-from gossamer.library import Outer, OuterMethod, OuterState
+from gossamer.integrations.begin import let_every_worker_save, must_be_alone, must_resume_alike
+from gossamer.library import Outer, OuterMethod, OuterOptions, OuterState
 from gossamer.rules import Rule
 
 if TYPE_CHECKING:

@@ -6,37 +6,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from typing_extensions import TypedDict
 
-from gossamer.codecs import Codec
 from gossamer.errors import CheckpointError, ConfigError, PeerError, first_line
 from gossamer.integrations.place import Place
-from gossamer.library import Outer, OuterMethod, Reduction
-from gossamer.library.guard import Rest
-from gossamer.rounds.schedule import Schedule
+from gossamer.library import Outer, OuterMethod, OuterOptions
 from gossamer.rules import Rule
-from gossamer.topologies import Topology
 from gossamer.transport.processes.backend import backend_of
 
-__all__ = ["OuterOptions", "begin", "let_every_worker_save", "must_be_alone", "must_resume_alike", "place_in"]
+__all__ = ["begin", "let_every_worker_save", "must_be_alone", "must_resume_alike", "place_in"]
 
 
 M = TypeVar("M", bound=nn.Module)
-
-
-class OuterOptions(TypedDict, total=False):
-    """The arguments of `gossamer.Outer` after model and rule."""
-
-    topology: str | Topology | None
-    local_steps: int | None
-    seed: int
-    codec: str | Codec | None
-    schedule: Schedule | None
-    reduction: Reduction
-    timeout_s: float
-    compile: bool
-    process_group: dist.ProcessGroup | None
-    rest: Rest
 
 
 def begin(

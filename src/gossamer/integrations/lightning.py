@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Unpack
 
 from gossamer.errors import require
-from gossamer.integrations.begin import OuterOptions, begin, must_be_alone
-from gossamer.library import Outer, OuterMethod
+from gossamer.integrations.begin import begin, must_be_alone
+from gossamer.library import Outer, OuterMethod, OuterOptions
 from gossamer.rules import Rule
 
 if TYPE_CHECKING:

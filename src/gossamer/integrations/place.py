@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -40,7 +40,7 @@ class Place(NamedTuple):
         All workers have equally many, because one that ends early would leave its peers waiting; up to `workers` - 1 samples at
         the end are left out. A `datasets.Dataset` stays one, and anything else becomes a `torch.utils.data.Subset`.
 
-        Raises: ConfigError for a data set without a length, or with fewer samples than workers.
+        Raises: ConfigError for a data set without a length or without numbered samples, or with fewer samples than workers.
 
         >>> [list(Place(worker, 2).shard("abcde")) for worker in range(2)]
         [['a', 'c'], ['b', 'd']]
@@ -52,10 +52,17 @@ class Place(NamedTuple):
                 f"shard got a {type(dataset).__name__}, which has no length; split a stream where it is read, as with "
                 f"datasets.distributed.split_dataset_by_node(dataset, {self.worker}, {self.workers})"
             ) from None
+        if isinstance(dataset, Mapping) or not hasattr(dataset, "__getitem__"):
+            raise ConfigError(
+                f"shard got a {type(dataset).__name__}, whose samples have no numbers from 0 on; give a list, a data set of "
+                "torch, or one split of a datasets.DatasetDict"
+            )
         mine = range(self.worker, n - n % self.workers, self.workers)
         if not mine:
             raise ConfigError(f"shard got {n} samples for {self.workers} workers; give at least one to each")
-        select = getattr(dataset, "select", None)
+        # Other classes have a `select` that means something else: that of a tensor takes a dimension, and pandas' has another.
+        ours = any(kind.__module__.partition(".")[0] == "datasets" for kind in type(dataset).__mro__)
+        select = getattr(dataset, "select", None) if ours else None
         return select(mine) if select else Subset(dataset, mine)  # pyright: ignore[reportArgumentType]
 
 

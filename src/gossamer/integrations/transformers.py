@@ -18,8 +18,8 @@ from torch import nn
 from typing_extensions import Unpack
 
 from gossamer.errors import CheckpointError, ConfigError, require
-from gossamer.integrations.begin import OuterOptions, begin, must_be_alone, place_in
-from gossamer.library import Outer, OuterMethod
+from gossamer.integrations.begin import begin, must_be_alone, place_in
+from gossamer.library import Outer, OuterMethod, OuterOptions
 from gossamer.record import checkpoint
 from gossamer.rules import Rule
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from gossamer.errors import ConfigError, PeerError
 
@@ -17,7 +18,8 @@ __all__ = ["Rest", "broadcast", "fingerprints", "must_be_alike", "must_be_traina
 Rest = Literal["compare", "broadcast", "own"]
 """What is done at the start with frozen parameters and buffers, which are never exchanged: compared, taken from worker 0, or
 left as each worker has them."""
-IN_STEP = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
+IN_STEP = ("DistributedDataParallel", "DeepSpeedEngine")
+SHARDED = ("FullyShardedDataParallel", "FSDPModule")
 UNWRAPPED = (
     "train the module itself; with the Hugging Face Trainer, Accelerate or Lightning, call gossamer.integrations.as_worker() "
     "before anything of the framework is made, so that it counts one process"
@@ -26,16 +28,36 @@ MOST_FINGERPRINTS = 4096
 
 
 def must_be_trainable(model: object, owner: str = "Outer") -> None:
-    """Raises ConfigError for what is no module, has no numbers yet, or is wrapped for training in step."""
+    """Raises ConfigError for what is no module, is wrapped for training in step or sharded, or does not fit a flat buffer."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{owner} got a {type(model).__name__} as model; it takes a torch.nn.Module: give the module")
     _refuse_wrapper_in(model)
-    empty = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
-    if empty:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if lazy := [name for name, t in tensors if is_lazy(t)]:
+        raise ConfigError(
+            f"{owner} got a model with {len(lazy)} tensors whose shape the first batch will give (the first is '{lazy[0]}'); "
+            "call the model once with a batch first"
+        )
+    if empty := [name for name, t in tensors if t.is_meta]:
         raise ConfigError(
             f"{owner} got a model with {len(empty)} tensors on the meta device, which have no numbers (the first is "
             f"'{empty[0]}'); load or initialise it first, as after model.to_empty(device=...)"
         )
+    for name, p in model.named_parameters():
+        if p.requires_grad and (kind := _not_flat(p)):
+            raise ConfigError(
+                f"{owner} got a model whose parameter '{name}' is {kind}, and exchanges dense real numbers; store it as such, or "
+                "freeze it and exchange it yourself"
+            )
+
+
+def _not_flat(p: Tensor) -> str:
+    """What a parameter is that cannot be a view of a flat buffer of real numbers; empty for one that can."""
+    if p.layout != torch.strided:
+        return f"sparse ({p.layout})"
+    if p.is_complex():
+        return f"complex ({p.dtype})"
+    return f"a {type(p.data).__name__}" if type(p.data) is not Tensor else ""  # a subclass keeps its numbers elsewhere
 
 
 def must_not_be_wrapped(model: nn.Module, workers: Collection[int]) -> None:
@@ -66,10 +88,18 @@ def must_not_be_wrapped(model: nn.Module, workers: Collection[int]) -> None:
 def _refuse_wrapper_in(model: nn.Module) -> None:
     for module in model.modules():
         for kind in type(module).__mro__:
-            if kind.__name__ in IN_STEP and kind.__module__.partition(".")[0] in ("torch", "deepspeed"):
+            if kind.__module__.partition(".")[0] not in ("torch", "deepspeed"):
+                continue
+            if kind.__name__ in SHARDED:
                 raise ConfigError(
-                    f"the model is in {kind.__name__}, which averages gradients or shards parameters in every step, so "
-                    f"that workers would train as one; {UNWRAPPED}"
+                    f"the model is in {kind.__name__}, which leaves each process a shard of it, and Outer of this version needs "
+                    "all parameters of a worker in one process, also where the processes of a site shard one worker; let each "
+                    "worker be one process with the whole model"
+                )
+            if kind.__name__ in IN_STEP:
+                raise ConfigError(
+                    f"the model is in {kind.__name__}, which averages gradients in every step, so that workers would train as "
+                    f"one; {UNWRAPPED}"
                 )
 
 
@@ -85,7 +115,7 @@ def fingerprints(tensors: Mapping[str, Tensor], *, numbers: bool) -> list[str]:
     for name, t in tensors.items():
         seen = hashlib.blake2b(repr((name, tuple(t.shape), t.dtype)).encode(), digest_size=4)
         if numbers and t.numel():
-            seen.update(_bytes_of(t).numpy().data)
+            seen.update(_bytes_of(t if t.layout == torch.strided else t.to_dense()).numpy().data)
         hashes.append(seen.hexdigest())
     return hashes if len(hashes) <= MOST_FINGERPRINTS else [hashlib.blake2b("".join(hashes).encode()).hexdigest()]
 
@@ -107,6 +137,11 @@ def must_be_alike(said: Sequence[object], names: Sequence[str]) -> None:
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, carrier: torch.device) -> None:
     """Overwrites a tensor with that of the first worker of a group, whose messages this device carries."""
+    if tensor.layout != torch.strided:
+        raise ConfigError(
+            f"a frozen parameter or buffer is sparse ({tensor.layout}), which rest='broadcast' does not send; load the same on "
+            "all workers, and let rest='compare' see to it"
+        )
     if tensor.numel():
         data = _bytes_of(tensor).to(carrier)
         dist.broadcast(data, group=group, group_src=0)

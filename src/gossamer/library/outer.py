@@ -16,7 +16,7 @@ from gossamer.errors import CheckpointError, ConfigError, PeerError
 from gossamer.layout import arrange, attach, keep_attached, layout_of
 from gossamer.library.guard import Rest, must_be_trainable, must_not_be_wrapped, rest_of
 from gossamer.library.metrics import Meter, OuterMetrics
-from gossamer.library.parts import LOCAL_STEPS, OuterMethod, Reduction, ranks_of, settled_parts
+from gossamer.library.parts import LOCAL_STEPS, OuterMethod, Reduction, knows_its_words, ranks_of, settled_parts
 from gossamer.library.peers import Peers, common_of
 from gossamer.library.saved import FORMAT, OuterState, must_be_of, must_continue_alike, what_it_is_of
 from gossamer.rounds.compatibility.combine import method_of, settled_rule, warnings_of
@@ -99,6 +99,7 @@ class Outer(Generic[M]):
     True
     """
 
+    @knows_its_words
     def __init__(
         self, model: M, rule: str | Rule | OuterMethod, *, topology: str | Topology | None = None,
         local_steps: int | None = None, seed: int = 0, codec: str | Codec | None = None, schedule: Schedule | None = None,
@@ -289,7 +290,7 @@ class Outer(Generic[M]):
         self._must_be_open("mean_model")
         keep_attached(self.model, self.layout, self.x)
         buffers = dict(self.model.named_buffers())
-        averaged = [self.x, *(t for t in buffers.values() if t.is_floating_point())]
+        averaged = [self.x, *(t for t in buffers.values() if t.is_floating_point() and t.layout == torch.strided)]
         saved = [(t, t.detach().clone()) for t in (self.x, *buffers.values())]
         try:
             means = mean_over_workers(

@@ -1,12 +1,15 @@
 """What `Outer` is given, as what it runs: names become rules, topologies and codecs, and a method is taken apart."""
 
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, ParamSpec
 
 import torch.distributed as dist
+from typing_extensions import TypedDict
 
 from gossamer.codecs import Codec, codec_of, exact
-from gossamer.errors import ConfigError
+from gossamer.errors import ConfigError, choose
+from gossamer.library.guard import Rest
 from gossamer.optimizers.inner import InnerConfig
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import FITTING
@@ -14,11 +17,43 @@ from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Rule, make_rule
 from gossamer.topologies import Topology, make_topology
 
-__all__ = ["LOCAL_STEPS", "OuterMethod", "Reduction", "ranks_of", "settled_parts"]
+__all__ = ["LOCAL_STEPS", "OuterMethod", "OuterOptions", "Reduction", "knows_its_words", "ranks_of", "settled_parts"]
 
+P = ParamSpec("P")
 Reduction = Literal["ordered", "all_reduce"]
 LOCAL_STEPS = 30
 """Inner steps of a round where neither the user nor a method says otherwise."""
+
+
+class OuterOptions(TypedDict, total=False):
+    """The arguments of `gossamer.Outer` after model and rule."""
+
+    topology: str | Topology | None
+    local_steps: int | None
+    seed: int
+    codec: str | Codec | None
+    schedule: Schedule | None
+    reduction: Reduction
+    timeout_s: float
+    compile: bool
+    process_group: dist.ProcessGroup | None
+    rest: Rest
+
+
+_ELSEWHERE = {
+    "sync_every": "local_steps=...",
+    "num_fragments": "schedule=Schedule(fragments=...)",
+    "model_fragments": "the whole model, and schedule=Schedule(fragments=...)",
+    "fragment_sync_delay": "schedule=Schedule(overlap_steps=...)",
+    "fragment_update_alpha": "schedule=Schedule(merge=...)",
+    "should_quantize": "codec='int8' or another",
+    "outer_optimizer": "a rule, such as diloco(lr=0.7, momentum=0.9)",
+    "inner_optimizer": "gossamer.outer_loop(model, optimizer, rule), or a call of step() after optimizer.step()",
+    "optimizer": "gossamer.outer_loop(model, optimizer, rule), or a call of step() after optimizer.step()",
+    "manager": "process_group=... or nothing, as the workers find each other through torch.distributed",
+    "num_workers": "process_group=... or nothing, as the workers find each other through torch.distributed",
+}
+"""What torchft and others call what Outer has."""
 
 
 class OuterMethod(NamedTuple):
@@ -38,6 +73,22 @@ class OuterMethod(NamedTuple):
     inner: InnerConfig | None = None
     """The inner optimizer that belongs to the method, where it was published with one. The optimizer stays yours:
     `gossamer.optimizers.inner.build_optimizer(method.inner, model)` makes that one, without its learning-rate schedule."""
+
+
+def knows_its_words(init: Callable[P, None]) -> Callable[P, None]:
+    """Lets the constructor of `Outer` raise ConfigError for unknown arguments, with the one that does what was meant."""
+
+    @functools.wraps(init)
+    def checked(*args: P.args, **given: P.kwargs) -> None:
+        for name in given.keys() - OuterOptions.__annotations__.keys() - {"model", "rule"}:
+            if name in _ELSEWHERE:
+                raise ConfigError(
+                    f"Outer has no argument '{name}', which is torchft's word or another's; give {_ELSEWHERE[name]}"
+                )
+            raise ConfigError(choose("argument of Outer", name, OuterOptions.__annotations__) + "; correct the name")
+        init(*args, **given)
+
+    return checked
 
 
 def settled_parts(

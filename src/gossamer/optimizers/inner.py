@@ -40,9 +40,10 @@ class InnerConfig:
     """Settings of the training between two exchanges."""
 
     optimizer: Annotated[str, OneOf(("accum_adamw", "adamw", "muon", "sgd", "spectral_muon"), code=True)] = "adamw"
-    """muon is torch's Muon on the hidden matrices and AdamW on all else, spectral_muon the same with the Muon of MuLoCo;
-    accum_adamw is AdamW with moments of mean gradients. "package.module:name" is a function of yours, or a class of torch's,
-    called with the parameters, with `options`, and with those of lr, betas, eps, weight_decay, momentum and nesterov it takes."""
+    """muon is torch's Muon on the hidden matrices, the router of experts among them, and AdamW on all else, spectral_muon the
+    same with the Muon of MuLoCo; accum_adamw is AdamW with moments of mean gradients. "package.module:name" is a function of
+    yours, or a class of torch's, called with the parameters, with `options`, and with those of lr, betas, eps, weight_decay,
+    momentum and nesterov it takes."""
     options: Mapping[str, Any] | None = None
     """Keywords for an optimizer of your own."""
     lr: Annotated[_Above, Changeable()] = 1e-3
@@ -170,7 +171,8 @@ def _groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[st
 def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """The trainable 2-D weights between the embeddings and the output head, in the order of the model.
 
-    A model of `transformers` names its head itself; in any other model it is the last linear layer.
+    A model of `transformers` names its head itself; in any other model it is the last linear layer. The router of experts, a
+    matrix [E, D] behind a softmax, is one of them.
     """
     outer = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
