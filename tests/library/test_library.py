@@ -1,7 +1,9 @@
 """Gossamer in someone else's loop: any model, any optimizer, alone or under torchrun."""
 
 import copy
+import gc
 import itertools
+import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +21,7 @@ from gossamer.errors import CheckpointError, ConfigError, PairingError, PeerErro
 from gossamer.library.metrics import Meter
 from gossamer.library.peers import common_of, must_agree
 from gossamer.library.saved import must_continue_alike
+from gossamer.library.watch import warn_of_phases
 from gossamer.optimizers.inner import build_optimizer
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import FITTING, Method
@@ -213,8 +216,8 @@ def test_a_state_of_0_1_0_continues_to_the_same_bits_with_one_warning(caplog):
         model.load_state_dict(saved["model"])
         loop.load_state_dict(saved["outer"])
         train(model, loop, 15, seed=1)
-    assert torch.equal(flat(model), saved["after 15 more steps"])
-    assert caplog.text.count("does not say what it is of") == len(caplog.records) == 1
+        assert torch.equal(flat(model), saved["after 15 more steps"])
+        assert caplog.text.count("does not say what it is of") == len(caplog.records) == 1
 
 
 def test_where_workers_continue_is_compared_in_words():
@@ -487,6 +490,66 @@ def test_a_loop_that_trains_nothing_before_the_first_exchange_is_warned_once(cap
             for _ in range(6):
                 loop.step()
     assert not caplog.text
+
+
+def test_steps_that_are_never_exchanged_are_told_once(caplog):
+    def said(steps, end=gossamer.Outer.close):
+        caplog.clear()
+        model = net()
+        loop = gossamer.Outer(model, "gasloc", local_steps=4)
+        train(model, loop, steps)
+        end(loop)
+        loop.close()
+        return caplog.text
+
+    assert not said(8)
+    for end in (gossamer.Outer.close, gossamer.Outer.finish):
+        text = said(6, end)
+        assert text.count("ends with 2 inner steps that were not exchanged, as a round has 4;") == 1
+        assert "no round ended at all, so that it has trained apart" in said(3, end)
+    caplog.clear()
+
+    def fails():
+        with gossamer.Outer(model := net(), "gasloc", local_steps=4) as loop:
+            train(model, loop, 3)
+            raise KeyError("inside")
+
+    with pytest.raises(KeyError):
+        fails()
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("end", ["close", "finish", "forgotten"])
+def test_a_loop_that_never_calls_step_is_told_so(end, caplog):
+    model = net()
+    loop = gossamer.Outer(model, "gasloc")
+    train(model, None, 3)
+    if end == "forgotten":
+        del loop
+        gc.collect()
+    else:
+        getattr(loop, end)()
+    assert "outer.step() was never called" in caplog.text
+    caplog.clear()
+    for untrained in (gossamer.Outer(model, "gasloc"), gossamer.Outer(model, "gasloc")):
+        saved = copy.deepcopy(model.state_dict())
+        with untrained.mean_model():
+            pass
+        model.load_state_dict(saved)
+        untrained.close()
+    assert not caplog.text
+
+
+def test_first_local_phases_are_compared_in_words(caplog):
+    assert not warn_of_phases({0: ["7", None]}, 2, "1")
+    for said in ({0: ["7", None], 1: ["8", 0.1]}, {0: ["1", None], 1: ["1", None]}, {0: ["7", 0.1], 1: ["8", 0.1]}):
+        assert warn_of_phases(said, 2, "1") and not caplog.text
+    assert not warn_of_phases({0: ["7", None], 1: "x"}, 2, "1") and not caplog.text
+    assert warn_of_phases({0: ["7", 0.1], 1: ["7", 0.1]}, 2, "1")
+    assert "all 2 workers came out of their first local phase with the same bits" in caplog.text
+    caplog.clear()
+    assert warn_of_phases({0: ["7", 0.1], 1: ["8", 0.2]}, 2, "1")
+    assert "(worker 0 0.1, worker 1 0.2)" in caplog.text
 
 
 def test_random_numbers_of_a_step_are_those_that_a_replica_draws_whatever_was_drawn_before():
@@ -812,9 +875,73 @@ def states_of_other_steps():
         assert loop.rounds == 2
 
 
+class Heard(logging.Handler):
+    """What is logged while it is entered."""
+
+    def __enter__(self):
+        self.lines = []
+        logging.getLogger("gossamer").addHandler(self)
+        return self.lines
+
+    def __exit__(self, *_):
+        logging.getLogger("gossamer").removeHandler(self)
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def the_same_data_and_other_rates():
+    """Workers that train on the same batches, and those whose learning rates differ, are told so once."""
+    rank = dist.get_rank()
+    for rule, own_data, own_rate in (("diloco", False, False), ("gasloc", False, False), ("gasloc", True, True)):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * (1 + own_rate * rank))
+        draw = torch.Generator().manual_seed(own_data * rank)
+        with Heard() as lines, gossamer.outer_loop(model, optimizer, rule, local_steps=2, timeout_s=60):
+            for _ in range(8):
+                model(torch.randn(8, 3, generator=draw)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        same = [
+            line for line in lines if "all 3 workers came out of their first local phase with the same bits" in line
+        ]
+        rates = [line for line in lines if "(worker 0 0.05, worker 1 0.1, worker 2 0.15)" in line]
+        assert (len(same), len(rates)) == (not own_data, own_rate), lines
+        dist.barrier()
+
+
+def uneven_data():
+    """Who has fewer batches than others is named to them; `common_steps` is the way."""
+    rank = dist.get_rank()
+    batches = 50 if rank else 47
+    model = net()
+    if rank:
+        said = r"worker 0 after round 9 and 2 more steps left the loop while this one goes on: .*equally many batches"
+        with gossamer.Outer(model, "diloco", local_steps=5, timeout_s=60) as loop, pytest.raises(PeerError, match=said):
+            train(model, loop, batches, seed=rank)
+    else:
+        with gossamer.Outer(model, "diloco", local_steps=5, timeout_s=60) as loop:
+            train(model, loop, batches, seed=rank)
+    dist.barrier()
+    with gossamer.Outer(model, "diloco", local_steps=5, timeout_s=60) as loop:
+        assert loop.common_steps(batches) == 47
+        train(model, loop, 47, seed=rank)
+        assert (loop.rounds, loop.steps) == (9, 2)
+    dist.barrier()
+
+
 def go_through_all(argv):
     dist.init_process_group("gloo")
-    for act in (other_codecs, states_of_other_steps, one_method_for_one_worker, reductions, metrics, mean_models):
+    for act in (
+        other_codecs,
+        states_of_other_steps,
+        the_same_data_and_other_rates,
+        uneven_data,
+        one_method_for_one_worker,
+        reductions,
+        metrics,
+        mean_models,
+    ):
         act()
         dist.barrier()
     dist.destroy_process_group()

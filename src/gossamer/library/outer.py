@@ -2,7 +2,8 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -19,6 +20,7 @@ from gossamer.library.metrics import Meter, OuterMetrics
 from gossamer.library.parts import LOCAL_STEPS, OuterMethod, Reduction, knows_its_words, ranks_of, settled_parts
 from gossamer.library.peers import Peers, common_of
 from gossamer.library.saved import FORMAT, OuterState, must_be_of, must_continue_alike, what_it_is_of
+from gossamer.library.watch import Watch, explained, warn_of_phases
 from gossamer.rounds.compatibility.combine import method_of, settled_rule, warnings_of
 from gossamer.rounds.loop import OuterLoop
 from gossamer.rounds.mean_model import mean_over_workers
@@ -152,6 +154,12 @@ class Outer(Generic[M]):
         self._stops: list[Stop] = []
         self._before: int | None = self._checksum()
         """Of the parameters, until the first exchange has seen whether training changes them."""
+        self._watch = Watch(self.worker, self.x, _checksum, self.local_steps)
+        self._forgotten = weakref.finalize(self, self._watch.end)  # of an Outer that is dropped without close()
+        self.lr: Callable[[], float] | None = None
+        """Tells the learning rate of the inner optimizer, where somebody knows it, so that workers can compare theirs."""
+        self._began_at, self._looks = str(self._before), 3
+        """What all began with, and how often to look yet how the first local phase of all ended."""
 
     def __repr__(self) -> str:
         """What it does, and how far it is.
@@ -198,6 +206,7 @@ class Outer(Generic[M]):
             wrapper that was put around the model, or when its parameters are not what they were.
         """
         self._must_be_open("step")
+        self._watch.called = True
         self._agree()
         if self._watched and self.steps == 0:
             must_not_be_wrapped(self.model, self.ranks)
@@ -210,7 +219,7 @@ class Outer(Generic[M]):
             while self._stops and self._stops[0].step == self.steps:
                 stop = self._stops.pop(0)
                 self._look()
-                with self._meter.exchanging():
+                with self._meter.exchanging(), self._explaining():
                     self._meter.count(self._loop.post(self.rounds, stop))
                     self._loop.receive(self.rounds, stop)
                 if self._stops:
@@ -219,6 +228,7 @@ class Outer(Generic[M]):
             return False
         self.steps, self.rounds = 0, self.rounds + 1
         self._meter.rounds += 1
+        self._watch.exchanged = True
         return True
 
     def finish(self) -> None:
@@ -232,8 +242,31 @@ class Outer(Generic[M]):
             self._agree()
         with torch.no_grad():
             self._look()
-            with self._meter.exchanging():
+            with self._meter.exchanging(), self._explaining():
                 self._loop.end()
+        self._watch.end(self.steps)
+
+    def common_steps(self, mine: int) -> int:
+        """The fewest steps that any worker can take, so that all end together.
+
+            for batch in itertools.islice(loader, outer.common_steps(len(loader))):
+                ...
+
+        Args: `mine` is how many this worker can take. A collective: all workers call it at the same place.
+        Raises: PeerError naming who does not; ConfigError for what is no number of steps.
+
+        >>> import gossamer, torch
+        >>> gossamer.Outer(torch.nn.Linear(2, 1), "gossip").common_steps(50)
+        50
+        """
+        self._must_be_open("common_steps")
+        check_option("common_steps", "mine", mine, Annotated[int, Interval("[0, inf)")])
+        said = self._peers.agree("common_steps", mine)
+        if wrong := [worker for worker, one in enumerate(said) if type(one) is not int or one < 0]:
+            raise PeerError(
+                f"worker {wrong[0]} does not say how many steps it can take; call common_steps on all workers"
+            )
+        return min(said)
 
     def metrics(self) -> OuterMetrics:
         """What the exchanges of this worker cost since the previous call, or since the start; needs no other worker.
@@ -375,6 +408,8 @@ class Outer(Generic[M]):
         self.rounds, self.steps, self._stops = rounds, steps, []
         self._loaded, self._agreed = state.get("start"), False
         self._before = None if steps else self._checksum()
+        self._watch.begin()
+        self._began_at, self._looks = str(self._before), 0 if steps else 3
 
     def _sent_by(self, rounds: int, steps: int) -> set[tuple[int, int]]:
         """Round and fragment of what has been sent and not received after so many steps of this round."""
@@ -388,6 +423,12 @@ class Outer(Generic[M]):
 
     def close(self) -> None:
         """Ends the outer loop and its connections; your own process group stays open. A second call does nothing."""
+        if not self._closed:
+            self._forgotten.detach()
+            if not self._watch.quiet:
+                # Before the connections end: whoever finds one closed then finds the reason.
+                self._peers.tell("left", [self.rounds, self.steps])
+                self._watch.end(self.steps)
         self._closed = True
         self._loop.in_flight.clear()
         self._peers.close()
@@ -398,6 +439,8 @@ class Outer(Generic[M]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._watch.quiet = True  # the error is to be read, and not what it left undone
         self.close()
 
     def _must_be_open(self, call: str) -> None:
@@ -420,8 +463,17 @@ class Outer(Generic[M]):
         until its timeout.
         """
         if not self._agreed:
-            must_continue_alike(self._peers.agree([self.rounds, self.steps, self.local_steps, self._loaded]))
+            must_continue_alike(self._peers.agree("step", [self.rounds, self.steps, self.local_steps, self._loaded]))
             self._agreed = True
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Says of a peer that fails in an exchange whether it has left its loop."""
+        try:
+            yield
+        except PeerError as error:
+            self._watch.quiet = True
+            raise explained(error, self._peers.told("left")) from error
 
     def _look(self) -> None:
         """What must hold whenever the flat buffer is sent or overwritten."""
@@ -429,7 +481,15 @@ class Outer(Generic[M]):
             self._watched = False
             must_not_be_wrapped(self.model, self.ranks)
         keep_attached(self.model, self.layout, self.x)
-        if self._before is not None and self._before == self._checksum():
+        if self._looks and self._before is None:
+            # Not at the first exchange itself: the others may not have come to its end yet.
+            said = self._peers.told("phase")
+            self._looks = 0 if warn_of_phases(said, self.n, self._began_at) else self._looks - 1
+        if self._before is None:
+            return
+        now, lr = self._checksum(), None if self.lr is None else self.lr()
+        self._peers.tell("phase", [str(now), lr])
+        if self._before == now and self._watch.called:
             log.warning(
                 "the parameters of worker %d did not change in the %d inner steps before its first exchange; call "
                 "outer.step() after optimizer.step() and not after each micro-batch, and let the optimizer have the parameters "
@@ -439,4 +499,8 @@ class Outer(Generic[M]):
         self._before = None
 
     def _checksum(self) -> int:
-        return checksum(self.x.view(torch.uint8))
+        return _checksum(self.x)
+
+
+def _checksum(x: torch.Tensor) -> int:
+    return checksum(x.view(torch.uint8))

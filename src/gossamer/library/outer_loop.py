@@ -59,6 +59,7 @@ def outer_loop(
             "it with model.parameters() of this model"
         )
     with Outer(model, rule, **options) as outer:
+        outer.lr = lambda: float(optimizer.param_groups[0]["lr"])
         hook = optimizer.register_step_post_hook(lambda *_: _count(outer.step))
         try:
             yield outer

@@ -1,7 +1,9 @@
 """The other workers of an `Outer`: what all must agree about, and connections of its own."""
 
 import atexit
+import contextlib
 import hashlib
+import json
 import logging
 import os
 import secrets
@@ -151,6 +153,9 @@ class Peers:
         said = agree(member, "gossamer.Outer", [common, rest, secrets.token_hex(8)], timeout_s=timeout_s)
         must_agree([one[0] if isinstance(one, list) and len(one) == 3 else None for one in said], common)
         must_be_alike([one[1] for one in said], list(others))
+        start = str(said[0][2])
+        # Of a part of the store for this start: what an earlier Outer of the same workers reported there is not of this one.
+        member = member._replace(store=PrefixStore(start, store))
         group = dist.new_group(  # connections of our own, which `close` may close
             [*ranks],
             timedelta(seconds=timeout_s),
@@ -161,22 +166,38 @@ class Peers:
         run = int(hashlib.sha256(repr(common).encode()).hexdigest()[:16], 16)
         transport = GroupTransport(member, run=run, timeout_s=timeout_s, group=group)
         reduce = all_reduce(timeout_s, group) if common.reduction == "all_reduce" else None
-        peers = cls(transport, reduce, group, member, str(said[0][2]), timeout_s)
+        peers = cls(transport, reduce, group, member, start, timeout_s)
         carrier = x.device if backend == "nccl" else torch.device("cpu")
         for tensor in (x, *(others.values() if common.rest == "broadcast" else ())):
             broadcast(tensor, group, carrier)
         return peers
 
-    def agree(self, facts: object) -> list[Any]:
-        """What each worker says, in their order. Raises PeerError naming who says nothing in time."""
+    def agree(self, call: str, facts: object) -> list[Any]:
+        """What each worker says in a call of `Outer`, in their order. Raises PeerError naming who says nothing in time."""
         if self._member is None:
             return [facts]
         try:
-            return agree(self._member, "gossamer.Outer continues", facts, timeout_s=self._timeout_s)
+            return agree(self._member, f"Outer.{call}", facts, timeout_s=self._timeout_s)
         except PeerError as error:
-            raise PeerError(
-                f"not all workers say where they continue: {error}; load the states of one step on all workers before the next"
-            ) from error
+            raise PeerError(f"not all workers came to {call}() of Outer together: {error}") from error
+
+    def tell(self, topic: str, facts: object) -> None:
+        """Writes what the others may read, without waiting for them; a store that is gone, as at the end, hears nothing."""
+        if self._member is not None:
+            with contextlib.suppress(RuntimeError):
+                entries = self._member.entries.under(topic)
+                entries.set(str(self._member.worker), json.dumps(facts))
+
+    def told(self, topic: str) -> dict[int, Any]:
+        """What each worker has told so far, by worker; what is no JSON counts as nothing."""
+        said = dict[int, Any]()
+        if self._member is not None:
+            with contextlib.suppress(RuntimeError):
+                entries = self._member.entries.under(topic)
+                for worker, text in entries.several([str(worker) for worker in range(self._member.workers)]).items():
+                    with contextlib.suppress(ValueError, RecursionError):
+                        said[int(worker)] = json.loads(text)
+        return said
 
     def timed_reduce(self, add: Callable[[float], None]) -> Reduce | None:
         """The all-reduce, which reports the seconds of each call; None where none was asked for."""

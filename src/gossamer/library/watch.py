@@ -1,0 +1,100 @@
+"""What goes wrong in most loops of one's own, as one warning each: steps that nobody exchanges, and workers that train alike."""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from gossamer.errors import PeerError
+
+__all__ = ["Watch", "explained", "warn_of_phases"]
+
+log = logging.getLogger("gossamer")
+
+
+class Watch:
+    """Whether the steps of one worker are counted and exchanged.
+
+    It knows nothing of its `Outer`, so that it can look on when that is forgotten and collected.
+
+    Args:
+        checksum: of the parameters.
+        local_steps: of a round.
+    """
+
+    def __init__(self, worker: int, x: Tensor, checksum: Callable[[Tensor], int], local_steps: int) -> None:
+        self._worker, self._x, self._checksum, self._local_steps = worker, x, checksum, local_steps
+        self._start = checksum(x)
+        self.quiet = False
+        """Whether nothing more is to be said: it has been, or an error ends the loop."""
+        self.exchanged = self.called = False
+
+    def begin(self) -> None:
+        """Looks at the parameters again, which somebody has loaded."""
+        self._start = self._checksum(self._x)
+
+    def end(self, steps: int = 0) -> None:
+        """Warns once when training ended with steps that were never exchanged, or never counted.
+
+        Args: `steps` are those since the last round ended.
+        """
+        if self.quiet:
+            return
+        if steps:
+            self.quiet = True
+            log.warning(
+                "worker %d ends with %d inner steps that were not exchanged, as a round has %d%s; let the number of steps be a "
+                "multiple of local_steps",
+                self._worker, steps, self._local_steps,
+                "" if self.exchanged else ", and no round ended at all, so that it has trained apart from the others",
+            )  # fmt: skip
+        elif not self.called and self._checksum(self._x) != self._start:
+            self.quiet = True
+            log.warning(
+                "the parameters of worker %d have changed and outer.step() was never called, so that it has trained apart from "
+                "the others; call it after each optimizer.step(), or use gossamer.outer_loop",
+                self._worker,
+            )
+
+
+def warn_of_phases(said: Mapping[int, Any], workers: int, start: str) -> bool:
+    """Whether all workers have told how their first local phase ended; warns when it did with the same bits, or other rates.
+
+    Args:
+        said: of each worker, the hash of its parameters before the exchange and its learning rate, None where unknown.
+        start: the hash of the parameters that all began with.
+    """
+    ends = {worker: one for worker, one in said.items() if isinstance(one, list) and len(one) == 2}
+    if len(ends) < workers:
+        return False
+    hashes = {str(one[0]) for one in ends.values()}
+    if workers > 1 and len(hashes) == 1 and hashes != {start}:
+        log.warning(
+            "all %d workers came out of their first local phase with the same bits: they train on the same batches with the same "
+            "random numbers, so that more workers add nothing; give each its own part of the data, as place.shard does",
+            workers,
+        )
+    rates = {worker: one[1] for worker, one in ends.items() if isinstance(one[1], float)}
+    if len(set(rates.values())) > 1:
+        log.warning(
+            "workers have other inner learning rates at the same exchange (%s); let their schedules count the same steps, also "
+            "after one has resumed",
+            ", ".join(f"worker {worker} {rate:.6g}" for worker, rate in sorted(rates.items())),
+        )
+    return True
+
+
+def explained(error: PeerError, left: Mapping[int, Any]) -> PeerError:
+    """The error of an exchange, with who has left its loop before, after how many rounds and steps."""
+    words = [
+        f"worker {worker} after round {one[0]} and {one[1]} more steps"
+        for worker, one in sorted(left.items())
+        if isinstance(one, list) and [*map(type, one)] == [int, int]
+    ]
+    if not words:
+        return error
+    return PeerError(
+        f"{', '.join(words)} left the loop while this one goes on: {error}; give all workers equally many batches, as "
+        "place.shard does, or let all take outer.common_steps(len(loader)) steps"
+    )
