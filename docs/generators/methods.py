@@ -80,6 +80,8 @@ def python_of(settings: Mapping[str, Any]) -> str:
     decides = bool({"adapt", "wait"} & parts["run"].keys()) or "adapt_every" in parts["rule"]
     if rule is None or RULES[rule]().site == "gradients" or decides:
         return ""
+    if any(key.startswith("model.") for key in settings):  # the model is that of the loop
+        return ""
     if "inner_every" in parts["schedule"] or "averaging" in parts["inner"]:
         return ""
     names = {"Outer"}

@@ -217,8 +217,10 @@ def keep_attached(model: nn.Module, layout: Layout, buffer: Tensor) -> None:
                 f"parameter '{leaf.name}' {now}, and was {buffer.dtype} {list(leaf.shape)} on {buffer.device} when Outer was "
                 "made; convert, move, resize or wrap the model before Outer is made"
             )
-        if p.data_ptr() != start + leaf.start * size:
+        # A view in another order, as p.data.t() of a square matrix, begins at the same address.
+        if p.data_ptr() != start + leaf.start * size or not p.is_contiguous():
             left.append(leaf)
+            p.data = p.data.clone()  # it may lie in the buffer that it is copied to
     if late := [name for name, p in parameters.items() if p.requires_grad]:
         raise ConfigError(
             f"{len(late)} parameters are trainable that were not when Outer was made, and are not exchanged (the first is "

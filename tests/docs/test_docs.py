@@ -75,6 +75,14 @@ def test_the_command_on_the_page_of_a_method_can_start(name, source):
     resolve(parse(with_settings(load(ROOT / file), dict([setting.split("=")]))))
 
 
+def test_the_page_of_a_method_has_python_where_an_own_loop_can_run_it():
+    for name, recipe in recipes().items():
+        try:
+            gossamer.method(name)
+        except gossamer.errors.PairingError:
+            assert not python_of(recipe.settings), name
+
+
 @pytest.mark.parametrize("name", [name for name in recipes() if python_of(recipes()[name].settings)])
 def test_the_python_on_the_page_of_a_method_makes_it(name):
     settings = recipes()[name].settings

@@ -290,6 +290,45 @@ def refusals():
     return said
 
 
+def too_short():
+    """What is said of 23 samples, accumulation 8 and local_steps = 4: three epochs are three steps, and six are six."""
+    import lightning
+    from transformers import Trainer, TrainingArguments
+
+    from gossamer.integrations.lightning import LightningCallback
+    from gossamer.integrations.transformers import TransformersCallback
+
+    place, said = as_worker(), {}
+
+    def trainer(epochs, samples):
+        args = TrainingArguments(
+            f"out/worker-{place.worker}", num_train_epochs=epochs, per_device_train_batch_size=2, save_strategy="no",
+            gradient_accumulation_steps=8, report_to="none", use_cpu=True,
+        )  # fmt: skip
+        callback = TransformersCallback("diloco", local_steps=4)
+        Trainer(llama(), args, train_dataset=samples, callbacks=[callback]).train()
+        return callback.outer.rounds
+
+    def fit(epochs, samples):
+        callback = LightningCallback("diloco", local_steps=4)
+        options = {"enable_checkpointing": False, "logger": False, "enable_progress_bar": False}
+        lightning.Trainer(
+            accelerator="cpu", devices=1, max_epochs=epochs, accumulate_grad_batches=8, callbacks=[callback], **options
+        ).fit(lightning_module(net()), DataLoader(samples, batch_size=2))
+        return callback.outer.rounds
+
+    for name, train, data in (("transformers", trainer, texts()), ("lightning", fit, numbers())):
+        mine = place.shard([data[k] for k in range(23)])
+        with pytest.raises(ConfigError) as refused:
+            train(3, mine)
+        said[name] = {"none": str(refused.value)}
+        said[name]["rounds"] = train(6, mine)
+        with pytest.raises(ConfigError) as refused:
+            train(4 + place.worker, mine)
+        said[name]["uneven"] = str(refused.value)
+    return said
+
+
 def work(rank, port):
     """What one of the two processes does for all tests here."""
     os.environ |= {
@@ -313,6 +352,7 @@ def work(rank, port):
             found[name], found[name, "late"] = train(PLAIN), train(LATE)
             if name == "transformers":
                 found["refused"] = refused_by_the_trainer()
+    found["short"] = too_short()
     torch.save(found, f"found-{place.worker}.pt")
 
 
@@ -415,6 +455,52 @@ def test_the_trainer_is_refused_a_changing_batch_size_and_a_checkpoint_without_a
         changing, without = each["refused"]
         assert "auto_find_batch_size" in changing and "set it to False" in changing
         assert f"checkpoint-8/outer' has no outer state of worker {worker} of 2" in without
+
+
+def test_accelerate_resumes_within_an_epoch_with_the_samples_of_the_uninterrupted_run(tmp_path, monkeypatch):
+    """At batch 6 of the 10 of an epoch, and again in the next."""
+    from accelerate.state import AcceleratorState
+
+    samples = TensorDataset(torch.randn(40, 3, generator=torch.Generator().manual_seed(1)))
+    code = SCRIPTS["accelerate"].replace("3000", "12").replace("% 500", "% 4").replace("=30", "=2")
+    code = code.replace("steps % 4", "steps in (3, 8)")
+
+    def train(crash=None):
+        recorder = Recorder(net(), crash)
+        names = {"model": recorder.model, "optimizer": adam(recorder.model), "dataset": samples, "loss_of": loss_of}
+        with contextlib.suppress(Crash):
+            exec(code.replace(" == 0:", ":"), names)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return [args[0] for args, _ in recorder.calls]
+
+    folders = [tmp_path / "whole", tmp_path / "parts"]
+    for folder in folders:
+        folder.mkdir()
+    monkeypatch.chdir(folders[0])
+    whole = train()
+    monkeypatch.chdir(folders[1])
+    first, second, third = train(crash=4), train(crash=6), train()
+    seen = [*first[: 3 * BATCHES], *second[: 5 * BATCHES], *third]
+    assert len(seen) == len(whole) == 12 * BATCHES
+    assert [torch.equal(a, b) for a, b in zip(seen, whole, strict=True)] == [True] * len(whole)
+    assert len({tuple(row.tolist()) for batch in seen[:10] for row in batch}) == 40
+    assert not torch.equal(torch.stack(whole[:10]), torch.stack(whole[10:20]))  # another order in the next epoch
+
+
+@pytest.mark.parametrize("name", ["transformers", "lightning"])
+def test_a_training_without_a_whole_round_is_refused_when_it_begins(found, worked, name):
+    for each in found:
+        said = each["short"][name]
+        assert (
+            "training takes 3 optimizer steps and a round has 4, so that none would end and the 2 workers"
+            in said["none"]
+        )
+        assert said["rounds"] == 1
+        assert "workers take 4 to 5 optimizer steps, and those that take more would wait" in said["uneven"]
+    for worker in range(2):
+        assert (
+            f"the last 2 of 6 optimizer steps of worker {worker} will not be exchanged, as a round has 4" in worked[1]
+        )
 
 
 def test_the_log_of_a_framework_has_the_rounds(found):

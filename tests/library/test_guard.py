@@ -183,6 +183,26 @@ def test_parameters_that_left_the_flat_buffer_are_taken_back(load):
     assert torch.equal(*ends)
 
 
+def test_a_parameter_in_another_order_of_the_same_memory_is_taken_back():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Conv2d(3, 3, 3))
+    loop = outer(model, local_steps=1)
+    for change in (lambda p: p.data.t(), lambda p: p.data.t().clone().t()):
+        weight = model[0].weight
+        before = weight.detach().clone()
+        weight.data = change(weight)
+        seen = weight.detach().clone()
+        with torch.no_grad():
+            weight += 1.0
+        loop.step()
+        assert weight.is_contiguous() and torch.equal(flat(model), loop.x)
+        assert not torch.equal(weight, before) and weight.shape == seen.shape
+    model.to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        model[1].weight += 1.0
+    loop.step()
+    assert torch.equal(flat(model), loop.x)
+
+
 def test_what_is_frozen_later_is_still_exchanged():
     model = net()
     loop = outer(model)

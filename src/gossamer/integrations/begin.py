@@ -1,5 +1,6 @@
 """What all frameworks have in common: an Outer around a model that may have been loaded from a checkpoint."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -13,10 +14,13 @@ from gossamer.library import Outer, OuterMethod, OuterOptions
 from gossamer.rules import Rule
 from gossamer.transport.processes.backend import backend_of
 
-__all__ = ["begin", "let_every_worker_save", "must_be_alone", "must_resume_alike", "place_in"]
+__all__ = ["begin", "let_every_worker_save", "must_be_alone", "must_have_rounds", "must_resume_alike", "place_in"]
 
 
 M = TypeVar("M", bound=nn.Module)
+log = logging.getLogger("gossamer")
+_UNKNOWN = 1 << 60
+"""More steps than anybody takes, for a training whose length is not known."""
 
 
 def begin(
@@ -52,6 +56,41 @@ def begin(
                 p.copy_(own[name])
     outer.load_state_dict(saved)
     return outer
+
+
+def must_have_rounds(outer: Outer[Any], total: float) -> None:
+    """Sees at the beginning whether the optimizer steps of the whole training make rounds, the same on all workers.
+
+    Args: `total` are the steps of this worker, those before a resume included; not above 0 or infinite where nobody knows.
+    Raises: ConfigError, with the outer loop closed, when no round would end, so that workers would train apart, or when workers
+        take unequally many steps; logs a warning when the last steps are not exchanged. PeerError as `common_steps` does.
+    """
+    known = 0 < total < _UNKNOWN
+    mine = int(total) if known else _UNKNOWN
+    fewest = outer.common_steps(mine)
+    most = _UNKNOWN - outer.common_steps(_UNKNOWN - mine)
+    if fewest == _UNKNOWN:
+        return
+    left, wrong = mine % outer.local_steps, ""
+    if fewest < most:
+        wrong = (
+            f"workers take {fewest} to {'an unknown number of' if most == _UNKNOWN else most} optimizer steps, and those that "
+            "take more would wait for the others in vain; set max_steps to the same for all"
+        )
+    elif outer.n > 1 and mine < outer.local_steps:
+        wrong = (
+            f"training takes {mine} optimizer steps and a round has {outer.local_steps}, so that none would end and the "
+            f"{outer.n} workers would train apart; set local_steps to at most {mine}, or train for longer"
+        )
+    if wrong:
+        outer.close()
+        raise ConfigError(wrong)
+    if left:
+        log.warning(
+            "the last %d of %d optimizer steps of worker %d will not be exchanged, as a round has %d; let the number of steps be "
+            "a multiple of local_steps",
+            left, mine, outer.worker, outer.local_steps,
+        )  # fmt: skip
 
 
 def let_every_worker_save(model: nn.Module) -> None:

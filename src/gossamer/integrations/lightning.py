@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Unpack
 
 from gossamer.errors import require
-from gossamer.integrations.begin import begin, must_be_alone
+from gossamer.integrations.begin import begin, must_be_alone, must_have_rounds
 from gossamer.library import Outer, OuterMethod, OuterOptions
 from gossamer.rules import Rule
 
@@ -40,8 +40,8 @@ class LightningCallback(Callback):
     Let `max_steps` be a multiple of `local_steps`: steps after the last exchange stay with the worker that took them.
 
     Args: as of `gossamer.Outer`, without the model, which is the LightningModule.
-    Raises: ConfigError if the Trainer counts several processes; CheckpointError if the outer state is missing or does not fit,
-        or workers resume from different steps. Later what Outer raises.
+    Raises: ConfigError if the Trainer counts several processes, or takes fewer steps than a round has; CheckpointError if the
+        outer state is missing or does not fit, or workers resume from different steps. Later what Outer raises.
     Cost: that of Outer; on resuming one more copy of the parameters for a moment.
     """
 
@@ -65,6 +65,8 @@ class LightningCallback(Callback):
         self._steps, self._seconds = trainer.global_step, 0.0
         saved = self._saved or self.state_dict() or None  # a second `fit` continues from the first
         self.outer = begin(pl_module, self._rule, self._options, step=self._steps, saved=saved if self._steps else None)
+        must_have_rounds(self.outer, _steps_in_all(trainer))
+        self.outer.lr = lambda: float(trainer.optimizers[0].param_groups[0]["lr"])
         self._saved = None
 
     def on_train_batch_end(
@@ -96,3 +98,10 @@ class LightningCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the outer state of a checkpoint until training starts."""
         self._saved = state_dict or None
+
+
+def _steps_in_all(trainer: "Trainer") -> float:
+    """The optimizer steps of the whole training; infinite where Lightning cannot tell, as with accumulation that changes."""
+    if any(type(one).__name__ == "GradientAccumulationScheduler" for one in trainer.callbacks):  # pyright: ignore
+        return float("inf")
+    return trainer.estimated_stepping_batches

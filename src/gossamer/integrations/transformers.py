@@ -18,7 +18,7 @@ from torch import nn
 from typing_extensions import Unpack
 
 from gossamer.errors import CheckpointError, ConfigError, require
-from gossamer.integrations.begin import begin, must_be_alone, place_in
+from gossamer.integrations.begin import begin, must_be_alone, must_have_rounds, place_in
 from gossamer.library import Outer, OuterMethod, OuterOptions
 from gossamer.record import checkpoint
 from gossamer.rules import Rule
@@ -43,9 +43,9 @@ class TransformersCallback(TrainerCallback):
     Let `max_steps` be a multiple of `local_steps`: steps after the last exchange stay with the worker that took them.
 
     Args: as of `gossamer.Outer`, without the model.
-    Raises: when training begins, ConfigError if the Trainer counts several processes or GPUs, or may change the batch size by
-        itself; CheckpointError if the checkpoint has no outer state that fits, or workers resume from different steps. Later
-        what Outer raises.
+    Raises: when training begins, ConfigError if the Trainer counts several processes or GPUs, may change the batch size by
+        itself, or takes fewer steps than a round has; CheckpointError if the checkpoint has no outer state that fits, or workers
+        resume from different steps. Later what Outer raises.
     Cost: that of Outer; on resuming one more copy of the parameters for a moment.
     """
 
@@ -69,6 +69,9 @@ class TransformersCallback(TrainerCallback):
         self._seconds = 0.0
         saved = self._load(args, state.global_step) if state.global_step else None
         self.outer = begin(model, self._rule, self._options, step=state.global_step, saved=saved)
+        must_have_rounds(self.outer, state.max_steps)
+        optimizer = kwargs["optimizer"]
+        self.outer.lr = lambda: float(optimizer.param_groups[0]["lr"])
 
     def on_step_end(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
