@@ -154,6 +154,12 @@ def test_a_record_that_cannot_be_is_refused_with_its_place(tmp_path, monkeypatch
         replay_server(resolve(config, real=True), tmp_path / "b", tmp_path)
     with pytest.raises(ConfigError, match="replay it with its own"):
         replay_server(resolve(served(workers=1, server__name="heloco", run__steps=8), real=True), tmp_path / "c", real)
+    regions = changed(real, tmp_path / "regions", lambda lines: lines)
+    (regions / "arrivals-003.jsonl").touch()
+    with pytest.raises(
+        ConfigError, match=r"by 0\.1\.0 with real regions; this version replays servers without regions"
+    ):
+        replay_server(resolve(config, real=True), tmp_path / "e", regions)
     with pytest.raises(ConfigError, match=r"needs a run with a \[server\]"):
         replay_server(resolve(served(pair__name="ad_psgd"), real=True), tmp_path / "d", real)
 

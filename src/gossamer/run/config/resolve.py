@@ -1,7 +1,7 @@
 """From a run file to what runs: `resolve(config)` is pure, opens no data and builds no model; the user's code is here already."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +31,7 @@ __all__ = [
     "pairing_faults",
     "recorded_run",
     "resolve",
+    "resolve_document",
     "settings_in",
     "settings_of",
 ]
@@ -98,6 +99,11 @@ def recorded_run(folder: Path, parts: UserParts | None = None, *, real: bool) ->
     """
     config = parse(load_run(folder))
     return resolve(config, own_parts(config) if parts is None else parts, real=real)
+
+
+def resolve_document(document: Mapping[str, Any], parts: UserParts, *, real: bool) -> ResolvedRun:
+    """What the run file with this content runs. Raises: as `parse` and `resolve`."""
+    return resolve(parse(document), parts, real=real)
 
 
 def differences(before: RunSettings, after: RunSettings) -> dict[str, tuple[Any, Any]]:

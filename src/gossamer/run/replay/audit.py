@@ -24,6 +24,7 @@ from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.config.user_parts import UserParts
 from gossamer.run.replay.repeat import Repeat
 from gossamer.run.replay.script import Script, calm, script_of
+from gossamer.run.replay.stretches import Stretch, stretches
 from gossamer.run.simulated.threads import Lanes
 from gossamer.run.worker.task import task_of
 from gossamer.run.worker.worker import Worker
@@ -77,7 +78,6 @@ def audit(
     """
     real = any(folder.glob("metrics-[0-9]*.jsonl"))
     config = _repeatable(recorded_run(folder, parts, real=real), folder, real=real)
-    m = config.in_rounds
     recorded = _hashes(folder)
     if not recorded:
         raise ConfigError(
@@ -89,19 +89,26 @@ def audit(
             f"rounds {first}..{last} of {'all workers' if worker is None else f'worker {worker}'} were asked for, and recorded "
             f"are rounds 0..{max(recorded)} of workers 0..{config.workers - 1}; name some of these"
         )
+    some = [
+        Stretch(
+            one.first,
+            replace(one.config, run=replace(one.config.run, threads=config.run.threads), record=config.record),
+        )
+        for one in stretches(config, folder, real=real)
+    ]
     lives, line, device = read_outcomes(folder), lineage(config, folder), one_device(config.run.device)
     if lives:
-        script = script_of(lives, m, config.rounds, config.seed)
+        script = script_of(lives, config.in_rounds, max(one.config.rounds for one in some), config.seed, folder)
     else:
         script = calm([config.local_steps_of(i) for i in range(config.workers)], max(recorded) + 1)
     snapshot = next(q for q in _candidates(folder, script, first, line) if _usable(folder, script, q, line))
     task, lanes = task_of(config), Lanes(device, config)
-    repeat = Repeat(config, task, m, script, Probe(config, task, device).x, logged=bool(lives))
+    repeat = Repeat(some, task, script, folder, Probe(config, task, device).x, logged=bool(lives))
     repeat.restore(folder, snapshot, line)
     compared = 0
     with lanes.opened():
-        for round in (r for r in sorted(script.turns) if snapshot <= r <= last):
-            workers = [one for one, _ in repeat.advance(round, lanes.each)]
+        for round, reports in repeat.rounds(lanes.each, snapshot, last):
+            workers = [one for one, _ in reports]
             found = {one.index: one.hashes() for one in workers}
             said = {i: some for i, some in recorded.get(round, {}).items() if i in found and worker in (None, i)}
             if round < first:

@@ -3,12 +3,13 @@
 Deaths, deadlines and joins decided which messages counted and who took over whose state; the log has all of it
 (`gossamer.record.logs.outcomes`). The run folder gets the metrics, the trace and the checkpoints of a simulation, and a copy of
 the log, so that the two folders can be compared. A validation scores the workers that were there in its round. What a worker
-computed in a round that it did not survive is in neither.
+computed in a round that it did not survive is in neither. Rounds before a change of settings are computed with those of then.
 """
 
 import math
 import shutil
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,15 @@ from gossamer.errors import ConfigError
 from gossamer.record import checkpoint
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import RunFolder
-from gossamer.record.logs.outcomes import read_outcomes
-from gossamer.rounds.compatibility.combine import Method
+from gossamer.record.logs.outcomes import Life, read_outcomes
 from gossamer.run.bookkeeping.evaluate import Probe, Probes, Result, assess
 from gossamer.run.bookkeeping.finished import must_be_record_of
 from gossamer.run.bookkeeping.journal import Journal
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.elastic.participant import KEPT
-from gossamer.run.replay.repeat import Repeat
-from gossamer.run.replay.script import Script, script_of
+from gossamer.run.replay.repeat import Repeat, Reports
+from gossamer.run.replay.script import script_of
+from gossamer.run.replay.stretches import stretches
 from gossamer.run.simulated.threads import Lanes
 from gossamer.run.worker.task import task_of
 from gossamer.run.worker.worker import Worker
@@ -47,11 +48,9 @@ def replay_elastic(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
             f"'{recorded}' has no log of outcomes (outcomes-*.jsonl), which real runs with run.elastic = true write; any other "
             "run in rounds is repeated by gossamer simulate alone"
         )
-    script = script_of(lives, config.in_rounds, config.rounds, config.seed)
-    replay = _Replay(config, folder, config.in_rounds, script)
-    began = time.perf_counter()
+    began, replay = time.perf_counter(), _Replay(config, folder, lives, recorded)
     replay.run()
-    for path in sorted(recorded.glob("outcomes-*.jsonl")):
+    for path in sorted([*recorded.glob("outcomes-*.jsonl"), *recorded.glob("branches.json")]):
         shutil.copyfile(path, folder / path.name)
     tokens = replay.tokens()
     return Result(replay.loss, tokens, tokens / (time.perf_counter() - began), {})
@@ -60,52 +59,61 @@ def replay_elastic(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
 class _Replay:
     """An elastic run that is computed again, with its record."""
 
-    def __init__(self, config: ResolvedRun, folder: Path, m: Method, script: Script) -> None:
-        self._config, self._folder, self._script = config, folder, script
-        device, task = one_device(config.run.device), task_of(config)
-        probe = Probe(config, task, device)
-        self._probes = Probes([probe])
-        self._lanes = Lanes(device, config)
-        self._sends_per_round = m.sends_per_round
-        self._repeat = Repeat(config, task, m, script, probe.x, logged=True)
+    def __init__(
+        self, config: ResolvedRun, folder: Path, lives: Mapping[int, Sequence[Life]], recorded: Path
+    ) -> None:  # fmt: skip
+        self._config, self._folder = config, folder
+        device, task, some = one_device(config.run.device), task_of(config), stretches(config, recorded, real=True)
+        probe, method = Probe(config, task, device), config.in_rounds
+        self._probes, self._lanes = Probes([probe]), Lanes(device, config)
+        self._sends_per_round = method.sends_per_round
+        rounds = max(one.config.rounds for one in some)
+        self._script = script_of(lives, method, rounds, config.seed, recorded)
+        self._repeat = Repeat(some, task, self._script, recorded, probe.x, logged=True)
         self._present: list[Worker] = []
         self.loss = math.nan
         """Of the mean of the workers that were there in the round of the last validation."""
 
     def run(self) -> None:
         """Trains all rounds of the script, and records them."""
-        config, traced = self._config, self._sends_per_round
+        config, repeat = self._config, self._repeat
         with (
             self._lanes.opened(),
-            RunFolder(self._folder, config.document, config.record, traced_per_round=traced) as record,
-        ):
-            journal = Journal(config, lambda: record, self._validate, self._save_all)
+            RunFolder(
+                self._folder, config.document, config.record, traced_per_round=self._sends_per_round
+            ) as record,
+        ):  # fmt: skip
+            journal = self._journal(record)
             if 0 in self._script.turns:
                 journal.begin()
-            for round in sorted(self._script.turns):
-                self._advance(round, journal)
+            for round, reports in repeat.rounds(self._lanes.each):
+                if journal.config is not repeat.stretch.config:
+                    journal = self._journal(record)
+                self._record(round, reports, journal)
             self.loss = self._validate()["loss"] if math.isnan(journal.loss) else journal.loss
 
     def tokens(self) -> int:
         """Those that the workers have trained on whose work was not lost."""
         return sum(worker.replica.steps_taken for worker in self._repeat.workers) * self._config.step_tokens
 
-    def _advance(self, round: int, journal: Journal) -> None:
-        config, finished = self._config, round + 1
-        reports = self._repeat.advance(round, self._lanes.each)
+    def _journal(self, record: RunFolder) -> Journal:
+        """That of a stretch of rounds, whose settings decide what is due."""
+        return Journal(self._repeat.stretch.config, lambda: record, self._validate, self._save_all)
+
+    def _record(self, round: int, reports: Reports, journal: Journal) -> None:
+        config, finished, turn = journal.config, round + 1, self._script.turns[round]
         for worker, report in reports:
             journal.enter(worker, round, report)
         if reports:
-            overruled = self._script.turns[round].overruled
-            self._present = [worker for worker, _ in reports if worker.index not in overruled]
+            self._present = [worker for worker, _ in reports if worker.index not in turn.overruled]
             journal.end_round(finished, step=finished * config.full_steps, tokens=self.tokens())
-        for slot, (ended, behind) in self._script.turns[round].ends.items():
+        for slot, (ended, behind) in turn.ends.items():
             worker = self._repeat.workers[slot]
             for exchange in worker.loop.pop_rest():
                 exchange.finish()
                 worker.replica.recompute()
             if behind < config.rounds:  # as a worker saves that leaves, or whose peers had ended
-                self._save(self._repeat.workers[slot], behind if ended.why == "left" else config.rounds)
+                self._save(worker, behind if ended.why == "left" else config.rounds)
 
     def _validate(self) -> dict[str, Any]:
         replicas = [worker.replica for worker in self._present or self._repeat.workers]
@@ -115,5 +123,5 @@ class _Replay:
         self._lanes.each(lambda worker: self._save(worker, finished), self._present)
 
     def _save(self, worker: Worker, finished: int) -> None:
-        line = Lineage(self._config.digest)
+        line = Lineage(self._repeat.stretch.config.digest)
         checkpoint.save(self._folder / "checkpoints", finished, worker.index, worker.state(), digest=line, keep=KEPT)

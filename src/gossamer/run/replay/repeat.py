@@ -1,184 +1,290 @@
-"""All workers of a recorded run in one process again, round by round, with the bits that they had.
+"""All workers of a recorded run in rounds in one process again, with the bits that they had.
 
 What they do is the same code as everywhere. Messages pass through the mailboxes of a simulation, except that those arrive which
-the log of outcomes counts, and no others.
+the log of outcomes counts, and no others. Two kinds of events take place: a process begins in a slot, with its own state or that
+of another worker, and a round, which all that are there train together.
 """
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from gossamer.errors import DataError
+from gossamer.errors import ConfigError
 from gossamer.record import checkpoint
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.logs.outcomes import Begun, Followed
 from gossamer.record.packed import cold, packed, unpacked
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.exchange import Each
-from gossamer.run.config.resolved import RunSettings
-from gossamer.run.replay.script import Message, Script
+from gossamer.run.replay.driver import Actor, Missing, contradiction, follow
+from gossamer.run.replay.script import Message, Script, outcomes_file
+from gossamer.run.replay.stretches import Stretch, stretch_of
 from gossamer.run.simulated.rounds import crew, train_together
 from gossamer.run.worker.replica import Replica
-from gossamer.run.worker.task import Task
+from gossamer.run.worker.task import Task, task_of
 from gossamer.run.worker.worker import RoundReport, Worker
 from gossamer.transport.contract import Ticket, Transport
 from gossamer.transport.memory import MemoryNetwork, MemoryTransport
 
-__all__ = ["Repeat"]
+__all__ = ["Repeat", "Reports"]
 
 log = logging.getLogger("gossamer")
+
+Reports = list[tuple[Worker, RoundReport]]
+_NEVER = 1 << 31
 
 
 class Repeat:
     """The workers of a recorded run, at its start.
 
     Args:
+        some: the settings of its rounds.
+        recorded: its folder.
         like: a vector of parameters of the task's model.
         logged: whether the script tells which messages counted; all do otherwise.
-    Raises: ConfigError unless the workers start alike.
+    Raises: ConfigError unless the workers start alike, and where only some rounds are in the log.
     """
 
     def __init__(
-        self, config: RunSettings, task: Task, m: Method, script: Script, like: Tensor, *, logged: bool
+        self, some: Sequence[Stretch], task: Task, script: Script, recorded: Path, like: Tensor, *,
+        logged: bool,
     ) -> None:  # fmt: skip
-        config = config.unpaced()
-        self._config, self._task, self._method, self._like = config, task, m, like
-        self._script, self._closes, self._logged = script, m.rule.needs == "everyone", logged
-        self._network = MemoryNetwork(config.workers)
-        self._lives = [_Life(self._network.transport(i), script) for i in range(config.workers)]
-        transports: Sequence[Transport] = (
-            self._lives if logged else [self._network.transport(i) for i in range(config.workers)]
-        )
-        self.workers = crew(config, task, m, like, lambda i: transports[i])
-        for worker, life in zip(self.workers, self._lives, strict=True):
-            if logged:
-                life.lead(worker)
-        self._kept: dict[tuple[int, int], bytes] = {}
-        self._needed = script.taken_over()
-        self._warmed: dict[tuple[int, Begun], bytes] = {}
-        """The states with which ghosts began, by slot."""
+        self.script, self.recorded, self._like, self._logged, self._given = script, recorded, like, logged, task
+        changed = next((one for one in some if one.config.run.elastic != some[0].config.run.elastic), None)
+        if logged and changed is not None:
+            raise ConfigError(
+                f"run.elastic changed after round {changed.first} of '{recorded}', and its log of outcomes has only the rounds "
+                "in which it was true; only a run that was elastic from its start to its end can be computed again from that log"
+            )
+        self._stretches = some
+        self.begins: Sequence[_Begins] = ()
+        self.trained: _Trained
+        self._slots = range(some[0].config.workers)
+        self._processes = [_Process(slot, script) for slot in self._slots]
+        self._kept = defaultdict[tuple[int, int], list[bytes]](list)
+        """By slot and rounds behind it: the states with which others begin, all that its workers had there."""
+        self._needed, self._replaced = script.taken_over(), list[Worker]()
+        self._go_into(stretch_of(0, some))
         for worker in self.workers:
             self._keep(worker, 0)
 
     def restore(self, folder: Path, round: int, line: Lineage) -> None:
         """Goes to the start of a round, with the checkpoints that were written before it. Raises: CheckpointError."""
         store = folder / "checkpoints"
-        self._needed = self._script.taken_over(round)
+        if (there := stretch_of(round, self._stretches)) is not self.stretch:
+            self._go_into(there)
+        self._needed = self.script.taken_over(round)
         for slot, after in self._needed:
             if 0 < after <= round:
-                self._kept[slot, after] = _packed(checkpoint.load(store, after, slot, line))
-        for slot in sorted(self._script.running(round)):
-            self._lives[slot].number = self._script.life_at(slot, round)
+                self._kept[slot, after] = [_packed(checkpoint.load(store, after, slot, line))]
+        for slot in sorted(self.script.running(round)):
+            self._processes[slot].number = self.script.life_at(slot, round)
             self.workers[slot].restore(checkpoint.load(store, round, slot, line))
 
-    def advance(self, round: int, each: Each) -> list[tuple[Worker, RoundReport]]:
-        """One round, after the states that are taken over before it; returns what those did that were there at its end.
+    def rounds(self, each: Each, first: int = 0, last: int = _NEVER) -> Iterator[tuple[int, Reports]]:
+        """Trains the rounds from `first` to `last`; gives after each what those did that were there at its end.
 
-        Raises: TrainingError; DataError where the log says that a worker had other inner steps behind it.
+        Raises: TrainingError; DataError for a log that contradicts itself.
         """
-        turn, replaced = self._script.turns[round], list[Worker]()
-        for slot, several in turn.begins.items():
-            for begun in several:
-                life = self._lives[slot]
-                if (slot, life.number) in turn.lost and life.begun != begun:
-                    replaced.append(self.workers[slot])  # it has a part in the round too
-                    self._replace(slot)
-                self._take_over(slot, begun)
-        there = set(turn.outcomes) | {slot for slot, k in turn.lost if self._lives[slot].number == k}
+        span = range(first, last + 1)
+        self.begins = [_Begins(self, slot, span) for slot in sorted(self.script.lives)]
+        self.trained = _Trained(self, span, each)
+        for actor, round in follow([*self.begins, self.trained]):
+            if actor is self.trained:
+                yield round, self.trained.reports
+
+    def begin(self, slot: int, begun: Begun) -> None:
+        """A process begins in a slot."""
+        self._reach(begun.round)
+        process = self._processes[slot]
+        if (slot, process.number) in self.script.turns[begun.round].lost and process.begun != begun:
+            self._replaced.append(self.workers[slot])  # it has a part in the round too
+            self._replace(slot)
+        self._take_over(slot, begun)
+
+    def train(self, round: int, each: Each) -> Reports:
+        """One round of all that are there; returns what those did that were there at its end."""
+        self._reach(round)
+        turn, replaced = self.script.turns[round], self._replaced
+        there = set(turn.outcomes) | {slot for slot, k in turn.lost if self._processes[slot].number == k}
         workers = [*replaced, *(self.workers[slot] for slot in sorted(there))]
         reports = [*zip(workers, train_together(workers, round, each), strict=True)][len(replaced) :]
         present = [(worker, report) for worker, report in reports if worker.index in turn.outcomes]
+        self._replaced = []
         for slot in there - turn.outcomes.keys():
             self.workers[slot].hashes()
         for worker, _ in present:
             steps, said = worker.replica.steps_taken, turn.outcomes[worker.index].steps
             if self._logged and steps != said:
-                raise _impossible(
-                    f"worker {worker.index} has {said} inner steps behind it after round {round}, and {steps} follow from how it "
-                    "began"
-                )
+                raise contradiction(
+                    outcomes_file(self.recorded, worker.index), f"worker {worker.index}", f"round {round}",
+                    f"it has {said} inner steps behind it, and {steps} follow from how it began",
+                )  # fmt: skip
             self._keep(worker, round + 1)
         return present
 
+    def candidates(self, one: Begun | Followed) -> tuple[list[bytes], bool]:
+        """The states that the donor had after so many rounds, and whether those with the hash that was recorded are among them.
+
+        Which of them it gave away decides numbers: a worker that took over another's state had two after the same round.
+        """
+        found = self._kept.get((one.donor, one.after), [])
+        if isinstance(one, Followed) or one.followed:
+            found = [cold(raw) for raw in found]
+        named = [raw for raw in found if one.sha256 in ("", hashlib.sha256(raw).hexdigest())]
+        return [*named, *found], bool(named)
+
+    def _reach(self, round: int) -> None:
+        """Goes on with the settings of a round, from the states that the workers have now.
+
+        A run that is resumed goes on from the checkpoints of the round before, which hold just these states; messages in flight
+        are in them, except those of elastic workers, who begin again without.
+        """
+        there = stretch_of(round, self._stretches)
+        if there is not self.stretch:
+            states = [worker.state() for worker in self.workers]
+            self._go_into(there)
+            for worker, state in zip(self.workers, states, strict=True):
+                worker.restore({**state, "under_way": []} if self._logged else state)
+
     def _replace(self, slot: int) -> None:
         """Lets another worker go on in a slot."""
-        life = self._lives[slot] = _Life(self._network.transport(slot), self._script, self._lives[slot].number)
-        self.workers[slot] = Worker(Replica(slot, self._config, self._task, self._like.device), self._method, life)
-        life.lead(self.workers[slot])
+        process = self._processes[slot] = _Process(slot, self.script, self._processes[slot].number)
+        process.inner = self._network.transport(slot)
+        replica = Replica(slot, self.stretch.config.unpaced(), self._task, self._like.device)
+        self.workers[slot] = Worker(replica, self._method, process)
+        process.lead(self.workers[slot])
 
     def _take_over(self, slot: int, begun: Begun) -> None:
+        """A process begins in a slot, with the state of a worker."""
         if begun.followed:
             self._replace(slot)  # its inner optimizer was cold
-        worker, life, lives = self.workers[slot], self._lives[slot], self._script.lives[slot]
-        life.number = next(k for k, one in enumerate(lives) if one.begun is begun)
-        if life.number == 0 and (begun.after, begun.donor) == (0, slot):
+        worker, process, lives = self.workers[slot], self._processes[slot], self.script.lives[slot]
+        process.number = next(k for k, one in enumerate(lives) if one.begun is begun)
+        if self.script.is_first(slot, begun):
             worker.replica.steps_taken = begun.steps
         else:
             for one in begun.followed:
-                raw = self._taken(slot, one, begun)
-                worker.rehearse(one.after, self._of(unpacked(raw), one))
-            raw = self._taken(slot, begun, begun)
-            worker.take_over(self._of(unpacked(raw), begun))
-            if begun.followed:
-                self._warmed[slot, begun] = _packed(worker.state())
+                worker.rehearse(one.after, self._taken(slot, one, begun.round))
+            worker.take_over(self._taken(slot, begun, begun.round))
+            self._keep(worker, begun.after)
         if begun.round:
             worker.loop.send_ahead(begun.round)
 
-    def _taken(self, slot: int, one: Begun | Followed, begun: Begun) -> bytes:
+    def _go_into(self, there: Stretch) -> None:
+        """Makes all workers with the settings of a stretch, as they are at the start of a run."""
+        self.stretch, config = there, there.config.unpaced()
+        # An optimizer of the user may take its options from the settings.
+        self._task = self._given if there is self._stretches[-1] else task_of(there.config)
+        self._method: Method = config.in_rounds
+        self._network = MemoryNetwork(config.workers)
+        plain = [self._network.transport(slot) for slot in self._slots]
+        for process, inner in zip(self._processes, plain, strict=True):
+            process.inner = inner
+        transports: Sequence[Transport] = self._processes if self._logged else plain
+        self.workers = crew(config, self._task, self._method, self._like, lambda slot: transports[slot])
+        for process, worker in zip(self._processes, self.workers, strict=True):
+            if self._logged:
+                process.lead(worker)
+
+    def _taken(self, slot: int, one: Begun | Followed, round: int) -> dict[str, Any]:
         """The state that the process which began so in a slot took over, at last or as a ghost."""
-        found = self._states(one.donor, one.after, frozenset({(slot, begun)}))
-        if begun.followed:
-            found = [cold(raw) for raw in found]
-        if not found:
-            raise _impossible(
-                f"worker {slot} begins at round {begun.round} with the state of worker {one.donor} after {one.after} rounds, "
-                "which that one never had"
-            )
-        named = [raw for raw in found if one.sha256 in ("", hashlib.sha256(raw).hexdigest())]
-        if not named and not self._closes and "streams" not in self._task.data.state():
+        (raw, *_), named = self.candidates(one)
+        closes, streams = self._method.rule.needs == "everyone", "streams" in self._task.data.state()
+        if not named and not closes and not streams:  # whose states hold what is not repeated here
             log.warning(
                 "worker %d began at round %d with a state of worker %d that hashes to %s, and here it is another: this is not "
                 "what was computed then to the last bit; use the same processor and version of torch",
-                slot, begun.round, one.donor, one.sha256[:12],
+                slot, round, one.donor, one.sha256[:12],
             )  # fmt: skip
-        return [*named, *found][0]
-
-    def _states(self, slot: int, after: int, asking: frozenset[tuple[int, Begun]]) -> list[bytes]:
-        """The states that the worker in a slot has had after so many rounds: its own, and those that it took over."""
-        found = [self._kept[slot, after]] if (slot, after) in self._kept else []
-        for begun in [life.begun for life in self._script.lives.get(slot, ())]:
-            if begun.after == after and begun.followed:
-                found += [self._warmed[slot, begun]] if (slot, begun) in self._warmed else []
-            elif begun.after == after and begun.donor != slot and (slot, begun) not in asking:
-                theirs = self._states(begun.donor, after, asking | {(slot, begun)})
-                found += [_packed(self._of(unpacked(raw), begun)) for raw in theirs]
-        return found
-
-    def _of(self, state: dict[str, Any], begun: Begun | Followed) -> dict[str, Any]:
-        """A state with the place in the data of the slot that takes it over; the data of all workers is one object here."""
-        return {**state, "data": self._task.data.state(), "steps_taken": begun.steps, "under_way": []}
+        # The place in the data is that of the slot; here the data of all workers are one object.
+        return {**unpacked(raw), "data": self._task.data.state(), "steps_taken": one.steps, "under_way": []}
 
     def _keep(self, worker: Worker, after: int) -> None:
         if (worker.index, after) in self._needed:
-            self._kept[worker.index, after] = _packed(worker.state())
+            self._kept[worker.index, after].append(_packed(worker.state()))
 
 
-class _Life:
+class _Begins(Actor[Begun]):
+    """The processes that begin in a slot, one after the other."""
+
+    def __init__(self, repeat: Repeat, slot: int, span: range) -> None:
+        begun = [life.begun for life in repeat.script.lives[slot] if life.begun.round in span]
+        super().__init__(slot, f"worker {slot}", outcomes_file(repeat.recorded, slot), begun)
+        self._repeat, self._slot = repeat, slot
+
+    def named(self, event: Begun) -> str:
+        """See `Actor`."""
+        return f"round {event.round}"
+
+    def missing(self, event: Begun) -> Missing | None:
+        """See `Actor`."""
+        repeat = self._repeat
+        if event.round > repeat.trained.next:
+            return Missing("the rounds before have not been trained", repeat.trained.key)
+        for one in () if repeat.script.is_first(self._slot, event) else (*event.followed, event):
+            found, named = repeat.candidates(one)
+            # The donor may have taken over that very state at the same time: then it has two, and the later is meant.
+            donor = next((other for other in repeat.begins if other.key == one.donor and other is not self), None)
+            comes = donor is not None and bool(donor.left) and donor.left[0].round == event.round
+            if not found or (comes and not named):
+                return Missing(
+                    f"it begins with the state of worker {one.donor} after {one.after} rounds, which that one never had",
+                    one.donor if comes else None,
+                )
+        return None
+
+    def take(self, event: Begun) -> None:
+        """See `Actor`."""
+        self._repeat.begin(self._slot, event)
+
+
+class _Trained(Actor[int]):
+    """The rounds of a run, which all that are there train together."""
+
+    def __init__(self, repeat: Repeat, span: range, each: Each) -> None:
+        rounds = sorted(round for round in repeat.script.turns if round in span)
+        super().__init__("rounds", "all workers", outcomes_file(repeat.recorded), rounds)
+        self._repeat, self._each = repeat, each
+        self.reports: Reports = []
+        """What was done in the last round."""
+
+    @property
+    def next(self) -> int:
+        """The round that is trained next."""
+        return self.left[0] if self.left else -1
+
+    def named(self, event: int) -> str:
+        """See `Actor`."""
+        return f"round {event}"
+
+    def missing(self, event: int) -> Missing | None:
+        """See `Actor`."""
+        late = next((one for one in self._repeat.begins if one.left and one.left[0].round <= event), None)
+        return None if late is None else Missing(f"{late.who} begins there and cannot", late.key)
+
+    def take(self, event: int) -> None:
+        """See `Actor`."""
+        self.reports = self._repeat.train(event, self._each)
+
+
+class _Process:
     """The transport of one process, for the messages that the script counts, and what else its log decides.
 
     Whether a message counts is known when it is sent, so that whoever receives it waits for those alone.
     """
 
     keeps_frames = True
+    inner: MemoryTransport
 
-    def __init__(self, inner: MemoryTransport, script: Script, number: int = 0) -> None:
-        self.worker, self._inner, self._script = inner.worker, inner, script
-        self.number = number
-        """Which of the lives in its slot it is."""
+    def __init__(self, slot: int, script: Script, number: int = 0) -> None:
+        self.worker, self._script, self.number = slot, script, number
+        """The number tells which of the lives in its slot it is."""
 
     @property
     def begun(self) -> Begun | None:
@@ -188,46 +294,38 @@ class _Life:
 
     def lead(self, worker: Worker) -> None:
         """Lets a worker take part as the log says."""
-        alone = frozenset({self.worker})
-        worker.loop.alive = lambda of, fragment: self._script.alive.get(
-            ((self.worker, self.number), of, fragment), alone
-        )
-        worker.loop.next = lambda round: self._script.next.get(((self.worker, self.number), round))
+        script, alone = self._script, frozenset({self.worker})
+        # Who took part in an exchange in its view decides the weights of a mix, also of messages that did not count.
+        worker.loop.alive = lambda of, part: script.alive.get(((self.worker, self.number), of, part), alone)
+        worker.loop.next = lambda round: script.next.get(((self.worker, self.number), round))
 
     def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor]) -> None:
         """See `gossamer.transport.contract.Transport`."""
         if (Message(ticket.round, ticket.fragment, self.worker, peer), self.number) in self._script.heard:
-            self._inner.expect(ticket, peer, like)
+            self.inner.expect(ticket, peer, like)
 
     def post(self, ticket: Ticket, peer: int, frames: Sequence[Tensor]) -> None:
         """See `gossamer.transport.contract.Transport`."""
         if (Message(ticket.round, ticket.fragment, peer, self.worker), self.number) in self._script.sent:
-            self._inner.post(ticket, peer, frames)
+            self.inner.post(ticket, peer, frames)
 
     def ready(self, ticket: Ticket) -> bool:
         """See `gossamer.transport.contract.Transport`."""
-        return self._inner.ready(ticket)
+        return self.inner.ready(ticket)
 
     def wait(self, ticket: Ticket) -> None:
         """See `gossamer.transport.contract.Transport`."""
-        self._inner.wait(ticket)
+        self.inner.wait(ticket)
 
     def collect(self, ticket: Ticket) -> dict[int, list[Tensor]]:
         """See `gossamer.transport.contract.Transport`."""
-        return self._inner.collect(ticket)
+        return self.inner.collect(ticket)
 
     def close(self) -> None:
         """See `gossamer.transport.contract.Transport`."""
-        self._inner.close()
+        self.inner.close()
 
 
 def _packed(state: Mapping[str, Any]) -> bytes:
     """A state as a donor packs it, so that it has the same hash: where no rounds are closed, their hash is 0."""
     return packed({**state, "under_way": [], "line": 0})
-
-
-def _impossible(why: str) -> DataError:
-    return DataError(
-        f"the log of outcomes contradicts itself: {why}; bring the files outcomes-*.jsonl of all workers together, as the run "
-        "wrote them"
-    )

@@ -5,13 +5,16 @@ the round as one that was lost.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from pathlib import Path
+from typing import NamedTuple
 
 from gossamer.errors import DataError
 from gossamer.record.logs.outcomes import Begun, Ended, ExchangeOutcome, Life, RoundOutcome
+from gossamer.record.whole_files import worker_suffix
 from gossamer.rounds.compatibility.combine import Method
+from gossamer.run.replay.driver import contradiction
 
-__all__ = ["Message", "RoundScript", "Script", "calm", "script_of"]
+__all__ = ["Message", "RoundScript", "Script", "calm", "outcomes_file", "script_of"]
 
 Process = tuple[int, int]
 """A slot, and which of the lives in it, from 0."""
@@ -30,8 +33,6 @@ class Message(NamedTuple):
 class RoundScript(NamedTuple):
     """What one round was for all workers."""
 
-    begins: dict[int, list[Begun]]
-    """By slot: those that take over a state before the round."""
     outcomes: dict[int, RoundOutcome]
     """By slot: those that were there at its end."""
     lost: set[Process]
@@ -57,18 +58,17 @@ class Script(NamedTuple):
     next: dict[tuple[Process, int], int]
     """By process and round: the round that it took part in after that, as far as anybody saw it."""
 
-    @property
-    def rounds(self) -> int:
-        """How many rounds it has."""
-        return max(self.turns, default=-1) + 1
+    def is_first(self, slot: int, begun: Begun) -> bool:
+        """Whether a process begins with the state of the start of the run, which nobody has to give it."""
+        return begun is self.lives[slot][0].begun and (begun.after, begun.donor) == (0, slot)
 
     def taken_over(self, first: int = 0) -> set[tuple[int, int]]:
         """The states, by slot and rounds behind it, that those take over who begin in round `first` or later."""
         begun = [
             life.begun
             for slot, lives in self.lives.items()
-            for k, life in enumerate(lives)
-            if life.begun.round >= first and (k, life.begun.after, life.begun.donor) != (0, 0, slot)
+            for life in lives
+            if life.begun.round >= first and not self.is_first(slot, life.begun)
         ]
         return {(one.donor, one.after) for some in begun for one in (some, *some.followed)}
 
@@ -93,9 +93,7 @@ def calm(local_steps: Sequence[int], rounds: int) -> Script:
     begun = [Begun(0, 0, i, 0, 0) for i in range(workers)]
     turns = {
         r: RoundScript(
-            {i: [begun[i]] for i in range(workers)} if r == 0 else {},
-            {i: RoundOutcome(r, None, nobody, nobody, (r + 1) * local_steps[i]) for i in range(workers)},
-            set(), {}, set(),
+            {i: RoundOutcome(r, None, nobody, nobody, (r + 1) * local_steps[i]) for i in range(workers)}, set(), {}, set()
         )
         for r in range(rounds)
     }  # fmt: skip
@@ -103,25 +101,34 @@ def calm(local_steps: Sequence[int], rounds: int) -> Script:
     return Script(turns, lives, set(), set(), {}, {})
 
 
-def script_of(lives: Mapping[int, Sequence[Life]], method: Method, rounds: int, seed: int) -> Script:
-    """The script of a run of at most so many rounds from its log of outcomes.
+def outcomes_file(folder: Path, slot: int | None = None) -> Path:
+    """Where the log of outcomes of a slot is, or that of all."""
+    return folder / f"outcomes{'-*' if slot is None else worker_suffix(slot)}.jsonl"
+
+
+def script_of(
+    lives: Mapping[int, Sequence[Life]], method: Method, rounds: int, seed: int, recorded: Path
+) -> Script:  # fmt: skip
+    """The script of a run of at most so many rounds from its log of outcomes, which is recorded in this folder.
 
     Raises: DataError for a log that contradicts itself.
     """
-    return _Reader(lives, method, rounds, seed).script
+    return _Reader(lives, method, rounds, seed, recorded).script
 
 
 class _Reader:
     """Makes a script."""
 
-    def __init__(self, lives: Mapping[int, Sequence[Life]], method: Method, rounds: int, seed: int) -> None:
-        self._n, self._rounds, self._method = method.topology.n, rounds, method
+    def __init__(
+        self, lives: Mapping[int, Sequence[Life]], method: Method, rounds: int, seed: int, recorded: Path
+    ) -> None:  # fmt: skip
+        self._n, self._rounds, self._method, self._recorded = method.topology.n, rounds, method, recorded
         self._topology_of, self._closes = method.topology_of(seed), method.rule.needs == "everyone"
         self.script = Script({}, {slot: [*some] for slot, some in lives.items()}, set(), set(), {}, {})
         self._exchanges: dict[Process, dict[tuple[int, int], ExchangeOutcome]] = {}
         for slot, some in self.script.lives.items():
             if slot >= self._n:
-                _impossible(slot, 0, f"the run has {self._n} slots")
+                raise self._contradiction(slot, 0, f"the run has {self._n} slots")
             for k, life in enumerate(some):
                 self._enter((slot, k), life)
         if self._closes:
@@ -130,24 +137,29 @@ class _Reader:
             for outcome in some.values():
                 self._count(process, outcome)
 
+    def _contradiction(self, slot: int, round: int, why: str) -> DataError:
+        return contradiction(outcomes_file(self._recorded, slot), f"worker {slot}", f"round {round}", why)
+
     def _turn(self, round: int) -> RoundScript:
-        return self.script.turns.setdefault(round, RoundScript({}, {}, set(), {}, set()))
+        return self.script.turns.setdefault(round, RoundScript({}, set(), {}, set()))
 
     def _enter(self, process: Process, life: Life) -> None:
         (slot, _), n, script, rounds = process, self._n, self.script, self._rounds
         begun, trained, ended, exchanges = life
         if begun.after > begun.round or begun.donor >= n or begun.round >= rounds:
-            _impossible(
+            raise self._contradiction(
                 slot, begun.round, f"a process begins there with a state after {begun.after} of {rounds} rounds"
             )
-        self._turn(begun.round).begins.setdefault(slot, []).append(begun)
+        self._turn(begun.round)
         if self._method.exchanges_once:
             exchanges = [ExchangeOutcome(one.round, one.round, 0, *one[1:4]) for one in trained]
         own = self._exchanges.setdefault(process, {})
         for one in [*trained, *exchanges]:
             of = one.of if isinstance(one, ExchangeOutcome) else one.round
             if of >= rounds or not {slot} <= (one.alive or {slot}) <= set(range(n)):
-                _impossible(slot, of, f"the run has {rounds} rounds and {n} slots, and a worker is alive itself")
+                raise self._contradiction(
+                    slot, of, f"the run has {rounds} rounds and {n} slots, and a worker is alive itself"
+                )
         for one in exchanges:
             own[one.of, one.fragment] = one._replace(alive=self._or_all(one.alive))
         script.next[process, begun.round - 1] = before = begun.round
@@ -175,7 +187,7 @@ class _Reader:
                 if all(sets[j][1] == some for j in some if j in sets):
                     continue
                 if self.script.lives[i][k].begun.round <= of < _last(self.script.lives[i][k]):
-                    _impossible(i, of, "it went on after a round that others had closed otherwise")
+                    raise self._contradiction(i, of, "it went on after a round that others had closed otherwise")
                 self._turn(of).overruled.add(i)
                 own = self._exchanges[i, k]
                 own[of, fragment] = own[of, fragment]._replace(alive=frozenset({i}))
@@ -186,7 +198,9 @@ class _Reader:
         self.script.alive[process, of, fragment] = alive
         peers = {*self._hears_from(i, of, fragment, alive)}
         if not outcome.lost <= peers:
-            _impossible(i, of, f"it did not exchange with {sorted(outcome.lost - peers)}, who were no peers")
+            raise self._contradiction(
+                i, of, f"it did not exchange with {sorted(outcome.lost - peers)}, who were no peers"
+            )
         for j in sorted(peers - outcome.lost):
             self._hear(process, j, outcome)
 
@@ -219,13 +233,13 @@ class _Reader:
             if life.begun.round <= outcome.of and goes_on and life.ended is None and key not in self._exchanges[j, k]:
                 self._lose((j, k), i, outcome)
                 return j, k
-        _impossible(i, outcome.of, f"it counted a message of worker {j}, who did not send it")
+        raise self._contradiction(i, outcome.of, f"it counted a message of worker {j}, who did not send it")
 
     def _lose(self, process: Process, i: int, outcome: ExchangeOutcome) -> None:
         """Notes in whose view a process sent that did not live to see what became of it."""
         (j, k), (_, of, fragment, alive, *_) = process, outcome
         if self.script.alive.setdefault((process, of, fragment), alive) != alive:
-            _impossible(i, of, f"worker {j} was heard by workers in whose view others took part")
+            raise self._contradiction(i, of, f"worker {j} was heard by workers in whose view others took part")
         if self._closes:
             for other in self._hears_from(j, of, fragment, alive):
                 if (Message(of, fragment, j, other), k) not in self.script.heard:
@@ -245,10 +259,3 @@ class _Reader:
 def _last(life: Life) -> int:
     """The last round that a process had finished."""
     return life.rounds[-1].round if life.rounds else life.begun.round - 1
-
-
-def _impossible(slot: int, round: int, why: str) -> NoReturn:
-    raise DataError(
-        f"the log of outcomes contradicts itself at worker {slot} in round {round}: {why}; bring the files outcomes-*.jsonl of "
-        "all workers together, as the run wrote them"
-    )

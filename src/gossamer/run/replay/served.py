@@ -5,22 +5,25 @@ numbers from the starting points it got and the checkpoint it restored. A phase 
 them. One that a server absorbed and lost when it died is computed, as others saw what it did, and leaves the record of the
 replay when its worker joins again, as it leaves the worker's own: otherwise it would be there twice, and readers that go by
 rounds would take either.
+
+A server that was resumed with other settings is computed with those that each of its processes had, which its record names.
 """
 
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gossamer.clock import LoopOptions
-from gossamer.errors import ConfigError, DataError
+from gossamer.errors import ConfigError
 from gossamer.record.logs.arrivals import ServerInput, arrivals_file, read_arrivals
 from gossamer.run.bookkeeping.evaluate import Probe, Result
-from gossamer.run.bookkeeping.journal import EventJournal
 from gossamer.run.config.resolved import ResolvedRun
+from gossamer.run.replay.driver import Actor, Contradiction, Missing, follow
+from gossamer.run.replay.stretches import Stretch, stretches
 from gossamer.run.served.protocol import HERE, use_threads
 from gossamer.run.served.session import Reply, ServerSession, open_session
 from gossamer.run.served.worker import ServedWorker, Trained
@@ -29,111 +32,120 @@ from gossamer.run.worker.task import Task, task_of
 __all__ = ["replay_server"]
 
 
-class _Recorded(NamedTuple):
-    """A recorded run, and where its replay goes."""
-
-    config: ResolvedRun
-    task: Task
-    probe: Probe
-    folder: Path
-    where: Path
-
-
 def replay_server(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
     """Computes the server run in the folder `recorded` again and records it in `folder`.
 
     It ends where the record ends, so an interrupted run is replayed up to its interruption.
 
     Raises: ConfigError when the record is of another run or `folder` holds one; DataError for an impossible record.
-    Cost: parameters, gradients and inner state of every worker, and the state of the rule at the server.
+    Cost: parameters, gradients and inner state of every worker, and the state of the rule at each server.
     """
     if config.kind != "server":
         raise ConfigError(
             f"a replay needs a run with a [server], and '{config.name}' has none; give the run file of the server"
         )
+    if any(recorded.glob("arrivals-*.jsonl")):  # of servers of regions
+        raise ConfigError(
+            f"'{recorded}' was recorded by 0.1.0 with real regions; this version replays servers without regions"
+        )
     use_threads(config)
-    inputs = _of_this_run(read_arrivals(recorded), config, recorded)
-    task, began = task_of(config), time.perf_counter()
-    run = _Recorded(config, task, Probe(config, task, torch.device("cpu")), folder, recorded)
-    journal = _replay_processes(run, inputs)
+    inputs, began = read_arrivals(recorded), time.perf_counter()
+    some = stretches(config, recorded, real=True)
+    settings, journal = [_settings(one, some, recorded) for one, _ in _processes(inputs)], None
+    for now, (begin, lines) in zip(settings, _processes(inputs), strict=True):
+        task = task_of(now)
+        probe = Probe(now, task, torch.device("cpu"))
+        with open_session(now, folder, probe, begin.round or None, replays=True) as session:
+            # Now that the folder is known to be of this run: its checkpoints before a change of settings count after it.
+            for path in recorded.glob("branches.json"):
+                shutil.copyfile(path, folder / path.name)
+            server = _Server(session, now, task, folder, arrivals_file(recorded), lines)
+            for _ in follow([server]):
+                pass
+            if session.core.over:
+                session.close(lines[-1].time_s)
+            journal = session.journal
+    assert journal is not None  # a record begins with a process
     return Result(journal.loss, journal.tokens, journal.tokens / (time.perf_counter() - began), {HERE: journal.time_s})
 
 
-def _of_this_run(inputs: list[ServerInput], config: ResolvedRun, recorded: Path) -> list[ServerInput]:
-    """The inputs, if the processes that had them are of this run. Raises ConfigError."""
-    for item in inputs:
-        if item.event == "serve" and (item.workers, item.digest) != (config.workers, config.digest):
-            raise ConfigError(
-                f"'{recorded}' is a run of {item.workers} workers with digest {item.digest} and the run file has "
-                f"{config.workers} with {config.digest}; replay it with its own run.toml"
-            )
-    return inputs
+def _settings(begin: ServerInput, some: Sequence[Stretch], recorded: Path) -> ResolvedRun:
+    """The settings of a process of the server. Raises ConfigError when it is of another run."""
+    found = [one.config for one in some if one.config.digest == begin.digest and one.first <= begin.round]
+    now = some[-1].config
+    if not found or begin.workers != now.workers:
+        raise ConfigError(
+            f"'{recorded}' is a run of {begin.workers} workers with digest {begin.digest} and the run file has {now.workers} "
+            f"with {now.digest}; replay it with its own run.toml"
+        )
+    return found[-1]
 
 
 def _processes(inputs: Sequence[ServerInput]) -> Iterator[tuple[ServerInput, list[ServerInput]]]:
-    """Each process of the server with its inputs."""
+    """Each process of a server with its inputs."""
     begins = [k for k, item in enumerate(inputs) if item.event == "serve"]
     for a, b in zip(begins, [*begins[1:], len(inputs)], strict=True):
         yield inputs[a], list(inputs[a + 1 : b])
 
 
-def _replay_processes(run: _Recorded, inputs: Sequence[ServerInput]) -> EventJournal:
-    """The run of a server, process by process."""
-    journal = None
-    for begin, lines in _processes(inputs):
-        start = begin.round or None
-        with open_session(run.config, run.folder, run.probe, start, replays=True) as session:
-            replay = _Replay(session, run, arrivals_file(run.where))
-            for item in lines:
-                replay.enter(item)
-            if session.core.over:
-                session.close(lines[-1].time_s)
-            journal = session.journal
-    assert journal is not None  # a record begins with a process
-    return journal
+class _Server(Actor[ServerInput]):
+    """One process of a server, with its workers as objects in this one.
 
+    Everything here follows from the order of its inputs and from their times: which pushes a window takes, how stale each is, and
+    who gets which steps of the budget.
+    """
 
-class _Replay:
-    """One process of a server, with its workers as objects in this one."""
-
-    def __init__(self, session: ServerSession, run: _Recorded, where: Path) -> None:
-        self.session, self._run, self._where = session, run, where
-        self._device = torch.device("cpu")
-        self._options = LoopOptions(codec=run.config.method.codec, seed=run.config.seed)
+    def __init__(
+        self, session: ServerSession, config: ResolvedRun, task: Task, folder: Path, file: Path, lines: Sequence[ServerInput]
+    ) -> None:  # fmt: skip
+        super().__init__("server", "the server", file, lines)
+        self._session, self._config, self._task, self._folder = session, config, task, folder
+        self._options = LoopOptions(codec=config.with_server.codec, seed=config.seed)
         self._workers: dict[int, ServedWorker] = {}  # those that are present
         self._joins: dict[int, ServerInput] = {}  # of those who have no starting point yet
         self._trained: dict[int, Trained] = {}  # their last phases
         self._sent_s: dict[int, float] = {}  # when their last starting points were sent
 
-    def enter(self, item: ServerInput) -> None:
-        """Gives the session the next input, and trains the phase that was pushed."""
-        worker, now_s = item.worker, item.time_s
-        if item.event == "tick":
-            self._receive(self.session.tick(now_s), now_s)
-            return
-        if item.event not in ("join", "push", "leave"):
-            raise self._impossible(item, "it is none of such a server")
-        if worker >= self.session.config.workers or (worker in self._workers) == (item.event == "join"):
-            raise self._impossible(item, "a worker joins once before it pushes or leaves")
-        if item.event == "join":
-            self._join(item)
-        elif item.event == "push":
-            self._push(item)
+    def named(self, event: ServerInput) -> str:
+        """See `Actor`."""
+        return f"'{event.event}' of worker {event.worker}, phase {event.phase}, fragment {event.fragment} at {event.time_s:g} s"
+
+    def missing(self, event: ServerInput) -> Missing | None:
+        """See `Actor`. A server waits for nothing but its next input, so what lacks can never come."""
+        worker, core = event.worker, self._session.core
+        if event.event not in ("join", "push", "leave", "tick"):
+            raise Contradiction("it is none of such a server")
+        if event.event == "tick":
+            return None
+        if worker >= self._config.workers or (worker in self._workers) == (event.event == "join"):
+            raise Contradiction("a worker joins once before it pushes or leaves")
+        if event.event == "push" and core.may_push(worker) != (event.phase, event.fragment):
+            raise Contradiction(f"what it may push is phase and fragment {core.may_push(worker)}")
+        return None
+
+    def take(self, event: ServerInput) -> None:
+        """See `Actor`."""
+        session, worker, now_s = self._session, event.worker, event.time_s
+        if event.event == "tick":
+            self._receive(session.tick(now_s), now_s)
+        elif event.event == "join":
+            self._join(event)
+        elif event.event == "push":
+            self._push(event)
         else:
             del self._workers[worker]
             self._joins.pop(worker, None)
-            self._receive(self.session.leave(worker, None, now_s), now_s)
+            self._receive(session.leave(worker, None, now_s), now_s)
 
     def _join(self, item: ServerInput) -> None:
-        worker, owned, run = item.worker, [item.checkpoint] if item.checkpoint else [], self._run
-        served = ServedWorker(worker, run.config, run.folder, run.task, self._device)
+        worker, owned = item.worker, [item.checkpoint] if item.checkpoint else []
+        served = ServedWorker(worker, self._config, self._folder, self._task, torch.device("cpu"))
         self._workers[worker], self._joins[worker] = served, item
-        self._receive(self.session.join(worker, owned, item.time_s), item.time_s)
+        self._receive(self._session.join(worker, owned, item.time_s), item.time_s)
 
     def _push(self, item: ServerInput) -> None:
-        worker, session = item.worker, self.session
-        if session.core.may_push(worker) != (item.phase, item.fragment):
-            raise self._impossible(item, f"what it may push is phase and fragment {session.core.may_push(worker)}")
+        worker, session = item.worker, self._session
+        # It may train as late as now, as it computes from the starting points that it was sent, whatever came in since.
         trained = self._trained[worker] = self._workers[worker].train()
         self._workers[worker].log(
             session.records.record, session.records.events, trained, self._sent_s[worker], item.time_s
@@ -151,15 +163,9 @@ class _Replay:
                 self._workers[worker].receive(self._trained[worker], reply.send.starts, reply.terms)
                 continue
             if reply.terms.checkpoint != item.checkpoint:
-                raise self._impossible(item, f"no worker can restore round {item.checkpoint} then")
-            served, records = self._workers[worker], self.session.records
+                raise Contradiction(f"no worker can restore round {item.checkpoint} then")
+            served, records = self._workers[worker], self._session.records
             served.join(reply.send.starts, reply.terms)
             if reply.terms.again:  # what a server had absorbed and lost when it died, as the worker itself drops it
                 records.record.drop(served.uncounted(reply.terms))
                 records.events.drop(served.uncounted(reply.terms))
-
-    def _impossible(self, item: ServerInput, rule: str) -> DataError:
-        what = f"'{item.event}' of worker {item.worker}, phase {item.phase}, fragment {item.fragment}"
-        return DataError(
-            f"{self._where} has {what} at {item.time_s} s, which cannot be: {rule}; replay an unchanged record"
-        )

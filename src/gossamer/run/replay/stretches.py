@@ -1,0 +1,89 @@
+"""Which settings held in which rounds of a recorded run: those that a run was resumed with are part of its record.
+
+A run that was resumed with other settings (`gossamer.record.branches`) falls into stretches of rounds, and its `run.toml` has the
+settings of the last one.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gossamer.errors import ConfigError, DataError, GossamerError
+from gossamer.record.branches import Branch, described, read_branches
+from gossamer.run.config.document import flat, with_settings
+from gossamer.run.config.resolve import resolve_document
+from gossamer.run.config.resolved import ResolvedRun, RunSettings
+from gossamer.settings.schema import parse_toml
+
+__all__ = ["Stretch", "must_not_have_changed", "stretch_of", "stretches"]
+
+
+class Stretch(NamedTuple):
+    """Rounds of a run that had the same settings."""
+
+    first: int
+    """The first of them; the last is before that of the next stretch."""
+    config: ResolvedRun
+
+
+def stretches(config: ResolvedRun, folder: Path, *, real: bool) -> list[Stretch]:
+    """The stretches of the run in a folder, which has these settings now; what they say otherwise than its record stays so.
+
+    Args: `real` is as in `resolve`. Raises: DataError when the settings before a branch cannot be told.
+    """
+    found, branches = [config], read_branches(folder)
+    for branch in reversed(branches):
+        found.insert(0, _before(branch, found[0], folder, real=real))
+    # A run that went back behind a branch has it at the round from which it went on: of two at one round the later counts.
+    return [Stretch(first, one) for first, one in zip([0, *(one["round"] for one in branches)], found, strict=True)]
+
+
+def stretch_of(round: int, some: Sequence[Stretch]) -> Stretch:
+    """The one with the settings of a round."""
+    return [one for one in some if one.first <= round][-1]
+
+
+def must_not_have_changed(config: RunSettings, folder: Path, why: str) -> None:
+    """Raises ConfigError where settings that decide numbers changed on the way of a run that cannot be followed then."""
+    branches = read_branches(folder)
+    digests = [*(one["digest"] for one in branches), config.digest]
+    if changed := [one for one, now in zip(branches, digests[1:], strict=True) if one["digest"] != now]:
+        raise ConfigError(
+            f"'{folder}' went on with other settings {described(changed[-1])}; {why}, so only a run whose settings stayed the "
+            "same can be computed again"
+        )
+
+
+def _before(branch: Branch, config: ResolvedRun, folder: Path, *, real: bool) -> ResolvedRun:
+    """The settings before a branch."""
+    document = parse_toml(config.document, "a run")
+    now, earlier = flat(document), dict[str, Any]()
+    for key, (old, new) in branch["changes"].items():
+        if now.get(key) == new:  # else whoever computes the run again has set it, such as the device
+            _remove(document, key)
+            earlier |= {} if old is None else {key: old}
+    try:
+        before = resolve_document(with_settings(document, earlier), config.parts, real=real)
+    except GossamerError as error:
+        raise _unknown(branch, folder, str(error)) from None
+    if before.digest != branch["digest"]:
+        raise _unknown(
+            branch, folder, f"they had digest {branch['digest']}, and without the change it is {before.digest}"
+        )
+    return before
+
+
+def _remove(table: dict[str, Any], key: str) -> None:
+    """Removes a dotted key if it is there, and the tables that it leaves empty."""
+    first, dot, rest = key.partition(".")
+    if dot and isinstance(table.get(first), dict):
+        _remove(table[first], rest)
+    if not dot or not table.get(first, True):
+        table.pop(first, None)
+
+
+def _unknown(branch: Branch, folder: Path, why: str) -> DataError:
+    return DataError(
+        f"the settings of '{folder}' before they changed {described(branch)}, cannot be told: {why}; restore its run.toml and "
+        "branches.json as the run wrote them"
+    )
