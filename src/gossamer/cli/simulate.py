@@ -1,5 +1,6 @@
 """`gossamer simulate`: all workers of a run in one process."""
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,11 +10,12 @@ from gossamer.cli.watch import WATCHABLE, Watchable
 
 if TYPE_CHECKING:
     from gossamer.run.bookkeeping.resume import Resume
-    from gossamer.run.config.resolved import ResolvedRun
     from gossamer.run.config.run_file import RunConfig
     from gossamer.run.config.user_parts import UserParts
 
 __all__ = ["command", "train_here"]
+
+log = logging.getLogger("gossamer")
 
 
 def command(
@@ -25,20 +27,21 @@ def command(
     Args:
         out: run folder (default: runs/NAME)
         resume: continue this run folder from its newest sound checkpoint, with --set for what changes; auto: continue or start
-        replay: compute the real run in this folder again from its record: one with a server, elastic, or that waits for nobody
+        replay: replay the recorded run in this folder bit for bit (server, elastic, asynchronous, or with changed settings)
     """
-    from gossamer.run.config.resolve import resolve
     from gossamer.run.config.user_parts import own_parts
 
     config, folder, resumed = run_and_folder(file, changes.words, out, resume)
     with output.silenced(), resume_hint(folder), output.watching(folder):
         parts = imported_parts(config) if replay is None else own_parts(config)
+        if replay is None and not resumed:
+            _say_what_it_is_not(file)
         with output.showing() as terminal:
             terminal.follow(config.name, folder, config.record.print_every)
             if replay is None:
                 train_here(config, parts, folder, resume=resumed)
             else:
-                _replay(resolve(config, parts, real=True), folder, replay)
+                _replay(config, parts, folder, replay)
         page, runs = folder / "report.html", {config.name: folder}
         show(runs, publish(runs, page, config.network, f"gossamer report {folder}"), page, json=output.json)
 
@@ -52,10 +55,22 @@ def train_here(config: "RunConfig", parts: "UserParts", folder: Path, *, resume:
     Simulation(config, engine_of(resolve(config, parts), folder, resume=resume)).go_on()
 
 
-def _replay(config: "ResolvedRun", folder: Path, recorded: Path) -> None:
-    from gossamer.run.replay.asynchronous import replay_asynchronous
-    from gossamer.run.replay.elastic import replay_elastic
-    from gossamer.run.replay.served import replay_server
+def _say_what_it_is_not(file: Path | None) -> None:
+    """Warns where the run file is that of a recorded run whose settings changed on its way, and is not enough to repeat it."""
+    from gossamer.record.branches import described, read_branches
 
-    replays = {"rounds": replay_elastic, "server": replay_server}
-    replays.get(config.kind, replay_asynchronous)(config, folder, recorded)
+    if file is None or file.name != "run.toml":
+        return
+    if branches := read_branches(file.parent):
+        log.warning(
+            "the run in '%s' went on with other settings %s; its run.toml has the settings since then alone, so this is another "
+            "run; --replay %s computes the recorded one",
+            file.parent, described(branches[-1]), file.parent,
+        )  # fmt: skip
+
+
+def _replay(config: "RunConfig", parts: "UserParts", folder: Path, recorded: Path) -> None:
+    from gossamer.run.config.resolve import resolve
+    from gossamer.run.replay.replay import replay
+
+    replay(lambda real: resolve(config, parts, real=real), folder, recorded)

@@ -1,0 +1,62 @@
+"""Computes any recorded run again, by its kind: from the record of what happened when, or from its settings alone."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from gossamer.errors import ConfigError
+from gossamer.record.branches import read_branches
+from gossamer.run.bookkeeping.evaluate import Result
+from gossamer.run.bookkeeping.finished import must_be_record_of
+from gossamer.run.config.resolve import settings_in
+from gossamer.run.config.resolved import ResolvedRun
+from gossamer.run.replay.asynchronous import replay_asynchronous
+from gossamer.run.replay.elastic import replay_elastic
+from gossamer.run.replay.served import replay_server
+from gossamer.run.replay.stretches import stretches
+from gossamer.run.simulated.simulate import engine_of
+
+__all__ = ["replay"]
+
+
+def replay(resolved: Callable[[bool], ResolvedRun], folder: Path, recorded: Path) -> Result:
+    """Computes the run in the folder `recorded` again and records it in `folder`.
+
+    Args: `resolved` gives the run as real processes have it, or as a simulation has it (False).
+    Raises: ConfigError when the record is of another run or of none, or cannot be followed; DataError for one that contradicts
+        itself.
+    Cost: as a simulation of the run.
+    """
+    if read_branches(recorded) and not any(recorded.glob("outcomes-*.jsonl")):
+        there, simulated = settings_in(recorded), not any(recorded.glob("metrics-[0-9]*.jsonl"))
+        calm = not there.event_driven and not there.run.elastic
+        if calm and not simulated and (there.run.adapt or there.run.reduction == "all_reduce"):
+            reason = "run.adapt follows its seconds" if there.run.adapt else "run.reduction is 'all_reduce'"
+            raise ConfigError(
+                f"'{recorded}' is a real run whose numbers no seed repeats ({reason}); simulate its run file"
+            )
+        if calm or simulated:
+            return _resumed_alike(resolved(False), folder, recorded)
+    config = resolved(True)
+    replays = {"rounds": replay_elastic, "server": replay_server}
+    return replays.get(config.kind, replay_asynchronous)(config, folder, recorded)
+
+
+def _resumed_alike(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
+    """A run that follows from its settings alone, each of its rounds with those that it had.
+
+    It is simulated up to each change and resumed there, as it was: the round had a checkpoint then, and has one again.
+    """
+    must_be_record_of(config, recorded)
+    some, result = stretches(config, recorded, real=False), None
+    for one, until in zip(some, [*(after.first for after in some[1:]), config.rounds], strict=True):
+        if until > one.first:  # else the run went back behind it, and no round has these settings
+            engine = engine_of(one.config, folder, resume=result is not None)
+            with engine.opened():
+                while engine.finished < until:
+                    engine.advance()
+                result = engine.result()
+    if result is None:
+        raise ConfigError(f"'{recorded}' has no round to compute again; resume it, or simulate its run file")
+    shutil.copyfile(recorded / "branches.json", folder / "branches.json")
+    return result
