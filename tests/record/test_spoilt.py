@@ -130,9 +130,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
         log.write(0, "update", fragment=0, workers=[0], ages=[0], time_s=2.0)
         log.write(0, "leave", worker=1, time_s=2.0)
     with ArrivalWriter(folder, resume=False) as arrivals:
-        arrivals.write(ServerInput("serve", 0.0, workers=2, digest="d"))
-        arrivals.write(ServerInput("join", 1.5, worker=0))
-        arrivals.write(ServerInput("push", 2.5, worker=0))
+        arrivals.append(ServerInput("serve", 0.0, workers=2, digest="d"))
+        arrivals.append(ServerInput("join", 1.5, worker=0))
+        arrivals.append(ServerInput("push", 2.5, worker=0))
     cut = tiny(pipeline__stages=2, model__layers=2, data__accumulate=2)
     write_pipeline(folder, pipeline_work(settings_of(cut), layout_for(cut.model, 256)))
     return folder

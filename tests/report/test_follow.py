@@ -193,11 +193,11 @@ def test_outcomes_tell_who_is_alive_what_failed_and_who_came(tmp_path: Path) -> 
     with RunFolder(tmp_path, RUN_TOML.replace("workers = 2", "workers = 3") + "elastic = true\n", worker=0) as run:
         run.log("train", round=0, worker=0, step=9, loss=1.0, tokens=9)
     with OutcomeWriter(tmp_path, 0) as log, OutcomeWriter(tmp_path, 1) as other:
-        log.begin(Begun(0, 0, 0, 0, 0))
-        log.round(RoundOutcome(0, None, frozenset({2}), frozenset(), 9))
-        log.round(RoundOutcome(1, frozenset({0, 1}), frozenset(), frozenset(), 18))
-        other.begin(Begun(1, 1, 0, 9, 1))
-        other.round(RoundOutcome(1, frozenset({0, 1}), frozenset(), frozenset(), 18))
+        log.write(Begun(0, 0, 0, 0, 0))
+        log.write(RoundOutcome(0, None, frozenset({2}), frozenset(), 9))
+        log.write(RoundOutcome(1, frozenset({0, 1}), frozenset(), frozenset(), 18))
+        other.write(Begun(1, 1, 0, 9, 1))
+        other.write(RoundOutcome(1, frozenset({0, 1}), frozenset(), frozenset(), 18))
     (tmp_path / "metrics-002.jsonl").write_text('{"kind":"train","round":0,"worker":2,"loss":1.0}\n')
     live = followed(tmp_path)
     assert standings(live, live.modified_s) == ["training", "training", "gone"]

@@ -73,13 +73,13 @@ def write_slot(folder, config, slot, rounds, ended=None):
         OutcomeWriter(folder, slot) as log,
         RunFolder(folder, dump(config), config.record, worker=slot) as record,
     ):
-        log.begin(Begun(0, 0, slot, 0, 0))
+        log.write(Begun(0, 0, slot, 0, 0))
         for r in range(rounds):
-            log.round(RoundOutcome(r, None, frozenset({1}) if r == 0 else frozenset(), frozenset(), 2 * (r + 1)))
+            log.write(RoundOutcome(r, None, frozenset({1}) if r == 0 else frozenset(), frozenset(), 2 * (r + 1)))
             record.log("train", round=r, worker=slot, step=2 * (r + 1), loss=5.0 - r, lr=0.1, tokens=64)
             record.log_seconds(RoundSeconds(r, slot, None, 2.0, 0.5, {1: 0.25}, 0.25, 3.0 * (r + 1)))
         if ended is not None:
-            log.end(Ended(rounds, ended))
+            log.write(Ended(rounds, ended))
 
 
 def test_status_tells_who_is_alive_suspect_gone_joining_a_ghost_left_or_has_never_come(tmp_path, monkeypatch, capsys):

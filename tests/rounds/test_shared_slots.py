@@ -124,10 +124,10 @@ def test_with_one_local_step_of_sgd_the_workers_left_take_the_steps_of_all_slots
     for slot, some in lives.items():
         with OutcomeWriter(tmp_path / "real", slot) as log:
             for begun, first, end in some:
-                log.begin(begun)
+                log.write(begun)
                 for r in range(first, end):
                     alive = None if r in (0, 3, 4) else frozenset({0, 1, 2})
-                    log.round(RoundOutcome(r, alive, NOBODY, NOBODY, r + 1 if slot < 3 else steps[r]))
+                    log.write(RoundOutcome(r, alive, NOBODY, NOBODY, r + 1 if slot < 3 else steps[r]))
     (tmp_path / "real" / "run.toml").write_text(dump(config))
     replay_elastic(resolve(config, real=True), tmp_path / "again", tmp_path / "real")
 

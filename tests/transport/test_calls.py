@@ -290,7 +290,7 @@ PAIRS = [
 
 def written(folder, worker, events, *, life=5, begun=BEGUN, goes_on=False):
     with OrderWriter(folder, worker, life=life, goes_on=goes_on) as log:
-        log.begin(begun)
+        log.write(begun)
         for event in events:
             log.write(event)
     assert log.place == len(events)

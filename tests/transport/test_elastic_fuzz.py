@@ -226,10 +226,10 @@ def test_thousands_of_requests_and_offers_of_newcomers_are_answered_or_refused(
 def test_thousands_of_outcomes_files_are_lives_or_refused(count: int, tmp_path: Path) -> None:
     draw, path = random.Random(5), tmp_path / "outcomes-000.jsonl"
     with OutcomeWriter(tmp_path, 0) as log:
-        log.begin(Begun(0, 0, 0, 0, 0))
-        log.exchange(ExchangeOutcome(0, 0, 1, None, frozenset({2}), frozenset()))
-        log.round(RoundOutcome(0, None, frozenset({1}), frozenset(), 15))
-        log.end(Ended(1, "left"))
+        log.write(Begun(0, 0, 0, 0, 0))
+        log.write(ExchangeOutcome(0, 0, 1, None, frozenset({2}), frozenset()))
+        log.write(RoundOutcome(0, None, frozenset({1}), frozenset(), 15))
+        log.write(Ended(1, "left"))
     whole = path.read_bytes()
     lines = [json.loads(line) for line in whole.splitlines()]
     for number in range(count):
@@ -242,7 +242,7 @@ def test_thousands_of_outcomes_files_are_lives_or_refused(count: int, tmp_path: 
 def test_hundreds_of_orders_of_events_are_lives_or_refused(count: int, tmp_path: Path) -> None:
     draw, path = random.Random(8), tmp_path / "order-000.jsonl"
     with OrderWriter(tmp_path, 0, life=5) as log:
-        log.begin(Entered(2, 1, (1, 9, 4), 0.5))
+        log.write(Entered(2, 1, (1, 9, 4), 0.5))
         log.write(Published(2, 1, 0.5, 1.0))
         log.write(Mixed(2, frozenset({0, 1}), ((1, 3, 9),), 1.0))
         log.write(Finished("left", 1, 0.0, 2.0))

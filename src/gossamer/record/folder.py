@@ -37,7 +37,7 @@ from typing_extensions import TypedDict
 from gossamer.errors import ConfigError
 from gossamer.record.dashboards.loggers import Dashboards
 from gossamer.record.dashboards.prometheus import Exporter
-from gossamer.record.jsonl import json_line, json_lines
+from gossamer.record.jsonl import json_line, json_lines, keep_before
 from gossamer.record.logs.seconds import RoundSeconds, seconds_line, seconds_lines
 from gossamer.record.logs.stage_seconds import STAGES_FILE
 from gossamer.record.logs.trace import Entry, line_of
@@ -85,18 +85,14 @@ class RecordConfig:
 
 
 @with_config({**RECORD, "extra": "allow"})
-class _Line(TypedDict):
-    round: Annotated[int, Field(ge=-1, lt=2**31)]
-
-
-@with_config({**RECORD, "extra": "allow"})
-class _Metric(_Line):
+class _Metric(TypedDict):
     kind: str
+    round: Annotated[int, Field(ge=-1, lt=2**31)]
 
 
 _LATER = 2**31
 """Above each round."""
-_LINES, _METRICS = Records[_Line](_Line), Records[_Metric](_Metric)
+_METRICS = Records[_Metric](_Metric)
 
 
 class RunFolder:
@@ -289,13 +285,9 @@ def run_file(folder: Path) -> Path:
 
 
 def _cut(path: Path, round: int, void: Callable[[Mapping[str, Any]], bool] = lambda line: False) -> int:
-    """Rewrites a JSONL file without the lines of `round` and later and without the void; returns the first step after it."""
-    if not path.exists():
-        return 0
-    lines = json_lines(path)
-    kept = [value for where, value in lines if _LINES.of(value, where)["round"] < round and not void(value)]
-    atomic_write(path, "".join(map(json_line, kept)).encode())
-    return max([0, *(value["step"] + 1 for value in kept if isinstance(value.get("step"), int))])
+    """Removes the lines of `round` and later and the void ones from a JSONL file; returns the first step after it."""
+    kept = keep_before(path, round, void)
+    return max([0, *(step + 1 for line in kept if isinstance(step := line.get("step"), int))])
 
 
 def finite(value: Any) -> Any:

@@ -1,16 +1,29 @@
 """JSON, one value a line."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
+
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
 
 from gossamer.errors import DataError
-from gossamer.settings.schema import Records
+from gossamer.record.whole_files import atomic_write
+from gossamer.settings.schema import RECORD, Records
 
-__all__ = ["json_line", "json_lines", "records", "short"]
+__all__ = ["Parser", "json_line", "json_lines", "keep_before", "keep_records", "records", "short"]
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Parser(Protocol[T_co]):
+    """What makes a record of a line, such as `gossamer.settings.schema.Records`."""
+
+    def parse(self, line: bytes | str, where: str) -> T_co:
+        """The record. Raises: DataError, which names `where`, for a line that holds none."""
+        ...
 
 
 def json_line(value: Mapping[str, Any]) -> str:
@@ -42,11 +55,43 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield where, value
 
 
-def records(path: Path, kind: Records[T]) -> Iterator[tuple[str, T]]:
+def records(path: Path, kind: Parser[T]) -> Iterator[tuple[str, T]]:
     """The records of a JSONL file, each with the "file:line" it stands at; a last line that was cut short is skipped.
 
     Raises: DataError for any other line that holds no such record.
     """
+    return ((where, record) for where, _, record in _records(path, kind))
+
+
+def keep_records(path: Path, kind: Parser[T], keeps: Callable[[T], bool]) -> list[T]:
+    """Removes the other records from a JSONL file, which may be missing; a last line that was cut short goes too.
+
+    Raises: DataError, with nothing removed, for any other line that holds no such record; DiskError.
+    """
+    if not path.exists():
+        return []
+    kept = [(raw, record) for _, raw, record in _records(path, kind) if keeps(record)]
+    # The old file stays whole until the new one is: a kill in between loses no line that counts.
+    atomic_write(path, b"".join(raw if raw.endswith(b"\n") else raw + b"\n" for raw, _ in kept))
+    return [record for _, record in kept]
+
+
+@with_config({**RECORD, "extra": "allow"})
+class _Line(TypedDict):
+    round: Annotated[int, Field(ge=-1, lt=2**31)]
+
+
+_LINES = Records[_Line](_Line)
+
+
+def keep_before(
+    path: Path, round: int, void: Callable[[Mapping[str, Any]], bool] = lambda line: False
+) -> Sequence[Mapping[str, Any]]:
+    """Removes the lines of this round and of later ones, and the void ones; returns the others. Raises: as `keep_records`."""
+    return keep_records(path, _LINES, lambda line: line["round"] < round and not void(line))
+
+
+def _records(path: Path, kind: Parser[T]) -> Iterator[tuple[str, bytes, T]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             where = f"{path}:{number}"
@@ -56,7 +101,7 @@ def records(path: Path, kind: Records[T]) -> Iterator[tuple[str, T]]:
                 if line.endswith(b"\n") or _is_json(line):
                     raise
                 return
-            yield where, record
+            yield where, line, record
 
 
 def _is_json(line: bytes) -> bool:

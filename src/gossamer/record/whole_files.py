@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import os
 import sys
 import threading
@@ -44,12 +45,16 @@ def make_folder(path: Path) -> None:
 class Appender:
     """A text file that grows line by line; every line is handed to the system at once, so a killed process keeps it.
 
+    What a killed process has left of a last line is removed first, as nothing may follow half a line.
+
     Raises: DiskError, from the constructor and from `write`, when the disk refuses.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         with writing(path):
+            if path.is_file():
+                _end_last_line(path)
             # Without a buffer, which would be written again when the file is closed after a failure.
             self._file = path.open("ab", buffering=0)
 
@@ -63,6 +68,25 @@ class Appender:
     def close(self) -> None:
         """Closes the file; may be called twice."""
         self._file.close()
+
+
+def _end_last_line(path: Path) -> None:
+    """Removes a last line that is half-written; one that only lacks its line break counts for readers, so it gets that."""
+    with path.open("r+b") as file:
+        if not file.seek(0, os.SEEK_END):
+            return
+        file.seek(-1, os.SEEK_END)
+        if file.read() == b"\n":
+            return
+        file.seek(0)
+        content = file.read()
+        begin = content.rfind(b"\n") + 1
+        try:
+            json.loads(content[begin:])
+        except (ValueError, RecursionError):
+            file.truncate(begin)
+        else:
+            file.write(b"\n")
 
 
 class LineWriter:

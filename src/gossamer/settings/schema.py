@@ -343,7 +343,9 @@ def _words(hint: Any, name: str) -> str:
         return f"tables; write each as [{name}.NAME]"
     if origin in (list, tuple) and _is_table(_bare(arguments[0])):
         return f"tables; write each as [[{name}]]"
-    if origin in (list, tuple):
+    if hasattr(bare, "_fields"):
+        return f"a list of {len(bare._fields)}"
+    if origin in (list, tuple, frozenset):
         count = f" of {len(arguments)}" if arguments[1:] and arguments[1] is not ... else ""
         return f"a list{count}, each {_words(arguments[0], name)}"
     kinds = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}

@@ -70,10 +70,10 @@ def test_with_error_feedback_workers_stay_equal_when_one_dies_and_another_joins(
     for slot, some in lives.items():
         with OutcomeWriter(tmp_path / "real", slot) as log:
             for begun, first, end in some:
-                log.begin(begun)
+                log.write(begun)
                 for k, r in enumerate(range(first, end)):
                     alive = frozenset({0, 1}) if r in (2, 3) else None
-                    log.round(RoundOutcome(r, alive, NOBODY, NOBODY, begun.steps + 2 * (k + 1)))
+                    log.write(RoundOutcome(r, alive, NOBODY, NOBODY, begun.steps + 2 * (k + 1)))
     (tmp_path / "real" / "run.toml").write_text(dump(config))
     result = replay_elastic(resolve(config, real=True), tmp_path / "again", tmp_path / "real")
     assert result.loss < 6.0

@@ -145,8 +145,7 @@ def logged(folder, config, lives):
     for slot, lines in lives.items():
         with OutcomeWriter(folder, slot) as log:
             for line in lines:
-                writes = {Begun: log.begin, ExchangeOutcome: log.exchange, RoundOutcome: log.round, Ended: log.end}
-                writes[type(line)](line)
+                log.write(line)
     return folder
 
 

@@ -142,9 +142,18 @@ def test_a_record_that_cannot_be_is_refused_with_its_place(tmp_path, monkeypatch
         "no first line": (lambda lines: lines[1:], "begins with"),
         "a word of its own": (lambda lines: [*lines, {"event": "sleep", "time_s": 1e6}], "'sleep'"),
         "a key of its own": (lambda lines: [lines[0], {**lines[1], "path": "/etc"}], "path"),
-        "a huge number": (lambda lines: [lines[0], {**lines[1], "worker": 1 << 40}], "must be an integer"),
-        "a truth": (lambda lines: [lines[0], {**lines[1], "worker": True}], "must be an integer"),
-        "no time": (lambda lines: [lines[0], {**lines[1], "time_s": "soon"}], "must be seconds"),
+        "a huge number": (
+            lambda lines: [lines[0], {**lines[1], "worker": 1 << 40}],
+            "worker is 1099511627776 but must be",
+        ),
+        "a truth": (
+            lambda lines: [lines[0], {**lines[1], "worker": True}],
+            "worker is True but must be a whole number",
+        ),
+        "no time": (
+            lambda lines: [lines[0], {**lines[1], "time_s": "soon"}],
+            "time_s is 'soon' but must be a number of at least 0",
+        ),
     }
     for name, (change, part) in forged.items():
         folder = changed(real, tmp_path / name, change)
@@ -176,12 +185,12 @@ def test_a_record_without_its_end_is_replayed_as_far_as_it_came(tmp_path, monkey
 
 def test_a_server_that_resumes_appends_to_whole_lines(tmp_path):
     with ArrivalWriter(tmp_path, resume=False) as log:
-        log.write(ServerInput("serve", 0.0, workers=2, digest="d"))
-        log.write(ServerInput("tick", 1.25))
+        log.append(ServerInput("serve", 0.0, workers=2, digest="d"))
+        log.append(ServerInput("tick", 1.25))
     with arrivals_file(tmp_path).open("a") as file:
         file.write('{"event":"push","time')
     with ArrivalWriter(tmp_path, resume=True) as log:
-        log.write(ServerInput("serve", 1.0, workers=2, round=3, digest="d"))
+        log.append(ServerInput("serve", 1.0, workers=2, round=3, digest="d"))
     assert [(item.event, item.time_s, item.round) for item in read_arrivals(tmp_path)] == [
         ("serve", 0.0, 0), ("tick", 1.25, 0), ("serve", 1.0, 3),
     ]  # fmt: skip

@@ -24,11 +24,11 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from gossamer.errors import DataError
-from gossamer.record.jsonl import json_line, records
-from gossamer.record.whole_files import Appender, LineWriter, atomic_write, make_folder
+from gossamer.record.jsonl import json_line, keep_records, records
+from gossamer.record.whole_files import Appender, LineWriter, make_folder
 from gossamer.settings.schema import RECORD, Records
 
-__all__ = ["EventLog", "EventWriter", "event_files", "read_events"]
+__all__ = ["EventTotals", "EventWriter", "event_files", "read_events"]
 
 _MAX_CELLS = 2**28
 
@@ -104,7 +104,7 @@ _Event = Annotated[_Start | _Phase | _Transfer | _Relay | _Update | _Absence, Fi
 _EVENTS = Records[_Start | _Phase | _Transfer | _Relay | _Update | _Absence](_Event)
 
 
-class EventLog(NamedTuple):
+class EventTotals(NamedTuple):
     """The seconds, bytes and ages of an event-driven run."""
 
     network: str
@@ -143,8 +143,8 @@ class EventWriter(LineWriter):
         make_folder(folder)
         self.path = folder / f"events{suffix}.jsonl"
         kept: Sequence[Mapping[str, Any]] = []
-        if resume_round is not None and self.path.exists():
-            kept = self._keep(lambda line: line["round"] < resume_round and not void(line))
+        if resume_round is not None:
+            kept = keep_records(self.path, _EVENTS, lambda line: line["round"] < resume_round and not void(line))
         super().__init__(self.path)
         if not any(line["event"] == "start" for line in kept):
             self.write(-1, "start", network=network, workers=workers)
@@ -156,13 +156,8 @@ class EventWriter(LineWriter):
     def drop(self, void: Callable[[Mapping[str, Any]], bool]) -> None:
         """Removes these lines."""
         self._file.close()
-        self._keep(lambda line: not void(line))
+        keep_records(self.path, _EVENTS, lambda line: not void(line))
         self._file = Appender(self.path)
-
-    def _keep(self, keeps: Callable[[Mapping[str, Any]], bool]) -> Sequence[Mapping[str, Any]]:
-        kept = [line for _, line in records(self.path, _EVENTS) if keeps(line)]
-        atomic_write(self.path, "".join(map(json_line, kept)).encode())
-        return kept
 
 
 def event_files(run_folder: Path) -> list[Path]:
@@ -170,7 +165,7 @@ def event_files(run_folder: Path) -> list[Path]:
     return sorted(Path(run_folder).glob("events*.jsonl"))
 
 
-def read_events(run_folder: Path) -> EventLog | None:
+def read_events(run_folder: Path) -> EventTotals | None:
     """The events of a run from all the files its processes wrote; None when it went in rounds.
 
     Raises: DataError for a malformed line.
@@ -222,4 +217,4 @@ def read_events(run_folder: Path) -> EventLog | None:
     for source, size in sent:
         sent_bytes[source] += size
     counts = np.bincount(np.array(absorbed, np.int64), minlength=workers)
-    return EventLog(network, compute_s, np.maximum.accumulate(end_s), sent_bytes, tuple(ages), counts)
+    return EventTotals(network, compute_s, np.maximum.accumulate(end_s), sent_bytes, tuple(ages), counts)

@@ -30,15 +30,11 @@ of the first process of the slot on that machine.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, NoReturn
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field, with_config
-from typing_extensions import TypedDict
+from pydantic import Field
 
-from gossamer.errors import DataError
-from gossamer.record.jsonl import json_line, records
-from gossamer.record.whole_files import LineWriter, make_folder, worker_suffix, writing
-from gossamer.settings.schema import RECORD, Records
+from gossamer.record.logs.event_log import EventLog, LogWriter, impossible
 
 __all__ = [
     "Entered",
@@ -58,43 +54,44 @@ __all__ = [
 _Whole = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Slot = Annotated[int, Field(ge=0, lt=1 << 20)]
 _Seconds = Annotated[float, Field(ge=0, lt=1e12)]
-_Three = Annotated[list[_Whole], Field(min_length=3, max_length=3)]
+_Three = tuple[_Whole, _Whole, _Whole]
 
 
-@with_config(RECORD)
-class _Begin(TypedDict):
-    life: _Whole
-    event: Literal["begin"]
+class Entered(NamedTuple):
+    """A process begins in a slot."""
+
     number: _Whole
+    """Of its first local phase. What the slot has recorded of this one and of later ones before is void."""
     round: _Whole
+    """Of this round and of later ones too."""
     source: _Three | None
+    """Whose state it begins with: worker, life, and events of that life so far. None for the start of the run."""
     time_s: _Seconds
 
 
-@with_config(RECORD)
-class _Publish(TypedDict):
-    life: _Whole
-    event: Literal["publish"]
+class Published(NamedTuple):
+    """A local phase of gossip has ended."""
+
     number: _Whole
     round: _Whole
     start_s: _Seconds
     time_s: _Seconds
 
 
-@with_config(RECORD)
-class _Mix(TypedDict):
-    life: _Whole
-    event: Literal["mix"]
+class Mixed(NamedTuple):
+    """The outer update after it."""
+
     number: _Whole
-    alive: list[_Slot] | None
-    heard: list[_Three]
+    alive: frozenset[_Slot] | None
+    """None for everyone."""
+    heard: tuple[_Three, ...]
+    """Each peer with the version of its message, and the life that has published it."""
     time_s: _Seconds
 
 
-@with_config(RECORD)
-class _Learn(TypedDict):
-    life: _Whole
-    event: Literal["learn"]
+class Learned(NamedTuple):
+    """A local phase of a worker that meets others has ended."""
+
     number: _Whole
     round: _Whole
     dt: _Seconds
@@ -102,10 +99,21 @@ class _Learn(TypedDict):
     time_s: _Seconds
 
 
-@with_config(RECORD)
-class _Meeting(TypedDict):
-    life: _Whole
-    event: Literal["tell", "meet"]
+class Told(NamedTuple):
+    """A message for a meeting."""
+
+    peer: _Slot
+    starter: _Slot
+    of: _Whole
+    """The life of the starter."""
+    number: _Whole
+    dt: _Seconds
+    time_s: _Seconds
+
+
+class Met(NamedTuple):
+    """A meeting that counts at this end."""
+
     peer: _Slot
     starter: _Slot
     of: _Whole
@@ -114,105 +122,24 @@ class _Meeting(TypedDict):
     time_s: _Seconds
 
 
-@with_config(RECORD)
-class _End(TypedDict):
-    life: _Whole
-    event: Literal["end"]
-    why: Literal["finished", "left"]
-    round: _Whole
-    dt: _Seconds
-    time_s: _Seconds
-
-
-_Line = _Begin | _Publish | _Mix | _Learn | _Meeting | _End
-_LINES = Records[_Line](Annotated[_Line, Field(discriminator="event")])
-
-
-class Entered(NamedTuple):
-    """A process begins in a slot."""
-
-    number: int
-    """Of its first local phase. What the slot has recorded of this one and of later ones before is void."""
-    round: int
-    """Of this round and of later ones too."""
-    source: tuple[int, int, int] | None
-    """Whose state it begins with: worker, life, and events of that life so far. None for the start of the run."""
-    time_s: float
-
-
-class Published(NamedTuple):
-    """A local phase of gossip has ended."""
-
-    number: int
-    round: int
-    start_s: float
-    time_s: float
-
-
-class Mixed(NamedTuple):
-    """The outer update after it."""
-
-    number: int
-    alive: frozenset[int] | None
-    """None for everyone."""
-    heard: tuple[tuple[int, int, int], ...]
-    """Each peer with the version of its message, and the life that has published it."""
-    time_s: float
-
-
-class Learned(NamedTuple):
-    """A local phase of a worker that meets others has ended."""
-
-    number: int
-    round: int
-    dt: float
-    start_s: float
-    time_s: float
-
-
-class Told(NamedTuple):
-    """A message for a meeting."""
-
-    peer: int
-    starter: int
-    of: int
-    """The life of the starter."""
-    number: int
-    dt: float
-    time_s: float
-
-
-class Met(NamedTuple):
-    """A meeting that counts at this end."""
-
-    peer: int
-    starter: int
-    of: int
-    number: int
-    dt: float
-    time_s: float
-
-
 class Finished(NamedTuple):
     """The worker ended on purpose."""
 
     why: Literal["finished", "left"]
-    round: int
+    round: _Whole
     """Rounds of the run that are over, as far as the worker knows."""
-    dt: float
-    time_s: float
+    dt: _Seconds
+    time_s: _Seconds
 
 
 OrderEvent = Published | Mixed | Learned | Told | Met | Finished
-_NAMES = {
-    Entered: "begin",
-    Published: "publish",
-    Mixed: "mix",
-    Learned: "learn",
-    Told: "tell",
-    Met: "meet",
-    Finished: "end",
-}
+_LOG = EventLog[Entered | OrderEvent](
+    "order",
+    {
+        "begin": Entered, "publish": Published, "mix": Mixed, "learn": Learned, "tell": Told, "meet": Met, "end": Finished,
+    },
+    before={"life": _Whole},
+)  # fmt: skip
 
 
 class OrderLife(NamedTuple):
@@ -234,7 +161,7 @@ class OrderLife(NamedTuple):
         return last if isinstance(last, Finished) else None
 
 
-class OrderWriter(LineWriter):
+class OrderWriter(LogWriter[Entered | OrderEvent]):
     """Writes the order of events of one process; every line is handed to the system before this goes on.
 
     Args:
@@ -244,7 +171,7 @@ class OrderWriter(LineWriter):
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
     >>> with OrderWriter(folder, 3, life=77) as log:
-    ...     log.begin(Entered(0, 0, None, 0.0))
+    ...     log.write(Entered(0, 0, None, 0.0))
     ...     log.write(Published(0, 0, 0.0, 1.5))
     ...     log.write(Mixed(0, None, ((1, 2, 99),), 1.5))
     >>> read_order(folder)[3][0].events[1].heard
@@ -252,32 +179,15 @@ class OrderWriter(LineWriter):
     """
 
     def __init__(self, folder: Path, worker: int, *, life: int, goes_on: bool = False) -> None:
-        make_folder(folder)
-        path = Path(folder) / f"order{worker_suffix(worker)}.jsonl"
-        with writing(path):
-            if not goes_on:
-                path.unlink(missing_ok=True)
-            elif path.exists():
-                _cut_torn(path)
-        super().__init__(path)
+        super().__init__(_LOG, _LOG.path(folder, worker), goes_on)
         self._life = life
         self.place = 0
-        """Events of this life so far."""
+        """Events of this life so far, without its begin."""
 
-    def begin(self, begun: Entered) -> None:
-        """The process begins."""
-        self._write(begun)
-
-    def write(self, event: OrderEvent) -> None:
+    def write(self, event: Entered | OrderEvent) -> None:
         """Appends an event."""
-        self._write(event)
-        self.place += 1
-
-    def _write(self, event: "Entered | OrderEvent") -> None:
-        fields = event._asdict()
-        if isinstance(event, Mixed) and event.alive is not None:
-            fields["alive"] = sorted(event.alive)
-        self._file.write(json_line({"life": self._life, "event": _NAMES[type(event)], **fields}))
+        self.append(event, life=self._life)
+        self.place += not isinstance(event, Entered)
 
 
 def read_order(run_folder: Path) -> dict[int, list[OrderLife]]:
@@ -285,12 +195,7 @@ def read_order(run_folder: Path) -> dict[int, list[OrderLife]]:
 
     Raises: DataError for a line that is none, or that cannot follow those before it.
     """
-    found: dict[int, list[OrderLife]] = {}
-    for path in sorted(Path(run_folder).glob("order-*.jsonl")):
-        number = path.stem.removeprefix("order-")
-        if number.isascii() and number.isdigit():
-            found[int(number)] = _lives(path)
-    return found
+    return {slot: _lives(path) for slot, path in _LOG.paths(run_folder).items()}
 
 
 def phases_in(lives: Sequence[OrderLife]) -> int:
@@ -301,20 +206,19 @@ def phases_in(lives: Sequence[OrderLife]) -> int:
 def _lives(path: Path) -> list[OrderLife]:
     lives: dict[int, _Reader] = {}
     kinds = set[bool]()
-    for where, line in records(path, _LINES):
+    for where, (event, line) in _LOG.read(path):
         life = line["life"]
-        if line["event"] == "begin":
+        if isinstance(event, Entered):
             if life in lives:
-                _impossible(where, f"life {life} begins twice")
-            lives[life] = _Reader(Entered(line["number"], line["round"], _three(line["source"]), line["time_s"]))
+                impossible(where, f"life {life} begins twice")
+            lives[life] = _Reader(event)
             continue
         if life not in lives:
-            _impossible(where, f"life {life} has not begun")
-        event = _event_of(line)
+            impossible(where, f"life {life} has not begun")
         if not isinstance(event, Finished):
             kinds.add(isinstance(event, Published | Mixed))
         if len(kinds) == 2:
-            _impossible(where, "gossip and meetings do not go together")
+            impossible(where, "gossip and meetings do not go together")
         lives[life].add(where, event)
     return [OrderLife(life, one.begun, tuple(one.events)) for life, one in lives.items()]
 
@@ -332,51 +236,23 @@ class _Reader:
         """Appends an event. Raises DataError when it cannot be the next."""
         before, phases = self.events[-1] if self.events else None, self._phases
         if isinstance(before, Finished):
-            _impossible(where, "it follows the end")
+            impossible(where, "it follows the end")
         if isinstance(event, Published | Learned) and event.number != phases:
-            _impossible(where, f"phase {event.number} ends after {phases} others")
+            impossible(where, f"phase {event.number} ends after {phases} others")
         follows = isinstance(event, Mixed) and isinstance(before, Published)
         if isinstance(event, Mixed) and not (follows and event.number == phases - 1 and _once(event)):
-            _impossible(where, f"an update after phase {event.number} does not follow what is above it")
+            impossible(where, f"an update after phase {event.number} does not follow what is above it")
         if isinstance(event, Published) and isinstance(before, Published):
-            _impossible(where, "the update after the last phase is missing")
+            impossible(where, "the update after the last phase is missing")
         if isinstance(event, Told | Met):
             key = event[:4]
             if (key in self._told) != isinstance(event, Met):
                 told = "twice" if key in self._told else "never"
-                _impossible(where, f"a meeting with worker {event.peer} that was told {told}")
+                impossible(where, f"a meeting with worker {event.peer} that was told {told}")
             self._told.symmetric_difference_update({key})
         self._phases += isinstance(event, Published | Learned)
         self.events.append(event)
 
 
-def _event_of(line: _Publish | _Mix | _Learn | _Meeting | _End) -> OrderEvent:
-    if line["event"] == "publish":
-        return Published(line["number"], line["round"], line["start_s"], line["time_s"])
-    if line["event"] == "mix":
-        alive = None if line["alive"] is None else frozenset(line["alive"])
-        return Mixed(line["number"], alive, tuple((j, v, m) for j, v, m in line["heard"]), line["time_s"])
-    if line["event"] == "learn":
-        return Learned(line["number"], line["round"], line["dt"], line["start_s"], line["time_s"])
-    if line["event"] == "end":
-        return Finished(line["why"], line["round"], line["dt"], line["time_s"])
-    kind = Told if line["event"] == "tell" else Met
-    return kind(line["peer"], line["starter"], line["of"], line["number"], line["dt"], line["time_s"])
-
-
-def _three(value: list[int] | None) -> tuple[int, int, int] | None:
-    return None if value is None else (value[0], value[1], value[2])
-
-
 def _once(event: Mixed) -> bool:
     return len({j for j, _, _ in event.heard}) == len(event.heard)
-
-
-def _cut_torn(path: Path) -> None:
-    """Removes a last line that a killed process left half-written."""
-    with path.open("r+b") as file:
-        file.truncate(file.read().rfind(b"\n") + 1)
-
-
-def _impossible(where: str, why: str) -> NoReturn:
-    raise DataError(f"{where}: {why}; restore the file as the run wrote it")

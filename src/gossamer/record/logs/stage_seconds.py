@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gossamer.errors import ConfigError
-from gossamer.record.jsonl import json_line, json_lines
-from gossamer.record.whole_files import LineWriter, atomic_write, make_folder, worker_suffix
+from gossamer.record.jsonl import json_line, json_lines, keep_before
+from gossamer.record.whole_files import LineWriter, make_folder, worker_suffix
 
 __all__ = ["STAGES_FILE", "StageLog", "StageSeconds", "end_logs_of_others", "read_stages", "stage_lines", "stage_log"]
 
@@ -66,7 +66,7 @@ def stage_log(folder: Path, worker: int, part: int, parts: int, resume_round: in
             raise ConfigError(
                 f"the run folder '{folder}' already holds {path.name}; name a new one with --out, or go on with --resume {folder}"
             )
-        _keep_before(path, resume_round)
+        keep_before(path, resume_round)
     return StageLog(path)
 
 
@@ -75,12 +75,7 @@ def end_logs_of_others(folder: Path, worker: int, parts: int, resume_round: int)
     for path in sorted(folder.glob(f"stages{worker_suffix(worker)}-*.jsonl")):
         part = path.stem.rpartition("-")[2]
         if parts == 1 or (part.isdecimal() and int(part) >= parts):
-            _keep_before(path, resume_round)
-
-
-def _keep_before(path: Path, round: int) -> None:
-    kept = [line for _, line in json_lines(path) if line.get("round", 0) < round]
-    atomic_write(path, "".join(map(json_line, kept)).encode())
+            keep_before(path, resume_round)
 
 
 def read_stages(folder: Path) -> Iterator[StageSeconds]:

@@ -12,7 +12,7 @@ from gossamer.network.links import Network, from_options
 from gossamer.network.timeline import Timeline
 from gossamer.record.branches import described, read_branches
 from gossamer.record.folder import read_metrics
-from gossamer.record.logs.events import EventLog, read_events
+from gossamer.record.logs.events import EventTotals, read_events
 from gossamer.record.logs.trace import read_trace, trace_files
 from gossamer.report.reading.prices import prices_of
 from gossamer.settings.schema import parse_toml
@@ -96,7 +96,7 @@ def _own_networks(run_toml: str) -> dict[str, Network]:
     return {name: from_options(table, f"network.{name}") for name, table in tables.items()}
 
 
-def _as_it_went(events: EventLog) -> Timeline:
+def _as_it_went(events: EventTotals) -> Timeline:
     """The timeline of an asynchronous run, whose seconds are part of its result."""
     end_s = np.broadcast_to(events.end_s[:, None], events.compute_s.shape)
     spent_s = np.diff(end_s, axis=0, prepend=0.0)

@@ -165,7 +165,7 @@ class AsyncParticipant(ABC, Generic[Core]):
                 self._journal.begin(worker=slot)
             self._began = time.perf_counter() - before_s
             self.stopwatch = Stopwatch(slot, before_s)
-            self.log.begin(begun._replace(time_s=before_s))
+            self.log.write(begun._replace(time_s=before_s))
             try:
                 yield
             finally:  # else the thread of a connection would write into files that are closed

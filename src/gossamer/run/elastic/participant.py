@@ -158,7 +158,7 @@ class _Participant:
                     resume_round=None if fresh else begun.round, traced_per_round=self._method.sends_per_round,
                 ) as record,
             ):  # fmt: skip
-                log.begin(begun)
+                log.write(begun)
                 self._rounds(begun, log, record)
         finally:
             self._transport.close()
@@ -250,7 +250,7 @@ class _Participant:
             alive = self._alive if self._closes else alive
             missed = frozenset(peer for one in self._ended for peer in one.missed)
             unsure = frozenset(peer for one in self._ended for peer in one.unsure)
-            log.round(RoundOutcome(round, self._or_all(alive), missed, unsure, replica.steps_taken))
+            log.write(RoundOutcome(round, self._or_all(alive), missed, unsure, replica.steps_taken))
             self._show(alive, record)
             self._keep(finished)
             stopwatch.phase(report.whole.compute_s)
@@ -302,7 +302,7 @@ class _Participant:
         self._entered = -1
         begun = self._fetched(begun, source)
         self._keep(begun.after)
-        log.begin(begun._replace(steps=self._replica.steps_taken))
+        log.write(begun._replace(steps=self._replica.steps_taken))
         return begun.round
 
     def proposed(self, round: int) -> tuple[int, frozenset[int]]:
@@ -322,7 +322,7 @@ class _Participant:
         left = self._asked.is_set() and round < self.config.rounds
         if finished < self.config.rounds:
             self._save(finished if left else self.config.rounds)
-        log.end(Ended(round, "left" if left else "finished"))
+        log.write(Ended(round, "left" if left else "finished"))
         if left:
             say(f"worker {self.slot} leaves after round {finished}, as it was asked to, and has saved its state")
 
@@ -350,7 +350,7 @@ class _Participant:
             ended = ExchangeOutcome(round, ticket.round, ticket.fragment, alive, missed, unsure)
             self._ended.append(ended)
             if not self._once:
-                log.exchange(ended)
+                log.write(ended)
             if ended.lost:
                 which = ", ".join(map(str, sorted(ended.lost)))
                 say(

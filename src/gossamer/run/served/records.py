@@ -77,7 +77,7 @@ class ServerRecords:
         """Writes an input, before anybody can see what it did."""
         self.now_s = now_s
         if self._arrivals is not None:
-            self._arrivals.write(ServerInput(event, now_s, **fields))
+            self._arrivals.append(ServerInput(event, now_s, **fields))
 
     def enter(self, event: Record, local_steps: Sequence[int] = ()) -> None:
         """Writes an event, and ends the rounds that end with it."""

@@ -1,0 +1,121 @@
+"""A log of events: files with a line of JSON for each, which is written, checked, read and cut in one way.
+
+An event is a NamedTuple; a line has its fields, the word for it as "event", and what each line of the log has besides. A line is
+handed to the system before its writer goes on, and what a killed writer has left of a last one does not count.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Generic, Literal, NamedTuple, NoReturn, TypeVar, get_type_hints
+
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
+
+from gossamer.errors import DataError
+from gossamer.record.jsonl import json_line, keep_records, records
+from gossamer.record.whole_files import LineWriter, make_folder, worker_suffix, writing
+from gossamer.settings.schema import RECORD, Records
+
+__all__ = ["EventLog", "LogWriter", "Recorded", "impossible"]
+
+T = TypeVar("T")
+
+
+class Recorded(NamedTuple, Generic[T]):
+    """A line of a log."""
+
+    event: T
+    line: Mapping[str, Any]
+    """All that it has, by key."""
+
+
+class EventLog(Generic[T]):
+    """A kind of log, of which each worker of a run has a file.
+
+    Args:
+        name: with which the names of the files begin, as "order" in order-003.jsonl.
+        kinds: the NamedTuple of each event, whose annotations bound its fields.
+        fields: of each event, those that it has of a NamedTuple that several events share; it names its event itself.
+        before, after: further keys of each line, before "event" and after the fields, with their types.
+    """
+
+    def __init__(
+        self, name: str, kinds: Mapping[str, type[T]], *, fields: Mapping[str, tuple[str, ...]] | None = None,
+        before: Mapping[str, Any] | None = None, after: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.name, self._kinds = name, kinds
+        self._words = {kind: word for word, kind in kinds.items()}
+        self._fields = fields or {word: _fields(kind) for word, kind in kinds.items()}
+        self._before, self._after = before or {}, after or {}
+        lines = [self._line_of(word) for word in kinds]
+        self._lines = Records[dict[str, Any]](
+            Annotated[functools.reduce(operator.or_, lines), Field(discriminator="event")]
+        )
+
+    def _line_of(self, word: str) -> Any:
+        """The description of the lines of one event, for pydantic."""
+        hints = {**get_type_hints(self._kinds[word], include_extras=True), "event": Literal[word]}
+        keys = {**self._before, **{key: hints[key] for key in ("event", *self._fields[word])}, **self._after}
+        return with_config(RECORD)(TypedDict(word, keys))  # pyright: ignore[reportArgumentType]
+
+    def path(self, folder: Path, worker: int) -> Path:
+        """The file of one worker."""
+        return Path(folder) / f"{self.name}{worker_suffix(worker)}.jsonl"
+
+    def paths(self, folder: Path) -> dict[int, Path]:
+        """The files of a run folder, by worker."""
+        numbers = {path: path.stem.removeprefix(f"{self.name}-") for path in Path(folder).glob(f"{self.name}-*.jsonl")}
+        found = {int(text): path for path, text in numbers.items() if text.isascii() and text.isdigit()}
+        return dict(sorted(found.items()))
+
+    def line(self, event: T, **more: object) -> str:
+        """The line of an event; `more` are the keys that each line has. Sets are written as sorted lists."""
+        word = event.event if "event" in _fields(event) else self._words[type(event)]  # pyright: ignore
+        values = {**more, "event": word}
+        keys = dict.fromkeys((*self._before, "event", *self._fields[word], *self._after))
+        found = {key: values[key] if key in values else getattr(event, key) for key in keys}
+        return json_line({key: sorted(v) if isinstance(v, frozenset) else v for key, v in found.items()})
+
+    def parse(self, line: bytes | str, where: str) -> Recorded[T]:
+        """The event of a line. Raises: DataError, which names `where`, for a line that has none."""
+        found = self._lines.parse(line, where)
+        word = found["event"]
+        return Recorded(self._kinds[word](**{key: found[key] for key in self._fields[word]}), found)
+
+    def read(self, path: Path) -> Iterator[tuple[str, Recorded[T]]]:
+        """The events of a file, each with the "file:line" it stands at. Raises: DataError."""
+        return records(path, self)
+
+
+class LogWriter(LineWriter, Generic[T]):
+    """Appends to one file of a log.
+
+    Args: `keeps` says which events of the file stay; True keeps them all, False begins a new file.
+    Raises: DataError for a line that is none where some are dropped; DiskError.
+    """
+
+    def __init__(self, log: EventLog[T], path: Path, keeps: bool | Callable[[T], bool]) -> None:
+        make_folder(path.parent)
+        with writing(path):
+            if keeps is False:
+                path.unlink(missing_ok=True)
+        if not isinstance(keeps, bool):
+            keep_records(path, log, lambda recorded: keeps(recorded.event))
+        super().__init__(path)
+        self.path, self._log = path, log
+
+    def append(self, event: T, **more: object) -> None:
+        """Appends an event, with the keys that each line has."""
+        self._file.write(self._log.line(event, **more))
+
+
+def impossible(where: str, why: str) -> NoReturn:
+    """Raises DataError: a line is none that can stand where it does."""
+    raise DataError(f"{where}: {why}; restore the file as the run wrote it")
+
+
+def _fields(event: Any) -> tuple[str, ...]:
+    """Of a NamedTuple, or of its type."""
+    return event._fields
