@@ -89,13 +89,7 @@ def audit(
             f"rounds {first}..{last} of {'all workers' if worker is None else f'worker {worker}'} were asked for, and recorded "
             f"are rounds 0..{max(recorded)} of workers 0..{config.workers - 1}; name some of these"
         )
-    some = [
-        Stretch(
-            one.first,
-            replace(one.config, run=replace(one.config.run, threads=config.run.threads), record=config.record),
-        )
-        for one in stretches(config, folder, real=real)
-    ]
+    some = _stretches(config, folder, real=real)
     lives, line, device = read_outcomes(folder), lineage(config, folder), one_device(config.run.device)
     if lives:
         script = script_of(lives, config.in_rounds, max(one.config.rounds for one in some), config.seed, folder)
@@ -157,6 +151,15 @@ def _repeatable(config: ResolvedRun, folder: Path, *, real: bool) -> ResolvedRun
             )
     threads = next((one.threads for one in machines), config.run.threads)
     return replace(config, run=replace(config.run, threads=threads), record=replace(config.record, hash=True))
+
+
+def _stretches(config: ResolvedRun, folder: Path, *, real: bool) -> list[Stretch]:
+    """Those of a run, with its threads and with hashes in each of them: what is compared decides what is recorded here."""
+    run = config.run
+    return [
+        Stretch(first, replace(one, run=replace(one.run, threads=run.threads), record=config.record))
+        for first, one in stretches(config, folder, real=real)
+    ]
 
 
 def _hashes(folder: Path) -> Hashes:
