@@ -7,6 +7,7 @@ import heapq
 import math
 import random
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -71,7 +72,7 @@ def counted(lives: Mapping[int, Sequence[Life]], topology: Topology, alive: Coll
     n, rounds = topology.n, max(ends, default=0)
     if not alive or not rounds:
         return Counted(0, 0.0)
-    script = script_of(lives, method_of(Combination(topology=topology)), rounds + 1, seed=0)
+    script = script_of(lives, method_of(Combination(topology=topology)), rounds + 1, seed=0, recorded=Path())
     held, kept = np.zeros((n, n * rounds)), dict[tuple[int, int], np.ndarray]()
     needed = script.taken_over()
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import gossamer
 from gossamer import errors
-from gossamer.errors import GossamerError, choose
+from gossamer.errors import GossamerError, RefusedError, choose
 
 SOURCE = Path(gossamer.__file__).parent
 ERRORS = {name: kind for name in errors.__all__ if inspect.isclass(kind := getattr(errors, name))}
@@ -23,6 +23,10 @@ WITHOUT_A_VALUE = {  # beginning of the sentence: why it has none to show
     "no run was given to watch": "the same",
     "this page prices no other methods": "it was asked for nothing else",
     "run.device = 'cuda' but torch sees 0 GPUs": "the only value that leads here is in the sentence",
+    "ConfigError(wrong)": "its sentences are made above, with the steps that were counted",
+    "RefusedError(kind, what)": "its sentences are made above, with the number that the peer gave itself",
+    "RefusedError('checksum', 'the header of its letter": "nothing of a changed header can be believed, nor shown",
+    "refused_by('the server', letter)": "it is what the server has said",
     "PairingError(sentence)": "it comes from the table of incompatibilities, whose rows are looked at here too",
 }
 
@@ -40,7 +44,8 @@ def test_the_tree_in_the_docstring_is_the_tree_of_the_classes() -> None:
 @pytest.mark.parametrize("name", ERRORS)
 def test_every_error_is_caught_as_ours_and_named_after_what_it_is(name: str) -> None:
     assert issubclass(ERRORS[name], GossamerError)
-    assert str(ERRORS[name]("a sentence")) == "a sentence"
+    made = RefusedError("bounds", "a sentence") if name == "RefusedError" else ERRORS[name]("a sentence")
+    assert str(made) == "a sentence"
 
 
 @settings(max_examples=50, deadline=None)

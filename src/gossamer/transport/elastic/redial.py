@@ -48,13 +48,15 @@ class Redial:
         Args: `linked` are the slots with whose process there is a connection.
 
         >>> me, lost = SlotEntry(0, 0, 7, MemberStatus.ALIVE, 0, "a:1"), SlotEntry(1, 0, 8, MemberStatus.SUSPECT, 0, "b:1")
+        >>> from gossamer.transport.sockets.header import Limits
+        >>> members = Members(Limits(workers=3, rounds=9, steps=99), 0, [me, lost])
         >>> redial = Redial(lost_s=1.0, others_s=30.0)
         >>> redial.addresses = lambda: [(0, "a:1"), (1, "b:1"), (2, "c:1")]
         >>> redial.look(0.0)
-        >>> [entry.address for entry in redial.due(0.0, Members(3, 0, [me, lost]), [], [])]
+        >>> [entry.address for entry in redial.due(0.0, members, [], [])]
         ['b:1', 'c:1']
         >>> redial.look(29.0)
-        >>> [entry.address for entry in redial.due(29.0, Members(3, 0, [me, lost]), [], [])]
+        >>> [entry.address for entry in redial.due(29.0, members, [], [])]
         ['b:1']
         """
         known = {entry.address for entry in members.entries.values()}
