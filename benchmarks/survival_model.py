@@ -85,11 +85,15 @@ def counted(lives: Mapping[int, Sequence[Life]], topology: Topology, alive: Coll
         )
         return state(donor, after)
 
-    for round in sorted(script.turns):
-        turn = script.turns[round]
-        for slot, several in turn.begins.items():
-            for begun in several:
-                held[slot] = state(begun.donor, begun.after)
+    begins: dict[int, list[tuple[int, Begun]]] = {}
+    for slot, some in script.lives.items():
+        for life in some:
+            begins.setdefault(life.begun.round, []).append((slot, life.begun))
+    for round in sorted(script.turns.keys() | begins.keys()):
+        for slot, begun in begins.get(round, ()):
+            held[slot] = state(begun.donor, begun.after)
+        if (turn := script.turns.get(round)) is None:  # whoever began there was lost before its first round ended
+            continue
         sent = held.copy()
         for slot in turn.outcomes.keys() | {slot for slot, _ in turn.lost}:
             sent[slot, round * n + slot] = 1.0
