@@ -22,7 +22,7 @@ from gossamer.run.served.protocol import limits_of
 from gossamer.run.worker.replica import Replica
 from gossamer.transport.alike import short_settings
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
-from gossamer.transport.processes.launch import agree
+from gossamer.transport.processes.launch import agree, part
 from gossamer.transport.sockets.connection import Endpoint
 from gossamer.tree import leaves
 
@@ -158,6 +158,7 @@ def async_seat(
     brought = None if own is None else [own.after, own.phases, [[slot, steps] for slot, steps in own.held.items()]]
     settings, wait_s = short_settings(config.decisive), config.run.timeout_s
     said = agree(member, f"{run:016x} calls", [address, nonce, brought], settings=settings, timeout_s=wait_s)
+    part(member, wait_s)
     facts = [fact_of(slot, value, config.workers) for slot, value in enumerate(said)]
     warn_of_loopback(address, [fact.address for fact in facts])
     line, after = Lineage(config.digest), max(fact.after for fact in facts)

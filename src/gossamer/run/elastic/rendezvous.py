@@ -25,7 +25,7 @@ from gossamer.transport.elastic.members import (
     read_membership_update,
 )
 from gossamer.transport.elastic.newcomer import Applicant, ask
-from gossamer.transport.processes.launch import agree, join
+from gossamer.transport.processes.launch import agree, join, part
 from gossamer.transport.processes.member import Member
 from gossamer.transport.secret import folder_secret
 from gossamer.transport.sockets.addresses import is_loopback, listen, own_address, shown, split
@@ -63,6 +63,7 @@ def started(config: RunSettings, folder: Path, run: int, nonce: int, *, resume: 
     settings = short_settings(config.decisive)
     fact = [address, nonce, [[r, None if seen is None else sorted(seen)] for r, seen in own.items()]]
     said = agree(member, f"{run:016x} elastic", fact, settings=settings, timeout_s=wait_s)
+    part(member, wait_s)
     facts = [_fact(slot, fact) for slot, fact in enumerate(said)]
     held = {slot: fact.held for slot, fact in enumerate(facts)}
     after = to_resume(held, config.run.rejoin_rounds)

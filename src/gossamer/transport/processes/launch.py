@@ -2,6 +2,7 @@
 
 import atexit
 import json
+import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from gossamer.errors import ConfigError, PeerError, TransportError, first_line
 from gossamer.transport.alike import difference, read_settings
 from gossamer.transport.processes.backend import hang_up
 from gossamer.transport.processes.member import Member, sizes_of_workers
-from gossamer.transport.processes.store import ENTRY_BYTES, hosted_store, reached_store, shared_part
+from gossamer.transport.processes.store import ENTRY_BYTES, hosted_store, reached_store, shared_part, store_answers
 from gossamer.transport.secret import environment_secret
 
 __all__ = [
@@ -26,7 +27,10 @@ __all__ = [
     "join",
     "leave",
     "one_device",
+    "part",
 ]
+
+log = logging.getLogger("gossamer")
 
 
 def join(
@@ -103,13 +107,15 @@ def _rank(sizes: Sequence[int]) -> int:
 def _assemble(member: Member, backend: str, timeout_s: float) -> None:
     """Waits until all processes of the run are there, and makes sure that all use one backend."""
     here, entries = [f"here/{rank}" for rank in range(member.ranks)], member.entries
-    entries.set(here[member.rank], backend)
+    with store_answers():
+        entries.set(here[member.rank], backend)
     if missing := entries.absent(here, timeout_s):
         raise PeerError(
             f"{_workers(missing, member)} did not come within {timeout_s:g} s, and the run needs {member.workers}; look at "
             "their logs, or raise run.timeout_s"
         )
-    theirs = [entries.read(name, member.owner(rank)) for rank, name in enumerate(here)]
+    with store_answers():
+        theirs = [entries.read(name, member.owner(rank)) for rank, name in enumerate(here)]
     if others := [rank for rank, name in enumerate(theirs) if name != backend.encode()]:
         raise ConfigError(
             f"worker {member.worker} uses {backend} and {_workers(others, member)} another backend; set run.backend for all"
@@ -134,22 +140,42 @@ def agree(
             f"worker {member.worker} would publish {len(text)} bytes of facts; at most {ENTRY_BYTES} are allowed"
         )
     entries = member.entries
-    turn = member.store.add(f"agree/{member.rank}/turns", 1)  # facts of an earlier agreement are not read again
-    keys = [f"agree/{rank}/{turn}" for rank in range(member.ranks)]
-    entries.set(keys[member.rank], text)
+    with store_answers():
+        turn = member.store.add(f"agree/{member.rank}/turns", 1)  # facts of an earlier agreement are not read again
+        keys = [f"agree/{rank}/{turn}" for rank in range(member.ranks)]
+        entries.set(keys[member.rank], text)
     if missing := entries.absent(keys, timeout_s):
         raise PeerError(
             f"{_workers(missing, member)} sent no configuration within {timeout_s:g} s, and all {member.workers} must agree on "
             "one; look at their logs"
         )
     owners = [member.owner(rank) for rank in range(member.ranks)]
-    said = [_statement(owner, entries.read(key, owner)) for owner, key in zip(owners, keys, strict=True)]
+    with store_answers():
+        said = [_statement(owner, entries.read(key, owner)) for owner, key in zip(owners, keys, strict=True)]
     camps: dict[str, list[int]] = {}
     for rank, (theirs, _, _) in enumerate(said):
         camps.setdefault(theirs, []).append(rank)
     if len(camps) > 1:
+        part(member, min(timeout_s, 10.0))  # so that all can say what differs, and not that the store is gone
         raise PeerError(_disagreement(camps, [settings for _, _, settings in said], member))
     return [facts for _, facts, _ in said]
+
+
+def part(member: Member, timeout_s: float) -> None:
+    """Ends this process's use of the store, for runs that need it only at their start.
+
+    Where worker 0 hosts the store, it ends with worker 0's last reference to it. So worker 0 waits here until all the others have
+    read what they need: the slowest asks a moment after the fastest has gone on. One that dies meanwhile costs `timeout_s`.
+    """
+    names = [f"parted/{rank}" for rank in range(1, member.ranks)]
+    if member.rank:
+        with store_answers():
+            member.entries.set(names[member.rank - 1], "")
+    elif _hosts_store(member.rank) and (late := member.entries.absent(names, timeout_s)):
+        log.warning(
+            "%s may not have learnt how the run starts within %g s; look at their logs",
+            _workers([1 + rank for rank in late], member), timeout_s,
+        )  # fmt: skip
 
 
 def _disagreement(
@@ -188,7 +214,7 @@ def _store(rank: int, timeout_s: float) -> Store:
     host, port = os.environ.get("MASTER_ADDR"), _number("MASTER_PORT")
     if not host:
         raise ConfigError(_unset("MASTER_ADDR"))
-    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    hosts = _hosts_store(rank)
     try:
         store = (hosted_store if hosts else reached_store)(host, port, timeout_s)
     except (RuntimeError, OSError) as error:
@@ -197,6 +223,11 @@ def _store(rank: int, timeout_s: float) -> Store:
             f"({first_line(error)}); check MASTER_ADDR, MASTER_PORT and that their machine is up"
         ) from error
     return shared_part(store)
+
+
+def _hosts_store(rank: int) -> bool:
+    """Whether the process of this rank hosts the store of the run, as no launcher does."""
+    return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _statement(worker: int, raw: bytes) -> tuple[str, Any, dict[str, str] | None]:

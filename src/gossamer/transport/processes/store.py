@@ -7,6 +7,7 @@ same name, or from filling the memory. Nor does it protect the keys that torch i
 the processes of a group connect: torch has no place for a code in them.
 """
 
+import contextlib
 import errno
 import hmac
 import ipaddress
@@ -14,7 +15,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 from gossamer.errors import PeerError, TransportError, first_line
 from gossamer.transport.secret import CODE_BYTES, code
 
-__all__ = ["ENTRY_BYTES", "Entries", "hosted_store", "reached_store", "report_fallen", "shared_part"]
+__all__ = ["ENTRY_BYTES", "Entries", "hosted_store", "reached_store", "report_fallen", "shared_part", "store_answers"]
 
 ENTRY_BYTES = 1 << 20
 """Most bytes of the content of an entry."""
@@ -33,6 +34,17 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.25
 """How often a worker that waits for entries looks whether they are there, or another worker has fallen: soon, then less often."""
 
 log = logging.getLogger("gossamer")
+
+
+@contextlib.contextmanager
+def store_answers() -> Iterator[None]:
+    """Makes one sentence, a TransportError, of what torch raises when the store is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError(
+            f"the store at MASTER_ADDR is gone ({first_line(error)}); look at the log of the launcher or of worker 0"
+        ) from error
 
 
 class Entries(NamedTuple):
@@ -92,17 +104,13 @@ class Entries(NamedTuple):
         """
         # `Store.wait` would print a warning for each of the waits that end early to look for the fallen.
         deadline, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
-        try:
+        with store_answers():
             while not self.store.check(list(names)):
                 self._look_for_fallen()
                 if time.monotonic() >= deadline:
                     return [place for place, name in enumerate(names) if not self.store.check([name])]
                 time.sleep(max(0.0, min(pause_s, deadline - time.monotonic())))
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        except RuntimeError as error:
-            raise TransportError(
-                f"the store at MASTER_ADDR is gone ({first_line(error)}); look at the log of the launcher or of worker 0"
-            ) from error
         return []
 
     def read(self, name: str, worker: int) -> bytes:

@@ -1,0 +1,38 @@
+"""Workers that start without a launcher: each process gets its rank and the address of worker 0's store, and no more."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from commands import Command
+from gossamer.run.config.run_file import dump
+from tiny import single as tiny
+
+pytestmark = pytest.mark.usefixtures("forks")
+
+KINDS = {"in rounds": {}, "elastic": {"run__elastic": True}, "without waiting": {"run__wait": False}}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def start(folder: Path, **overrides: object) -> list[Command]:
+    """Three workers by the variables that srun and mpirun scripts set."""
+    (folder / "run.toml").write_text(dump(tiny(run__timeout_s=60.0, **overrides)))
+    port = str(free_port())
+    return [
+        Command(
+            "train", folder / "run.toml", "--out", folder / "out", RANK=str(rank), WORLD_SIZE="3",
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_workers_that_start_without_a_launcher_all_train_to_the_end(tmp_path: Path, kind: str) -> None:
+    ends = [worker.finish() for worker in start(tmp_path, **KINDS[kind])]
+    assert [code for code, _ in ends] == [0, 0, 0], ends
