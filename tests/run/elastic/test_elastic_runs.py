@@ -115,7 +115,9 @@ def test_a_run_ends_well_without_a_worker_that_died_and_goes_on_with_fewer_and_w
     code, output = rest.finish()
     assert code == 130 and f"stopped; resume with --resume {folder}" in output, output
     # Its peers look once a round, so one that joins within a round has joined when they first see it.
-    assert "worker 2 has joined, and takes part from round" in output and "worker 0 leaves after round" in output, output
+    assert "worker 2 has joined, and takes part from round" in output and "worker 0 leaves after round" in output, (
+        output
+    )
     os.kill(newcomer.pid, signal.SIGTERM)
     code, output = newcomer.finish()
     assert code == 0 and "worker 2 leaves after round" in output, output
