@@ -317,7 +317,8 @@ def test_a_store_that_stood_still_for_a_while_is_asked_again_and_its_silence_is_
         # On a busy machine an answer may have been late: nothing is asked while one is, and one that comes now would count.
         assert eventually(lambda: boards[0].saved(4) == 3 and not boards[0].gone and not boards[0]._errand.is_alive())
         os.kill(pid, signal.SIGSTOP)
-        assert [boards[0].saved(round) for round in (5, 6, 7)] == [3, 3, 3] and boards[0].gone
+        assert eventually(lambda: boards[0].saved(5) == 3 and boards[0].gone)
+        assert [boards[0].saved(round) for round in (6, 7)] == [3, 3]
         assert [boards[0].circulate("late") for _ in range(50)] == [{0: b"early"}] * 50
         assert [boards[1].circulate(str(i)) for i in range(50)] == [{}] * 50
         assert eventually(lambda: boards[1].circulate("late") == {} and boards[1].gone)
@@ -667,7 +668,7 @@ def test_the_worker_that_stopped_is_named_by_those_that_wait_for_others(stopped:
     crew = Crew(3)
     for name, message, seconds in crew.run(chain, stopped, victim=2):
         assert name == "PeerError" and "worker 2 did not answer for 2 s in round 5" in message, message
-        assert seconds < 4.0
+        assert seconds < 6.0  # the timeout, and not one for each of the chain
     crew.end(dead=2)
 
 
