@@ -199,7 +199,7 @@ def enter(words: list[str], place: Place, environment: Mapping[str, str], log: P
 
 def _take_notes(path: Path) -> None:
     """From now on this process notes what it does."""
-    import gossamer.run.elastic.participant as driver
+    import gossamer.run.elastic.elastic_rounds as driver
     from gossamer.run.worker.replica import LocalPhase, Replica
 
     participant, file = driver._Participant, path.open("ab", buffering=0)

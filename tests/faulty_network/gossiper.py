@@ -1,4 +1,4 @@
-"""A process that gossips over the virtual network: what `gossamer.run.elastic.participant` does in a round, as events."""
+"""A process that gossips over the virtual network: what `gossamer.run.elastic.elastic_rounds` does in a round, as events."""
 
 import math
 import struct

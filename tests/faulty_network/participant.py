@@ -1,7 +1,7 @@
-"""One process of an elastic run over the virtual network: what `gossamer.run.elastic.participant` and its transport do, as
+"""One process of an elastic run over the virtual network: what `gossamer.run.elastic.elastic_rounds` and its transport do, as
 events.
 
-`gossamer.transport.elastic.transport` moves letters with sockets and threads, and `gossamer.run.elastic.participant` trains
+`gossamer.transport.elastic.transport` moves letters with sockets and threads, and `gossamer.run.elastic.elastic_rounds` trains
 between them. Here the same decisions are taken at virtual times; the exchanges and the view of the members are the same
 classes. What it does in a round stands in `faulty_network.gossiper` and, for a rule that needs everyone, in
 `faulty_network.averager`.

@@ -23,8 +23,8 @@ from gossamer.record.logs.trace import Operation
 from gossamer.report.reading.status import Sighting, run_status, standing_of
 from gossamer.run.bookkeeping.newest_round import to_resume, to_score
 from gossamer.run.config.run_file import dump
-from gossamer.run.elastic.exit import ending
-from gossamer.run.elastic.messages import changes
+from gossamer.run.participant.exit_status import ending
+from gossamer.run.participant.membership_log import changes
 from gossamer.transport.elastic.ask import look
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
 from gossamer.transport.elastic.transport import ElasticTransport

@@ -17,7 +17,7 @@ from gossamer.record.addresses import read_addresses
 from gossamer.record.logs.order import Entered, Finished, Mixed, OrderWriter, Published, read_order
 from gossamer.record.logs.outcomes import Begun, Ended, ExchangeOutcome, OutcomeWriter, RoundOutcome, read_outcomes
 from gossamer.record.packed import cold, packed, unpacked
-from gossamer.run.asynchronous.start import fact_of, state_of
+from gossamer.run.asynchronous.async_state import fact_of, state_of
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic import newcomer
 from gossamer.transport.elastic.core import ElasticCore

@@ -16,7 +16,7 @@ import torch
 
 from gossamer.errors import PeerError, TransportError
 from gossamer.record.packed import cold, frozen, unpacked
-from gossamer.run.elastic.state_transfer import give_state, take_state
+from gossamer.run.participant.state_transfer import give_state, take_state
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic import newcomer
 from gossamer.transport.elastic.core import Outcome

@@ -112,7 +112,7 @@ def _train_one(
 ) -> None:  # fmt: skip
     """What this process is in the run: one of its workers, or its server."""
     if config.kind in ("pair", "no waiting"):
-        from gossamer.run.asynchronous.train import train_asynchronous
+        from gossamer.run.asynchronous.train_asynchronous import train_asynchronous
 
         if (served.server, served.worker) != (None, None):
             raise ConfigError(
@@ -121,7 +121,7 @@ def _train_one(
             )
         train_asynchronous(config, folder, join=join, resume=resume)
     elif config.run.elastic:
-        from gossamer.run.elastic.participant import train_elastic
+        from gossamer.run.elastic.elastic_rounds import train_elastic
 
         train_elastic(config, folder, join=join, resume=resume is not False)
     elif join is not None:
@@ -173,10 +173,10 @@ def import_early(*more: str) -> None:
         work = [
             "gossamer.cli.train",
             "gossamer.run.synchronous.train",
-            "gossamer.run.elastic.participant",
-            "gossamer.run.asynchronous.train",
+            "gossamer.run.elastic.elastic_rounds",
+            "gossamer.run.asynchronous.train_asynchronous",
             "gossamer.run.served.server",
-            "gossamer.run.served.worker",
+            "gossamer.run.served.served_worker",
         ]
         multiprocessing.set_forkserver_preload(["gossamer.transport.processes.local", "torch._dynamo", *work, *more])
         forkserver.ensure_running()
@@ -212,7 +212,7 @@ def _start_elastic(config: "ResolvedRun", folder: Path, n: int, words: list[str]
     """Starts workers of an elastic run on this machine, and says at the end who was lost on the way."""
     from gossamer.cli import main
     from gossamer.record.logs.outcomes import read_outcomes
-    from gossamer.run.elastic.exit import ending, rounds_behind
+    from gossamer.run.participant.exit_status import ending, rounds_behind
     from gossamer.transport.processes.local import run_elastic
     from gossamer.transport.secret import folder_secret
 
@@ -233,7 +233,7 @@ def _start_asynchronous(folder: Path, n: int, words: list[str]) -> int:
     """Starts workers that wait for nobody on this machine, and says at the end who was lost on the way."""
     from gossamer.cli import main
     from gossamer.record.logs.order import phases_in, read_order
-    from gossamer.run.elastic.exit import ending_of_order
+    from gossamer.run.participant.exit_status import ending_of_order
     from gossamer.transport.processes.local import run_elastic
     from gossamer.transport.secret import folder_secret
 
@@ -255,8 +255,8 @@ def _start_asynchronous(folder: Path, n: int, words: list[str]) -> int:
 def _train_served(config: "ResolvedRun", folder: Path, served: ServerOptions, *, resume: "Resume") -> None:
     """The server of a run, or one of its workers."""
     from gossamer.run.served.protocol import address
+    from gossamer.run.served.served_worker import work
     from gossamer.run.served.server import serve
-    from gossamer.run.served.worker import work
 
     if served.server is None:
         raise ConfigError(

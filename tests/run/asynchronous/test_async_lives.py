@@ -16,9 +16,9 @@ from gossamer.record.addresses import Address, write_address
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.logs.order import Met, Mixed, read_order
 from gossamer.report.reading.status import run_status
+from gossamer.run.asynchronous.async_state import AsyncSeat, async_seat, newest_state
 from gossamer.run.asynchronous.gossip_process import GossipParticipant
 from gossamer.run.asynchronous.pair_process import PairParticipant
-from gossamer.run.asynchronous.start import AsyncSeat, async_seat, newest_state
 from gossamer.run.config.resolve import InPairs, resolve
 from gossamer.run.config.run_file import digest
 from gossamer.run.config.user_parts import own_parts

@@ -19,7 +19,7 @@ from gossamer.rules import make_rule
 from gossamer.run.config.resolve import resolve, settings_of
 from gossamer.run.config.run_file import parse
 from gossamer.run.config.user_parts import own_parts
-from gossamer.run.served.protocol import run_key, run_settings
+from gossamer.run.participant.agreement import run_key, run_settings
 from gossamer.run.worker.task import task_of
 from gossamer.settings.user_code import imported, is_code
 from gossamer.transport.alike import difference

@@ -13,8 +13,8 @@ from gossamer.record import checkpoint
 from gossamer.record.logs.outcomes import Begun, OutcomeWriter, RoundOutcome
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import digest, dump
-from gossamer.run.elastic import participant as elastic
-from gossamer.run.elastic.rendezvous import Seat
+from gossamer.run.elastic import elastic_rounds as elastic
+from gossamer.run.participant.seat import Seat
 from gossamer.run.replay.elastic import replay_elastic
 from gossamer.run.simulated.rounds import train_together
 from gossamer.run.worker.replica import Replica

@@ -25,7 +25,7 @@ from gossamer.run.replay.asynchronous import replay_asynchronous
 from gossamer.run.replay.audit import audit
 from gossamer.run.replay.served import replay_server
 from gossamer.run.replay.stretches import stretches
-from gossamer.run.served.worker import work
+from gossamer.run.served.served_worker import work
 from gossamer.run.simulated.simulate import simulate
 from tiny import single, tiny
 

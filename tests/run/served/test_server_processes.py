@@ -28,11 +28,12 @@ from gossamer.record.logs.seconds import read_seconds
 from gossamer.run.bookkeeping.evaluate import Probe, evaluate
 from gossamer.run.config.resolve import resolve, settings_of
 from gossamer.run.config.run_file import digest, dump
+from gossamer.run.participant.agreement import limits_of, run_key
 from gossamer.run.replay.served import replay_server
-from gossamer.run.served.protocol import Terms, limits_of, run_key
+from gossamer.run.served.protocol import Terms
+from gossamer.run.served.served_worker import work
 from gossamer.run.served.server import serve
 from gossamer.run.served.session import open_session
-from gossamer.run.served.worker import work
 from gossamer.run.simulated.simulate import simulate
 from gossamer.run.worker.task import task_of
 from gossamer.transport import wire

@@ -9,10 +9,10 @@ from pathlib import Path
 from gossamer.clock.gossip_worker import GossipWorker
 from gossamer.record.logs.order import Mixed, Published
 from gossamer.rounds.compatibility.combine import Method
-from gossamer.run.asynchronous.messages import MessageForm
-from gossamer.run.asynchronous.participant import PATIENCE_S, AsyncParticipant
-from gossamer.run.asynchronous.start import AsyncSeat
+from gossamer.run.asynchronous.async_state import AsyncSeat
+from gossamer.run.asynchronous.without_waiting import PATIENCE_S, AsyncParticipant
 from gossamer.run.config.resolved import ResolvedRun
+from gossamer.run.participant.message_form import MessageForm
 from gossamer.run.worker.replica import LocalPhase
 from gossamer.run.worker.task import Task
 from gossamer.transport.elastic.fetches import Fetched, Fetches

@@ -13,10 +13,10 @@ from gossamer.clock.pair_worker import PairWorker
 from gossamer.record.logs.order import Learned, Met, Told
 from gossamer.record.progress import say
 from gossamer.rng import numpy_rng
-from gossamer.run.asynchronous.messages import MessageForm
-from gossamer.run.asynchronous.participant import AsyncParticipant
-from gossamer.run.asynchronous.start import AsyncSeat
+from gossamer.run.asynchronous.async_state import AsyncSeat
+from gossamer.run.asynchronous.without_waiting import AsyncParticipant
 from gossamer.run.config.resolved import InPairs, ResolvedRun
+from gossamer.run.participant.message_form import MessageForm
 from gossamer.run.worker.replica import LocalPhase
 from gossamer.run.worker.task import Task
 from gossamer.transport.elastic.meetings import Appointment, Meetings

@@ -16,7 +16,7 @@ from gossamer.record.logs.events import EventWriter
 from gossamer.record.logs.trace import Entry
 from gossamer.run.bookkeeping.spent_seconds import EventSeconds
 from gossamer.run.config.resolved import RunSettings
-from gossamer.run.worker.replica import joined
+from gossamer.run.worker.replica import Replica, joined
 from gossamer.run.worker.worker import RoundReport, Worker
 
 __all__ = ["EventJournal", "Journal", "Save", "log_phase", "saver"]
@@ -105,6 +105,11 @@ class Journal:
                 raise TrainingError(f"the run ended with a validation loss of {self.loss}; {GO_ON}")
         if config.due(config.run.checkpoint_every, finished):
             self._save(finished)
+
+    def end_own_round(self, replica: Replica, finished: int) -> None:
+        """As `end_round`, of one worker, whose lines have the inner steps and tokens that it has behind it."""
+        step = replica.steps_taken
+        self.end_round(finished, worker=replica.index, step=step, tokens=step * self.config.step_tokens)
 
 
 def log_phase(record: RunFolder | Unrecorded, events: EventWriter, round: int, phase: Phase, steps: int) -> None:

@@ -42,16 +42,16 @@ from gossamer.record.logs.order import (
 from gossamer.record.packed import packed, unpacked
 from gossamer.record.whole_files import worker_suffix
 from gossamer.rounds.compatibility.combine import Method
+from gossamer.run.asynchronous.async_state import Core, Source, adopt, content_of, state_of
 from gossamer.run.asynchronous.pair_process import pair_rule_of
-from gossamer.run.asynchronous.participant import due_round, save_state
-from gossamer.run.asynchronous.start import Core, Source, adopt, content_of, state_of
+from gossamer.run.asynchronous.without_waiting import due_round, save_state
 from gossamer.run.bookkeeping.evaluate import Probe, Probes, Result, assess
 from gossamer.run.bookkeeping.finished import must_be_record_of
 from gossamer.run.bookkeeping.journal import log_phase
 from gossamer.run.config.resolved import InPairs, ResolvedRun
+from gossamer.run.participant.agreement import HERE
 from gossamer.run.replay.driver import Actor, Contradiction, Missing, follow
 from gossamer.run.replay.stretches import must_not_have_changed
-from gossamer.run.served.protocol import HERE
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import task_of
 from gossamer.topologies.mixing import Mixing

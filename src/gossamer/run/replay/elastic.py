@@ -22,7 +22,7 @@ from gossamer.run.bookkeeping.evaluate import Probe, Probes, Result, assess
 from gossamer.run.bookkeeping.finished import must_be_record_of
 from gossamer.run.bookkeeping.journal import Journal
 from gossamer.run.config.resolved import ResolvedRun
-from gossamer.run.elastic.participant import KEPT
+from gossamer.run.elastic.elastic_rounds import KEPT
 from gossamer.run.replay.repeat import Repeat, Reports
 from gossamer.run.replay.script import script_of
 from gossamer.run.replay.stretches import stretches

@@ -22,11 +22,11 @@ from gossamer.errors import ConfigError
 from gossamer.record.logs.arrivals import ServerInput, arrivals_file, read_arrivals
 from gossamer.run.bookkeeping.evaluate import Probe, Result
 from gossamer.run.config.resolved import ResolvedRun
+from gossamer.run.participant.agreement import HERE, use_threads
 from gossamer.run.replay.driver import Actor, Contradiction, Missing, follow
 from gossamer.run.replay.stretches import Stretch, stretches
-from gossamer.run.served.protocol import HERE, use_threads
+from gossamer.run.served.served_worker import ServedWorker, Trained
 from gossamer.run.served.session import Reply, ServerSession, open_session
-from gossamer.run.served.worker import ServedWorker, Trained
 from gossamer.run.worker.task import Task, task_of
 
 __all__ = ["replay_server"]

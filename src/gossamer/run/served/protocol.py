@@ -1,22 +1,15 @@
-"""What a server and its workers agree on: the run, the server's address, and the numbers sent with every starting point."""
+"""What a server and its workers say to each other: the server's address, and the numbers sent with every starting point."""
 
-import hashlib
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from gossamer.errors import ConfigError, RefusedError
-from gossamer.run.config.resolved import RunSettings
-from gossamer.run.worker.task import Task, found_by_each
-from gossamer.transport.alike import short_settings
 from gossamer.transport.sockets.addresses import split
 from gossamer.transport.sockets.header import Limits
 
-__all__ = ["HERE", "OWNED", "Terms", "address", "limits_of", "run_key", "run_settings", "terms_of", "use_threads"]
+__all__ = ["OWNED", "Terms", "address", "terms_of"]
 
-HERE = "these machines"
-"""What a real run calls the network whose seconds it records."""
 OWNED = 2
 """Number of checkpointed rounds that a joining worker reports: as many as it keeps."""
 
@@ -57,17 +50,6 @@ def terms_of(numbers: Tensor, limits: Limits) -> Terms:
     return terms
 
 
-def limits_of(config: RunSettings) -> Limits:
-    """What the processes of a run may say of it at most.
-
-    Where nobody waits, one worker could take all steps, in as many local phases; a rule that mixes updates exchanges each
-    fragment twice.
-    """
-    steps = config.workers * config.run.steps
-    rounds = steps if config.kind in ("pair", "no waiting") else config.rounds
-    return Limits(config.workers, rounds, steps, 2 * config.fragments[0])
-
-
 def address(text: str) -> tuple[str, int]:
     """Host and port of `HOST:PORT`.
 
@@ -80,20 +62,3 @@ def address(text: str) -> tuple[str, int]:
         raise ConfigError(
             f"--server got '{text}'; write HOST:PORT with a port from 1 to 65535, such as 10.0.0.1:29400 or [fd00::1]:29400"
         ) from None
-
-
-def run_key(config: RunSettings, task: Task) -> int:
-    """64 bits of what a server and its workers must have in common: the run and the text."""
-    common = f"{config.digest} {found_by_each(task, config.parts)}"
-    return int(hashlib.sha256(common.encode()).hexdigest()[:16], 16)
-
-
-def run_settings(config: RunSettings, task: Task) -> dict[str, str]:
-    """What `run_key` is made of, key by key: a server that refuses a worker names those that differ."""
-    return short_settings({**config.decisive, **found_by_each(task, config.parts)})
-
-
-def use_threads(config: RunSettings) -> None:
-    """Sets the intra-op threads of the run file; without that key, those of the environment."""
-    if config.run.threads:
-        torch.set_num_threads(config.run.threads)

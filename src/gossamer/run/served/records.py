@@ -23,7 +23,7 @@ from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.journal import EventJournal, Journal, saver
 from gossamer.run.bookkeeping.resume import lineage
 from gossamer.run.config.resolved import RunSettings
-from gossamer.run.served.protocol import HERE
+from gossamer.run.participant.agreement import HERE
 
 __all__ = ["ServerFiles", "ServerRecords", "Snapshots", "open_files", "restored"]
 

@@ -30,7 +30,8 @@ from gossamer.record.progress import say
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.resume import Resume, history
 from gossamer.run.config.resolved import ResolvedRun
-from gossamer.run.served.protocol import OWNED, Terms, limits_of, run_key, run_settings, use_threads
+from gossamer.run.participant.agreement import limits_of, run_key, run_settings, use_threads
+from gossamer.run.served.protocol import OWNED, Terms
 from gossamer.run.served.session import Pushed, Reply, open_session
 from gossamer.run.worker.task import task_of
 from gossamer.transport import wire

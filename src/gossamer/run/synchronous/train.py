@@ -47,7 +47,7 @@ from gossamer.transport.processes.launch import agree, join, leave
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.pipe import Pipe
 
-__all__ = ["end_round", "train", "train_member", "train_round"]
+__all__ = ["train", "train_member"]
 
 log = logging.getLogger("gossamer")
 
@@ -168,7 +168,7 @@ def _train_rounds(
         journal.enter(worker, round, report)
         if worker.pacer is not None and round + 1 < config.rounds:
             _adapt(worker, report, deliveries, board, worker.loop.method.topology)
-        end_round(journal, worker.replica, round + 1)
+        journal.end_own_round(worker.replica, round + 1)
         record.log_seconds(stopwatch.round(round))
     for transport in trainer.transports:
         transport.close()
@@ -182,7 +182,7 @@ def _trained_round(
     waited_s = 0.0
     if pipe is not None:
         pipe.round, waited_s = round, pipe.waited_s
-    report = train_round(worker, round, config)
+    report = worker.train_round(round)
     # Taken before the stages tell each other their payloads: that wait is no part of a local phase.
     between_s = 0.0 if pipe is None else pipe.waited_s - waited_s
     if stages is not None and log_of_stages is not None:
@@ -282,34 +282,6 @@ def _restore(worker: Worker, past: History, store: Store, member: Member, round:
     if member.part == 0:
         end_logs_of_others(store.folder, me, member.parts, round)
     return going_on
-
-
-def _nothing() -> None:
-    """After an inner step of a worker that has nothing in flight, or a stop of one that keeps no log."""
-
-
-def train_round(
-    worker: Worker, round: int, config: RunSettings, after_stop: Callable[[], None] = _nothing
-) -> RoundReport:  # fmt: skip
-    """One round of this worker; after the last one, nothing is in flight."""
-    loop = worker.loop
-    overlaps = config.schedule.overlap_steps or loop.method.rule.delay_rounds
-    report, after_step = RoundReport([], []), loop.advance if overlaps else _nothing
-    for segment in worker.segments(round):
-        report.phases.append(worker.train(segment, after_step))
-        report.operations.append(worker.send(segment))
-        worker.receive(segment)
-        after_stop()
-    worker.replica.step_on_gradient(round)
-    if round + 1 == config.rounds:
-        worker.receive_rest()
-    return report
-
-
-def end_round(journal: Journal, replica: Replica, finished: int) -> None:
-    """Writes what is due after so many rounds of one worker."""
-    step = replica.steps_taken
-    journal.end_round(finished, worker=replica.index, step=step, tokens=step * journal.config.step_tokens)
 
 
 def _timed_all_reduce(timeout_s: float, stopwatch: Stopwatch) -> Reduce:

@@ -36,6 +36,10 @@ def parts_of(
     return [*parts, *((each, layout) for each in moments)]
 
 
+def _nothing() -> None:
+    """After an inner step of a worker that has nothing in flight, or a stop of one that keeps no log."""
+
+
 class Segment(NamedTuple):
     """The part of a round that ends at a stop: these inner steps, then what is sent and received there."""
 
@@ -103,7 +107,25 @@ class Worker:
             yield Segment(round, stop, start, end)
             start = end
 
-    def train(self, segment: Segment, after_step: Callable[[], None] = lambda: None) -> LocalPhase:
+    def train_round(self, round: int, after_stop: Callable[[], None] = _nothing) -> RoundReport:
+        """One round: at each stop it sends what is due there and receives; after the last one nothing is in flight.
+
+        Args: `after_stop` is called after each stop, before anything else is sent.
+        """
+        loop, report = self.loop, RoundReport([], [])
+        overlaps = self.config.schedule.overlap_steps or loop.method.rule.delay_rounds
+        after_step = loop.advance if overlaps else _nothing
+        for segment in self.segments(round):
+            report.phases.append(self.train(segment, after_step))
+            report.operations.append(self.send(segment))
+            self.receive(segment)
+            after_stop()
+        self.replica.step_on_gradient(round)
+        if round + 1 == self.config.rounds:
+            self.receive_rest()
+        return report
+
+    def train(self, segment: Segment, after_step: Callable[[], None] = _nothing) -> LocalPhase:
         """Announces what the stop of a segment will exchange, and takes the inner steps up to it."""
         self.loop.announce(segment.round, segment.stop)
         return self.replica.train(segment.round, segment.first, segment.last, after_step)

@@ -9,13 +9,13 @@ import logging
 import secrets
 from pathlib import Path
 
+from gossamer.run.asynchronous.async_state import async_seat
 from gossamer.run.asynchronous.gossip_process import GossipParticipant
 from gossamer.run.asynchronous.pair_process import PairParticipant
-from gossamer.run.asynchronous.start import async_seat
 from gossamer.run.bookkeeping.resume import Resume
 from gossamer.run.config.resolved import InPairs, ResolvedRun
-from gossamer.run.elastic.participant import leaving
-from gossamer.run.served.protocol import run_key, use_threads
+from gossamer.run.participant.agreement import run_key, use_threads
+from gossamer.run.participant.sigterm import leaving
 from gossamer.run.worker.task import task_of
 
 __all__ = ["train_asynchronous"]

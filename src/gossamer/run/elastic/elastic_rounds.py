@@ -7,10 +7,8 @@ after the start the workers know each other's addresses, and any of them takes a
 
 import logging
 import secrets
-import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +23,11 @@ from gossamer.run.bookkeeping.journal import Journal
 from gossamer.run.bookkeeping.resume import Resume
 from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
 from gossamer.run.config.resolved import ResolvedRun
-from gossamer.run.elastic.messages import say_changes
-from gossamer.run.elastic.rendezvous import Seat, addresses_in, joined, started
-from gossamer.run.elastic.state_transfer import give_state, take_state
-from gossamer.run.served.protocol import run_key, use_threads
-from gossamer.run.synchronous.train import end_round, train_round
+from gossamer.run.participant.agreement import run_key, use_threads
+from gossamer.run.participant.membership_log import say_changes
+from gossamer.run.participant.seat import Seat, addresses_in, joined, started
+from gossamer.run.participant.sigterm import leaving
+from gossamer.run.participant.state_transfer import give_state, take_state
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import Task, task_of
 from gossamer.run.worker.worker import Worker
@@ -42,7 +40,7 @@ from gossamer.transport.elastic.transport import ElasticTransport
 from gossamer.transport.processes.launch import device_of
 from gossamer.transport.sockets.channel import Channel
 
-__all__ = ["KEPT", "leaving", "train_elastic"]
+__all__ = ["KEPT", "train_elastic"]
 
 log = logging.getLogger("gossamer")
 
@@ -84,20 +82,6 @@ def train_elastic(config: ResolvedRun, folder: Path, *, join: str | None = None,
             say(f"worker {lost} lost its slot to another process, and asks for a free one")
             nonce = secrets.randbits(61)
             seat = joined(config, folder, key, nonce, join, [entry.address for entry in others])
-
-
-@contextmanager
-def leaving() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets, as long as this lasts."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 class _Participant:
@@ -235,7 +219,7 @@ class _Participant:
                 worker.loop.send_ahead(round)
             begins = False
             try:
-                report = train_round(worker, round, config, lambda: self._note(round, log))  # noqa: B023
+                report = worker.train_round(round, lambda: self._note(round, log))  # noqa: B023
             except LeftOutError as error:
                 replica.steps_taken = before  # nobody has what they have led to: they are taken again
                 self._views.clear()
@@ -256,7 +240,7 @@ class _Participant:
             stopwatch.phase(report.whole.compute_s)
             stopwatch.waited(transport.waits(), transport.deliveries())
             journal.enter(worker, round, report)
-            end_round(journal, replica, finished)
+            journal.end_own_round(replica, finished)
             record.log_seconds(stopwatch.round(round))
             round = self._decided(round)
             if round > finished + config.run.rejoin_rounds and round < config.rounds:

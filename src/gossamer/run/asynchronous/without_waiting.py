@@ -19,16 +19,15 @@ from gossamer.record.logs.order import Entered, Finished, OrderWriter
 from gossamer.record.packed import cold, frozen
 from gossamer.record.progress import say
 from gossamer.record.whole_files import worker_suffix
-from gossamer.run.asynchronous.start import AsyncSeat, Core, adopt, content_of, phases_behind, state_of
+from gossamer.run.asynchronous.async_state import AsyncSeat, Core, adopt, content_of, phases_behind, state_of
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.journal import Journal, log_phase
 from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
-from gossamer.run.elastic.messages import say_changes
-from gossamer.run.elastic.rendezvous import addresses_in
-from gossamer.run.elastic.state_transfer import give_state, take_state
-from gossamer.run.served.protocol import HERE
-from gossamer.run.synchronous.train import end_round
+from gossamer.run.participant.agreement import HERE
+from gossamer.run.participant.membership_log import say_changes
+from gossamer.run.participant.seat import addresses_in
+from gossamer.run.participant.state_transfer import give_state, take_state
 from gossamer.run.worker.replica import LocalPhase, Replica
 from gossamer.run.worker.task import Task
 from gossamer.transport.elastic.call_transport import CallTransport
@@ -224,7 +223,7 @@ class AsyncParticipant(ABC, Generic[Core]):
             if reached > round:
                 self.record.log_seconds(self.stopwatch.round(round))
             if due := due_round(self.config, round, reached):
-                end_round(self._journal, self.replica, due)
+                self._journal.end_own_round(self.replica, due)
             round = reached
         self._leave(number, round)
 
@@ -240,7 +239,7 @@ class AsyncParticipant(ABC, Generic[Core]):
             self.mark(number)
         self.record.log_seconds(self.stopwatch.round(round))
         if why == "finished":
-            end_round(self._journal, self.replica, finished)
+            self._journal.end_own_round(self.replica, finished)
         else:
             self._save(finished)
             say(f"worker {self.slot} leaves after {number} local phases, as it was asked to, and has saved its state")

@@ -17,8 +17,8 @@ from gossamer.record.addresses import Address, write_address
 from gossamer.record.checkpoint import Lineage
 from gossamer.run.bookkeeping.resume import Resume, history, must_go_on
 from gossamer.run.config.resolved import RunSettings
-from gossamer.run.elastic.rendezvous import arrived, is_address, joined, warn_of_loopback
-from gossamer.run.served.protocol import limits_of
+from gossamer.run.participant.agreement import limits_of
+from gossamer.run.participant.seat import arrived, is_address, joined, warn_of_loopback
 from gossamer.run.worker.replica import Replica
 from gossamer.transport.alike import short_settings
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
@@ -143,7 +143,7 @@ def async_seat(
 ) -> AsyncSeat:  # fmt: skip
     """The slot of this process in a run that starts, goes on, or is under way.
 
-    Args: `local_steps` are those of all workers; `join` and `resume` as of `gossamer.run.asynchronous.train.train_asynchronous`.
+    Args: `local_steps` are those of all workers; `join` and `resume` as of `train_asynchronous`.
     Raises: ConfigError, CheckpointError; PeerError when workers do not come, or nobody can be joined.
     """
     if join is not None:

@@ -15,7 +15,7 @@ from gossamer.record.logs.outcomes import Begun
 from gossamer.run.bookkeeping.newest_round import Held, held_by, to_resume
 from gossamer.run.bookkeeping.resume import Resume, history, lineage, must_go_on
 from gossamer.run.config.resolved import RunSettings
-from gossamer.run.served.protocol import limits_of
+from gossamer.run.participant.agreement import limits_of
 from gossamer.transport.alike import short_settings
 from gossamer.transport.elastic.members import (
     Members,

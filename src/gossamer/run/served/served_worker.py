@@ -29,16 +29,8 @@ from gossamer.run.bookkeeping.journal import log_phase
 from gossamer.run.bookkeeping.resume import History, Resume, history, lineage
 from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
-from gossamer.run.served.protocol import (
-    HERE,
-    OWNED,
-    Terms,
-    limits_of,
-    run_key,
-    run_settings,
-    terms_of,
-    use_threads,
-)
+from gossamer.run.participant.agreement import HERE, limits_of, run_key, run_settings, use_threads
+from gossamer.run.served.protocol import OWNED, Terms, terms_of
 from gossamer.run.worker.replica import LocalPhase, Replica
 from gossamer.run.worker.task import Task, task_of
 from gossamer.transport import wire

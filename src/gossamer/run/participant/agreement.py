@@ -1,0 +1,43 @@
+"""What all processes of a real run have in common: the key by which they know each other, and the bounds of what they say."""
+
+import hashlib
+
+import torch
+
+from gossamer.run.config.resolved import RunSettings
+from gossamer.run.worker.task import Task, found_by_each
+from gossamer.transport.alike import short_settings
+from gossamer.transport.sockets.header import Limits
+
+__all__ = ["HERE", "limits_of", "run_key", "run_settings", "use_threads"]
+
+HERE = "these machines"
+"""What a real run calls the network whose seconds it records."""
+
+
+def use_threads(config: RunSettings) -> None:
+    """Sets the intra-op threads of the run file; without that key, those of the environment."""
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+
+
+def run_key(config: RunSettings, task: Task) -> int:
+    """64 bits of what a server and its workers must have in common: the run and the text."""
+    common = f"{config.digest} {found_by_each(task, config.parts)}"
+    return int(hashlib.sha256(common.encode()).hexdigest()[:16], 16)
+
+
+def run_settings(config: RunSettings, task: Task) -> dict[str, str]:
+    """What `run_key` is made of, key by key: a server that refuses a worker names those that differ."""
+    return short_settings({**config.decisive, **found_by_each(task, config.parts)})
+
+
+def limits_of(config: RunSettings) -> Limits:
+    """What the processes of a run may say of it at most.
+
+    Where nobody waits, one worker could take all steps, in as many local phases; a rule that mixes updates exchanges each
+    fragment twice.
+    """
+    steps = config.workers * config.run.steps
+    rounds = steps if config.kind in ("pair", "no waiting") else config.rounds
+    return Limits(config.workers, rounds, steps, 2 * config.fragments[0])
