@@ -39,6 +39,7 @@ __all__ = [
     "UserCodeError",
     "choose",
     "first_line",
+    "nearest",
     "require",
 ]
 
@@ -103,15 +104,22 @@ class RefusedError(PeerError):
 
 
 def choose(what: str, got: str, allowed: Iterable[str]) -> str:
-    """One sentence for a name that is not in a table, with the nearest name that is.
+    """One sentence for a name that is not in a table, with the nearest name that is, in whatever case it was written.
 
-    >>> choose("rule", "dilco", ["diloco", "gossip"])
-    "unknown rule 'dilco'; did you mean 'diloco'? Allowed: diloco, gossip"
+    >>> choose("rule", "DilCo", ["diloco", "gossip"])
+    "unknown rule 'DilCo'; did you mean 'diloco'? Allowed: diloco, gossip"
     """
     names = sorted(allowed)
-    near = difflib.get_close_matches(got, names, n=1, cutoff=0.5)
-    hint = f"did you mean '{near[0]}'? " if near else ""
-    return f"unknown {what} '{got}'; {hint}Allowed: {', '.join(names)}"
+    near = nearest(got, names)
+    hint = f"did you mean '{near}'? " if near else ""
+    return f"unknown {what} '{got:.60}'; {hint}Allowed: {', '.join(names)}"
+
+
+def nearest(got: str, names: Iterable[str]) -> str | None:
+    """The name that is most like the given one, whatever its case; None where none is."""
+    folded = {name.casefold(): name for name in names}
+    near = difflib.get_close_matches(got.casefold(), folded, n=1, cutoff=0.5)
+    return folded[near[0]] if near else None
 
 
 def first_line(error: Exception) -> str:

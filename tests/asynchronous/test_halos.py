@@ -340,8 +340,8 @@ def test_check_counts_the_servers_of_both_levels_and_says_that_real_processes_ha
     found = examine(config)
     copies = {kept.what: kept.copies for kept in found.kept}
     assert (copies["server of a region: state"], copies["server of all: state"]) == (4.0, 3.0)
-    (warning,) = found.warnings
-    assert warning.startswith("real processes cannot run it: gossamer train got server 'halos'")
+    (refused,) = found.refused["train"]
+    assert refused.startswith("gossamer train got server 'halos'")
     with pytest.raises(PairingError, match=r"in simulations only; use gossamer simulate, or one server"):
         resolve(config, real=True)
 

@@ -1,6 +1,7 @@
 """`gossamer check`: what a run file will do, or all its errors, before anything is trained."""
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gossamer.cli.output import Json, print_json
@@ -56,14 +57,31 @@ def lines(one: "Examined") -> list[str]:
             for kept in one.kept
         ),
         ("memory", f"{megabytes(one.worker_bytes)} per worker, without activations" if one.kept else unknown),
+        *_stages(one, megabytes),
         *((f"on {network.name}", _seconds(network)) for network in one.networks),
         *([("disagreement", f"x {one.disagreement:.3f} per round, predicted")] if one.disagreement is not None else []),
         ("length", f"{one.rounds:,} rounds, {one.tokens:,} tokens"),
         *(("Python code", f"{name}, which is not imported here") for name in one.code),
+        *(("this machine", sentence) for sentence in one.here),
+        *((f"not {verb}", sentence) for verb, sentences in one.refused.items() for sentence in sentences),
         *(("warning", sentence) for sentence in one.warnings),
     ]
     width = max(len(head) for head, _ in rows)
-    return [f"{one.name}: can start", *(f"  {head:<{width}}  {text}" for head, text in rows)]
+    (verb, *more) = [verb for verb in ("simulate", "train") if verb not in one.refused]
+    start = "can start" if more else f"can start with gossamer {verb} only"
+    elsewhere = ", but not on this machine" if one.here else ""
+    return [f"{one.name}: {start}{elsewhere}", *(f"  {head:<{width}}  {text}" for head, text in rows)]
+
+
+def _stages(one: "Examined", megabytes: Callable[[float], str]) -> list[tuple[str, str]]:
+    rows = [
+        (
+            f"stage {k}",
+            f"layers {', '.join(map(str, stage.layers))}: {stage.parameters:,} parameters, {megabytes(stage.bytes)}",
+        )
+        for k, stage in enumerate(one.stages)
+    ]
+    return [("stages", f"{len(rows)} of a worker, {one.processes} processes in all"), *rows] if rows else []
 
 
 _KINDS = {

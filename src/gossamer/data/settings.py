@@ -1,11 +1,10 @@
 """The [data] settings of a run file."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from gossamer.errors import ConfigError
 from gossamer.settings.fields import NEUTRAL, AtLeastOne, AtLeastZero, CodeName, Words
 from gossamer.settings.schema import settings
 from gossamer.settings.user_code import is_code
@@ -64,42 +63,38 @@ class DataConfig:
     cache: Annotated[str | None, NEUTRAL] = None
     """A folder that keeps tokenised files, which are then memory-mapped instead of held in memory."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> Iterator[str]:
         if self.global_batch is not None and self.batch_size != DataConfig.batch_size:
-            raise ConfigError(
+            yield (
                 f"data.batch_size is {self.batch_size} and data.global_batch is {self.global_batch}, which decides it; remove "
                 "data.batch_size"
             )
         if self.windows is not None and (self.own or self.streamed):
-            raise ConfigError(
+            yield (
                 f"data.windows is {self.windows} and data.source is {self.source!r:.60}, but only text in files has fixed "
                 "windows; remove data.windows"
             )
         for name in ("options", "validation"):
             if (value := getattr(self, name)) is not None and not self.own:
-                raise ConfigError(
+                yield (
                     f"data.{name} is {value!r:.60} and data.source is {self.source!r:.60}, but only a data set of your own has "
                     f"{name}; remove data.{name}"
                 )
         if self.streamed:
             if len(self.sources) > 1:
-                raise ConfigError(f"data.source is {self.source!r}, but a stream must be the only source; name one")
+                yield (f"data.source is {self.source!r}, but a stream must be the only source; name one")
             for name, value in [("max_bytes", self.max_bytes), ("cache", self.cache)]:
                 if value is not None:
-                    raise ConfigError(
-                        f"data.{name} is {value!r}, which works for files only; remove data.{name} for a stream"
-                    )
-        self._check_shards()
+                    yield (f"data.{name} is {value!r}, which works for files only; remove data.{name} for a stream")
+        yield from self._bad_shards()
 
-    def _check_shards(self) -> None:
-        """Raises ConfigError unless the source can be divided like that."""
+    def _bad_shards(self) -> Iterator[str]:
+        """Why the source cannot be divided like that."""
         if self.shards != "iid" and (self.streamed or self.own):
             divides = "a stream divides its documents" if self.streamed else "a function divides its data"
-            raise ConfigError(
-                f"data.shards is {self.shards!r:.60}, but {divides} among the workers itself; remove data.shards"
-            )
+            yield (f"data.shards is {self.shards!r:.60}, but {divides} among the workers itself; remove data.shards")
         if isinstance(self.shards, tuple) and max(self.shards) >= len(self.sources):
-            raise ConfigError(
+            yield (
                 f"data.shards is {list(self.shards)!r:.60}, but the last place of data.source is {len(self.sources) - 1}; name "
                 "a source of data.source for every worker"
             )

@@ -1,7 +1,7 @@
 """The sizes of the built-in model and their parameter counts, without torch, for planning."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -129,52 +129,52 @@ class ModelConfig:
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of what attention and the feed-forward layer add that is left out at random in training; 0 draws nothing."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> Iterator[str]:
         if self.own:
             for name in (*Shape._fields, "dropout", "bottleneck", "experts"):
                 if given := getattr(self, name):
-                    raise ConfigError(
+                    yield (
                         f"model.{name} is {given} and model.size is '{self.size}', which makes its own model; pass it in "
                         "model.options"
                     )
             return
         if self.options is not None:
-            raise ConfigError(
+            yield (
                 f"model.options is {dict(self.options)} and model.size is '{self.size}', whose options are keys of [model]; "
                 "remove model.options"
             )
         hidden, layers, heads, kv_heads, _ = self.shape
         if self.experts is not None and self.bottleneck is not None:
-            raise ConfigError(
+            yield (
                 f"model.experts has {self.experts.count} experts and model.bottleneck is '{self.bottleneck.name}', but a model "
                 "with experts is not cut into stages; remove one of the two"
             )
         if (narrow := self.bottleneck) is not None:
             if narrow.width > hidden:
-                raise ConfigError(
+                yield (
                     f"model.bottleneck.width is {narrow.width} and the hidden size {hidden}; take at most the hidden size"
                 )
             if narrow.cuts is not None and narrow.cuts[-1] >= layers:
-                raise ConfigError(
+                yield (
                     f"model.bottleneck.cuts is {[*narrow.cuts]}, but the model has {layers} layers; take at most {layers - 1}"
                 )
             if narrow.name == "subspace" and narrow.free_layers >= layers:
-                raise ConfigError(
+                yield (
                     f"model.bottleneck.free_layers is {narrow.free_layers} of {layers} layers, so that none is in the "
                     f"subspace; take at most {layers - 1}"
                 )
             if self.tie_embeddings and narrow.name == "subspace":
-                raise ConfigError(
+                yield (
                     f"model.tie_embeddings is true, but the embedding of a 'subspace' has {narrow.width} numbers of a token and "
                     f"the output head {hidden}; set it to false"
                 )
         if hidden % (2 * heads):
-            raise ConfigError(
+            yield (
                 f"model.hidden_size is {hidden} with {heads} heads, which is {hidden / heads:.4g} per head, but rotary "
                 f"positions need an even whole number; take a multiple of {2 * heads}"
             )
         if heads % kv_heads:
-            raise ConfigError(
+            yield (
                 f"model.kv_heads is {kv_heads}, which does not divide the {heads} heads; take a divisor of model.heads"
             )
 

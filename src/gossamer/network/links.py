@@ -60,7 +60,7 @@ from gossamer.network.pipeline_time import StageLinks
 from gossamer.record.logs.trace import Integers
 from gossamer.rng import numpy_rng
 from gossamer.settings.fields import AtLeastOne, Words
-from gossamer.settings.schema import build, parse_toml, plain, settings
+from gossamer.settings.schema import build, parse_toml, plain, read_toml, settings
 
 __all__ = [
     "Change",
@@ -332,7 +332,10 @@ def from_toml(text: str, where: str = "network") -> Network:
     >>> from_toml("uplink_bps = [1e9, 1e8]\\ndownlink_bps = inf\\nstep_s = 0.5").uplink_bps
     (1000000000.0, 100000000.0)
     """
-    options = parse_toml(text, where)
+    return _of_document(parse_toml(text, where), where)
+
+
+def _of_document(options: dict[str, Any], where: str) -> Network:
     if of_a_run := [key for key in ("run", "rule", "model", "data", "network", "method", "variant") if key in options]:
         raise ConfigError(
             f"{where} has '{of_a_run[0]}', so it is a run file, and a network file is needed; give one such as "
@@ -363,12 +366,12 @@ def read_network(path: Path) -> Network:
     Raises: ConfigError when the file cannot be read or does not describe a network.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        document = read_toml(Path(path), f"'{path}'")
+    except OSError as error:
         raise ConfigError(
-            f"the network file {path} cannot be read ({error}); give the path of a TOML text file"
+            f"the network file '{path}' cannot be read ({error.strerror}); give the path of a TOML file"
         ) from None
-    return from_toml(text, str(path))
+    return _of_document(document, f"'{path}'")
 
 
 def _check_jitter(network: Network) -> None:

@@ -6,7 +6,7 @@ wall-clock at which each method first reaches the target's last loss, or the los
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Protocol
 
 from pydantic import Field
@@ -48,28 +48,28 @@ class Figure:
     trend: Slope | None = None
     """With x: whether the losses, or with against the differences, were expected "rising" or "falling" along it (Page's test)."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> Iterator[str]:
         if bool(self.x) == bool(self.target):
-            raise ConfigError(
+            yield (
                 f"figure has x = {self.x!r} and target = {self.target!r} but needs one of the two: "
                 "a swept key for x, or a variant's label for target"
             )
         if self.paired and not self.target:
-            raise ConfigError(
+            yield (
                 f"figure.paired is true and figure.target is {self.target!r}; name the variant to compare with as target"
             )
         if (self.against or self.trend) and (not self.x or self.y):
-            raise ConfigError(
+            yield (
                 f"figure has against = {self.against!r} and trend = {self.trend!r} but needs one swept key for them; set x, and "
                 "no y"
             )
         if (self.margin or self.side) and not (self.paired or self.against):
-            raise ConfigError(
+            yield (
                 f"figure has margin = {self.margin} and side = {self.side!r} but no pairs to test; set paired with a target, or "
                 "against"
             )
         if self.y and not self.x:
-            raise ConfigError(f"figure.y is '{self.y}' without an x; name the other swept key as x")
+            yield (f"figure.y is '{self.y}' without an x; name the other swept key as x")
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -5,11 +5,11 @@ received `overlap_steps` inner steps later. One fragment without overlap is the 
 training are Streaming DiLoCo, or streaming anything.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from gossamer.errors import ConfigError
 from gossamer.settings.fields import AtLeastOne, AtLeastZero
 from gossamer.settings.schema import settings
 
@@ -64,19 +64,19 @@ class Schedule:
     """Rounds between two averagings of the inner optimizer's first and second moments, as in DES-LOC; 0 for never, and ()
     leaves them to each worker alone."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> Iterator[str]:
         if self.inner_every and len(self.inner_every) != 2:
-            raise ConfigError(
+            yield (
                 f"schedule.inner_every is {list(self.inner_every)}; give two numbers of rounds, for the first and the second "
                 "moments of the inner optimizer, 0 for never"
             )
         if self.sends and (not 2 <= self.fragments <= self.sends or self.inner_every):
-            raise ConfigError(
+            yield (
                 f"schedule.sends is {self.sends} with schedule.fragments = {self.fragments} and schedule.inner_every = "
                 f"{list(self.inner_every)}; give at least two fragments, as many sends or more, and no inner_every"
             )
         if self.merge != "taylor" and self.merge_strength != 0.5:
-            raise ConfigError(
+            yield (
                 f"schedule.merge_strength is {self.merge_strength:g} and schedule.merge is {self.merge!r}, which has none; set "
                 "schedule.merge = 'taylor', or remove schedule.merge_strength"
             )

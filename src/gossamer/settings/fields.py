@@ -1,5 +1,6 @@
 """What the annotation of a field says of it: bounds, names that are allowed, and what the field decides."""
 
+import re
 from collections.abc import Iterable
 from typing import Annotated, Any, NamedTuple
 
@@ -8,7 +9,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from gossamer.settings.user_code import is_code
 
-__all__ = ["NEUTRAL", "AtLeastOne", "AtLeastZero", "Changeable", "CodeName", "OneOf", "Words"]
+__all__ = ["NEUTRAL", "AtLeastOne", "AtLeastZero", "Changeable", "CodeName", "FolderName", "OneOf", "Words"]
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 AtLeastZero = Annotated[int, Field(ge=0)]
@@ -61,4 +62,15 @@ def _code(name: str) -> str:
     return name
 
 
+def _folder(name: str) -> str:
+    if not name or not name.isprintable() or {"", ".", ".."} & {*re.split(r"[/\\]", name)}:
+        raise ValueError("no name of a folder")
+    return name
+
+
+FolderName = Annotated[
+    str,
+    AfterValidator(_folder),
+    Words("a name for the folder of the run: text that is not empty, not an absolute path, and without '..'"),
+]
 CodeName = Annotated[str, AfterValidator(_code), Words('Python code, as "package.module:name"')]

@@ -6,6 +6,7 @@ stand for a float, a bool is no number, and a list (or a table) becomes a tuple 
 """
 
 import ast
+import copy
 import dataclasses
 import functools
 import inspect
@@ -14,7 +15,9 @@ import textwrap
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, NotRequired, TypeVar, dataclass_transform, get_args, get_origin
 
 from pydantic import (
@@ -29,19 +32,23 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ArgsKwargs, CoreSchema, ErrorDetails
 from typing_extensions import is_typeddict
 
-from gossamer.errors import ConfigError, DataError, GossamerError, choose
+from gossamer.errors import ConfigError, DataError, GossamerError, choose, nearest
 from gossamer.settings.fields import NEUTRAL, Changeable, OneOf, Words
 
 __all__ = [
     "RECORD",
     "Faults",
     "Records",
+    "Soundest",
     "build",
     "changeable",
     "faults",
     "parse_toml",
     "plain",
+    "read_toml",
+    "refuse",
     "settings",
+    "soundest",
 ]
 
 T = TypeVar("T")
@@ -51,30 +58,52 @@ RECORD = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 _DEEPEST = 32  # tables in tables; a run file has four
+_MOST_DROPPED = 8  # times that faults come to light when others are gone
 
 
 class Faults(ConfigError):
     """All faults of one value; its sentence is the first of them."""
 
-    def __init__(self, found: list[str]) -> None:
-        super().__init__(found[0])
-        self.found = [*map(ConfigError, found)]
+    def __init__(self, found: Sequence[GossamerError]) -> None:
+        super().__init__(str(found[0]))
+        self.found = [*found]
+
+
+_noted: ContextVar[list[GossamerError] | None] = ContextVar("noted", default=None)
+
+
+def refuse(found: Sequence[GossamerError]) -> None:
+    """Raises Faults, if there are any; where `soundest` builds settings, notes them for it."""
+    if found and (noted := _noted.get()) is not None:
+        noted += found
+    elif found:
+        raise Faults(found)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
-def settings(table: str | None = None) -> Callable[[type[T]], type[T]]:
+def settings(table: str | None = None, also: Sequence[str] = ()) -> Callable[[type[T]], type[T]]:
     """Makes a class a frozen dataclass of keywords whose fields are checked whenever one is made.
 
-    Args: `table` is the dotted name of the only table that holds these settings, "" for a whole file. None if there are
-    several, and then the sentences of `__post_init__` are given the name of the one at fault.
+    A `__post_init__` may yield a sentence for each of several faults.
+
+    Args:
+        table: the dotted name of the only table that holds these settings, "" for a whole file. None if there are several, and
+            then the sentences of `__post_init__` are given the name of the one at fault.
+        also: keys that a file may have which is more than these settings; they are named where keys are.
     Raises: ConfigError, from the constructor, for a value that its field does not allow.
     """
 
     def decorate(cls: type[T]) -> type[T]:
         cls.__get_pydantic_core_schema__ = classmethod(_from_toml)  # pyright: ignore[reportAttributeAccessIssue]
         cls.__get_pydantic_json_schema__ = classmethod(_explained)  # pyright: ignore[reportAttributeAccessIssue]
+        if own := vars(cls).get("__post_init__"):
+
+            def __post_init__(self: Any) -> None:
+                refuse(_faults_of(own, self))
+
+            cls.__post_init__ = __post_init__  # pyright: ignore[reportAttributeAccessIssue]
         made: Any = dataclass(cls, frozen=True, kw_only=True, config=RECORD)
-        made.__table__ = table
+        made.__table__, made.__also__ = table, also
         checked = made.__init__
 
         def __init__(self: Any, **options: Any) -> None:
@@ -89,6 +118,16 @@ def settings(table: str | None = None) -> Callable[[type[T]], type[T]]:
     return decorate
 
 
+def _faults_of(check: Callable[[Any], Iterator[str] | None], settings: Any) -> list[GossamerError]:
+    """What a check of settings yields, and what it raises in the end."""
+    found: list[GossamerError] = []
+    try:
+        found += map(ConfigError, check(settings) or ())
+    except GossamerError as error:
+        found.append(error)
+    return found
+
+
 def build(kind: type[T], table: Any, where: str = "", source: str = "") -> T:
     """The settings that a table of a TOML file describes.
 
@@ -101,13 +140,114 @@ def build(kind: type[T], table: Any, where: str = "", source: str = "") -> T:
         raise _all(kind, error, where, f"{source}: " if source else "")[0] from None
 
 
-def faults(kind: type, table: Any) -> list[GossamerError]:
-    """Everything that keeps a table from being these settings, one error each; empty when nothing does."""
+def faults(kind: type, table: Any, where: str = "") -> list[GossamerError]:
+    """Everything that keeps a table from being these settings, one error each; empty when nothing does.
+
+    Args: `where` is the dotted name of the table.
+    """
     try:
         typing.cast(Any, kind).__pydantic_validator__.validate_python(table)
     except ValidationError as error:
-        return _all(kind, error, "", "")
+        return _all(kind, error, where, "")
     return []
+
+
+class Soundest(typing.NamedTuple, Generic[T]):
+    """Settings of a table with faults, so that what depends on its sound parts can be checked too."""
+
+    settings: T | None
+    """With the default in place of each field at fault; None where there is no default."""
+    noted: list[GossamerError]
+    """Faults of several fields together."""
+    unknown: frozenset[str]
+    """Dotted keys at fault, and those that an unknown key may stand for: their values are not what somebody wants."""
+
+
+def soundest(kind: type[T], table: Mapping[str, Any]) -> Soundest[T]:
+    """The settings that are left of a table without what is at fault."""
+    table, unknown, noted = copy.deepcopy(dict(table)), set[str](), list[GossamerError]()
+    for _ in range(_MOST_DROPPED):
+        token = _noted.set(noted := [])
+        try:
+            return Soundest(
+                typing.cast(Any, kind).__pydantic_validator__.validate_python(table), noted, frozenset(unknown)
+            )
+        except ValidationError as error:
+            places = {place.path: place for item in error.errors() if (place := _place(kind, item["loc"])).path}
+        except Exception:
+            if not noted:
+                raise
+            break  # a check relies on what an earlier one has refused
+        finally:
+            _noted.reset(token)
+        for place in places.values():
+            unknown.add(_dotted("", place.path))
+            if place.hint is None:
+                unknown |= _meant(kind, place)
+        dropped = [_dropped(table, path) for path in places]
+        if not any(dropped):
+            break
+    return Soundest(None, noted, frozenset(unknown))
+
+
+def _dropped(table: dict[str, Any], path: tuple[Any, ...]) -> bool:
+    """Drops what is at this place of a table, or where it is not there or in a list, the table or list that should have it."""
+    above: list[tuple[dict[str, Any], str]] = []
+    node: Any = table
+    for key in path:
+        if not isinstance(node, dict) or key not in node:
+            break
+        above.append((node, key))
+        node = node[key]
+    if above:
+        parent, key = above[-1]
+        del parent[key]
+    return bool(above)
+
+
+def _meant(root: Any, place: "_Place") -> set[str]:
+    """The dotted keys that an unknown key may stand for."""
+    key, owner = str(place.path[-1]), place.path[:-1]
+    near = nearest(key, _hints(place.table))
+    return {*_homes(root, key), *([_dotted("", (*owner, near))] if near else [])}
+
+
+def _homes(root: Any, key: str) -> list[str]:
+    """The dotted keys of this name in all tables; those in tables with names of their own only if there is no other."""
+    homes = sorted({one for one in _keys(root) if one.rpartition(".")[2].casefold() == key.casefold()})
+    return [one for one in homes if ".NAME." not in one] or homes
+
+
+def _keys(kind: Any, prefix: str = "") -> Iterator[str]:
+    """All dotted keys of settings; NAME stands for the name of a table."""
+    for name, hint in _hints(kind).items():
+        yield prefix + name
+        bare = _given(_bare(hint))
+        if get_origin(bare) is Mapping and _is_table(inner := _bare(get_args(bare)[1])):
+            yield from _keys(inner, f"{prefix}{name}.NAME.")
+        elif _is_table(bare):
+            yield from _keys(bare, f"{prefix}{name}.")
+        for inside in (one.keys() for one in _extras(hint) if hasattr(one, "keys")):
+            yield from (f"{prefix}{name}.{key}" for key in inside)
+
+
+def read_toml(path: Path, where: str) -> dict[str, Any]:
+    """The document in a TOML file, which may begin with a byte-order mark.
+
+    Raises: ConfigError as `parse_toml`, and for bytes that are no UTF-8, such as those of UTF-16; OSError.
+    """
+    content = path.read_bytes()
+    if b"\0" in content[:4]:  # UTF-16 and UTF-32 write zeros beside the first letter, which is one of ASCII
+        raise ConfigError(f"{where} is written as UTF-16 or UTF-32, but TOML is UTF-8; save it as UTF-8")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            f"{where} is not UTF-8, as TOML is: byte {content[error.start]:#x} in line {line} is no character of it; save it as "
+            "UTF-8"
+        ) from None
+    return parse_toml(text, where)
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
@@ -255,13 +395,12 @@ def _all(kind: Any, error: ValidationError, where: str, source: str) -> list[Gos
     found: list[GossamerError] = []
     for place, items in grouped.values():
         own = items[0].get("ctx", {}).get("error")
-        if isinstance(own, Faults):
-            found += own.found
-        elif isinstance(own, GossamerError):
+        if isinstance(own, GossamerError):
             name = "" if getattr(_bare(place.hint), "__table__", "") is not None else f"{_dotted(where, place.path)}: "
-            found.append(type(own)(f"{source}{name}{own}"))
+            every = own.found if isinstance(own, Faults) else [own]
+            found += [type(one)(f"{source}{name}{one}") for one in every]
         else:
-            found.append(ConfigError(f"{source}{_sentence(items, place, where)}"))
+            found.append(ConfigError(f"{source}{_sentence(items, place, where, kind)}"))
     return found
 
 
@@ -297,13 +436,16 @@ def _given(bare: Any) -> Any:
     )
 
 
-def _sentence(items: list[ErrorDetails], place: _Place, where: str) -> str:
+def _sentence(items: list[ErrorDetails], place: _Place, where: str, root: Any) -> str:
     """The sentence about one field, from pydantic's errors about it."""
     first, (path, hint, table) = items[0], place
     name, owner = _dotted(where, path), _dotted(where, path[:-1])
     given: Any = first["input"].kwargs if isinstance(first["input"], ArgsKwargs) else first["input"]
     if hint is None:
-        return choose(f"key in [{owner}]" if owner else "key", str(path[-1]), _hints(table)) + "; correct the name"
+        what, key, known = f"key in [{owner}]" if owner else "key", str(path[-1]), {*_hints(table), *_also(table)}
+        if not any(one.casefold() == key.casefold() for one in known) and (homes := _homes(root, key)):
+            return f"unknown {what} '{key}'; it is {' or '.join(homes)}: write it there"
+        return choose(what, key, known) + "; correct the name"
     if first["type"] == "missing" and first["loc"][-1:] == path[-1:]:
         return f"{owner or 'this'} has the keys {sorted(given)} and '{path[-1]}' is needed too; add it: {_words(hint, name)}"
     if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
@@ -312,12 +454,35 @@ def _sentence(items: list[ErrorDetails], place: _Place, where: str) -> str:
         return choose(key, str(given.get(key)), known)
     if isinstance(given, str) and (names := _names(hint)):
         return choose(name, given, names) + "; correct the name"
-    # Of a list the item at fault is shown, if it is one.
-    places = [(item, item["loc"][-1:]) for item in items]
-    inside = [item for item, last in places if last and isinstance(last[0], int) and last != path[-1:]]
-    value = next((item["input"] for item in inside if item["type"] != "missing"), given)
-    shown = "an empty list" if value in ((), []) else f"{value!r:.60}"
+    for item in items:  # of a list the item at fault is shown, if it is one
+        if item["type"] != "missing" and (within := _within(path, item["loc"])):
+            given, name, hint = item["input"], name + "".join(f"[{k}]" for k in within), _item(hint, within)
+            break
+    shown = "an empty list" if given in ((), []) else f"{given!r:.60}"
     return f"{name or 'this'} is {shown} but must be {_words(hint, name)}"
+
+
+def _within(path: tuple[Any, ...], location: tuple[int | str, ...]) -> list[int]:
+    """Where in the list at this path an error is: what is left of its location, without the names of members of unions."""
+    left = [*location]
+    for key in path:
+        left = left[left.index(key) + 1 :]
+    return [key for key in left if isinstance(key, int)]
+
+
+def _item(hint: Any, within: list[int]) -> Any:
+    """The annotation of an item of a list in lists; that of the whole where it has words of its own."""
+    for k in within:
+        if any(isinstance(one, Words) for one in _extras(hint)):
+            break
+        bare = _bare(hint)
+        parts = get_args(bare) if get_origin(bare) in (typing.Union, types.UnionType) else (bare,)
+        lists = [_bare(part) for part in parts if get_origin(_bare(part)) in (list, tuple)]
+        if not lists:
+            break
+        items = get_args(lists[0])
+        hint = items[0] if len(items) == 1 or items[1] is ... else items[k]
+    return hint
 
 
 def _words(hint: Any, name: str) -> str:
@@ -388,6 +553,11 @@ def _is_table(bare: Any) -> bool:
 def _tagged(record: Any, tag: Any) -> bool:
     """Whether a record is one of those that have this tag."""
     return any(tag in get_args(_bare(hint)) for hint in _hints(record).values() if get_origin(_bare(hint)) is Literal)
+
+
+def _also(table: Any) -> tuple[str, ...]:
+    """Keys that make a file another kind of file than one of these settings, and are no fields of them."""
+    return getattr(table, "__also__", ())
 
 
 @functools.cache

@@ -14,14 +14,15 @@ from gossamer.asynchronous import PAIRS, SERVERS
 from gossamer.clock import Away
 from gossamer.codecs import CODECS, make_codec
 from gossamer.errors import ConfigError
-from gossamer.network.links import Change, Network, Route, Site
+from gossamer.network.links import Change, Network, Route, Site, read_network
 from gossamer.optimizers.inner import InnerConfig
 from gossamer.rules import RULES
 from gossamer.run.config.choice import Choice
 from gossamer.run.config.document import load, with_settings
 from gossamer.run.config.document import settings as overrides
-from gossamer.run.config.experiment_file import points
+from gossamer.run.config.experiment_file import drafts, folder_name, points
 from gossamer.run.config.json_schema import json_schema
+from gossamer.run.config.resolve import document_faults
 from gossamer.run.config.run_file import RunConfig, digest, dump, faults, parse
 from gossamer.settings.options import options_of
 from gossamer.topologies import TOPOLOGIES
@@ -103,7 +104,7 @@ def test_all_faults_of_a_run_file_are_found_at_once_and_parse_raises_the_first()
         "unknown codec 'fp17'; did you mean 'fp16'?",
         "inner is 3 but must be a table",
         "run.steps is 1.5 but must be a whole number of at least 1",
-        "run.local_steps is 0 but must be a whole number of at least 1, or a list of them",
+        "run.local_steps[1] is 0 but must be a whole number of at least 1",
         "unknown key in [run] 'stesp'; did you mean 'steps'?",
         "network.wan.uplink_bps is True but must be a number of bits per second from 1 to 1e18, or inf",
         "network.wan has the keys ['changes', 'uplink_bps'] and 'downlink_bps' is needed too; add it: a number of bits",
@@ -117,6 +118,88 @@ def test_all_faults_of_a_run_file_are_found_at_once_and_parse_raises_the_first()
         parse(wrong)
     assert str(caught.value) == found[0]
     assert faults(document()) == []
+
+
+def test_faults_of_one_table_hide_none_of_another_and_what_rests_on_a_fault_is_not_said():
+    found = document_faults(
+        {**document(), "run": {"steps": 7, "local_steps": 4}, "data": {"bach_size": 2}, "rule": "diloco"}
+    )
+    starts = (
+        "unknown key in [data] 'bach_size'",
+        "run.steps is 7, which is not a multiple",
+        "rule 'diloco' on topology 'random'",
+    )
+    assert len(found) == 3 and all(one.startswith(start) for one, start in zip(found, starts, strict=True)), found
+    # 24 steps are 6 rounds of the 4 local steps that were meant, and no whole number of the 15 that hold without the key.
+    (found,) = document_faults({**document(), "run": {"steps": 24, "local_step": 4}})
+    assert "did you mean 'local_steps'?" in found
+    # Of an unknown rule nobody knows what it needs.
+    (found,) = document_faults({**document(), "rule": "dilocco", "topology": "ring"})
+    assert found.startswith("unknown rule 'dilocco'")
+
+
+def test_a_table_yields_all_of_its_own_faults():
+    wrong = {"batch_size": 2, "global_batch": 8, "cache": "x", "source": "hf:a/b", "windows": 3}
+    assert [one.split()[0] for one in faults({**document(workers=4), "data": wrong})] == [
+        "data.batch_size",
+        "data.windows",
+        "data.cache",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("document", "sentence"),
+    [
+        ({"seq_len": 4}, "unknown key 'seq_len'; it is data.seq_len: write it there"),
+        ({"model": {"batch_size": 4}}, "unknown key in [model] 'batch_size'; it is data.batch_size: write it there"),
+        ({"momentum": 0.9}, "unknown key 'momentum'; it is inner.momentum or rule.momentum: write it there"),
+        ({"Run": {}}, "unknown key 'Run'; did you mean 'run'?"),
+        ({"rule": "GASLoC"}, "unknown rule 'GASLoC'; did you mean 'gasloc'?"),
+        ({"inner": {"betas": [0.9, 2]}}, "inner.betas[1] is 2 but must be a number of at least 0 and below 1"),
+        (
+            {"schedule": {"inner_every": [1, "a"]}},
+            "schedule.inner_every[1] is 'a' but must be a whole number of at least 0",
+        ),
+        ({"data": {"source": ["a", 3]}}, "data.source[1] is 3 but must be text"),
+    ],
+)
+def test_a_mistaken_key_or_value_is_named_by_its_place_and_by_where_it_belongs(document, sentence):
+    (found,) = faults(document)
+    assert found.startswith(sentence)
+
+
+def test_an_unknown_key_names_the_tables_of_experiments_among_the_allowed():
+    (found,) = faults({"variants": {}})
+    assert "did you mean 'variant'?" in found
+    assert {"variant", "sweep", "figure", "tune", "scale", "method"} <= {
+        *found.partition("Allowed: ")[2].split("; ")[0].split(", ")
+    }
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/../b", "/tmp/x", "a//b", "..\\x", "a\nb", "a\0b"])
+def test_a_name_that_leads_out_of_the_folder_of_runs_is_refused(name):
+    (found,) = faults({"name": name})
+    assert found.startswith(f"name is {name!r} but must be a name for the folder of the run")
+    assert folder_name(name) not in (".", "..")
+
+
+def test_a_swept_path_makes_a_name_and_no_path():
+    (draft,) = drafts({**document(), "sweep": {"data.source": ["../text/a.txt"]}})
+    assert not faults(draft.document) and "source=../text/a.txt" in draft.label
+
+
+@pytest.mark.parametrize("read", [load, read_network])
+def test_a_file_may_begin_with_a_byte_order_mark_and_one_in_utf_16_is_called_so(read, tmp_path):
+    path, text = tmp_path / "file.toml", "uplink_bps = 1e6\ndownlink_bps = 1e6\n"
+    path.write_bytes(text.encode("utf-8-sig"))
+    assert read(path)
+    for encoding in ("utf-16", "utf-16-le", "utf-32"):
+        path.write_bytes(text.encode(encoding))
+        with pytest.raises(ConfigError, match="is written as UTF-16 or UTF-32, but TOML is UTF-8; save it as UTF-8"):
+            read(path)
+    path.write_bytes(b"a = 1\nb = 'caf\xe9'\n")
+    with pytest.raises(ConfigError, match="byte 0xe9 in line 2"):
+        read(path)
 
 
 @pytest.mark.parametrize(

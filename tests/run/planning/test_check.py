@@ -12,6 +12,7 @@ from test_virtual import timed
 from commands import Command
 from gossamer.cli import main
 from gossamer.cli.check import lines
+from gossamer.errors import ConfigError
 from gossamer.layout import layout_of
 from gossamer.models.llama import build_model
 from gossamer.models.sizes import ModelConfig, parameter_count
@@ -19,7 +20,7 @@ from gossamer.network.links import Network, from_options
 from gossamer.run.config.document import EXPERIMENT, flat, load
 from gossamer.run.config.experiment_file import drafts
 from gossamer.run.config.layouts import layout_for
-from gossamer.run.config.resolve import faults, settings_of
+from gossamer.run.config.resolve import faults, resolve, settings_of
 from gossamer.run.config.run_file import faults as faults_of_keys
 from gossamer.run.config.run_file import parse
 from gossamer.run.planning.check import checked, examine, inner_copies
@@ -178,8 +179,72 @@ def test_a_codec_on_whole_parameters_is_warned_of_with_a_number_before_and_in_th
 
 
 def test_text_that_is_not_on_this_machine_is_warned_of():
-    (sentence,) = examine(tiny(data__source="/nowhere/*.txt")).warnings
-    assert sentence.startswith("on this machine data.source '/nowhere/*.txt' names no readable file")
+    said = examine(tiny(data__source="/nowhere/*.txt"))
+    (sentence,) = said.here
+    assert sentence.startswith("data.source '/nowhere/*.txt' names no readable file")
+    assert lines(said)[0].endswith("can start, but not on this machine")
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"run__device": "cuda"}, "run.device = 'cuda' but torch sees 0 GPUs"),
+        ({"record__wandb_project": "x"}, "record.wandb_project needs the package 'wandb'"),
+        ({"record__trackio_project": "x"}, "record.trackio_project needs the package 'trackio'"),
+        ({"record__tensorboard": True}, "record.tensorboard needs the package 'tensorboard'"),
+        ({"record__prometheus_port": 9000}, "record.prometheus_port needs the package 'prometheus_client'"),
+        ({"data__source": "hf:a/b", "data__tokenizer": "a/b"}, "data.tokenizer 'a/b' needs the package 'tokenizers'"),
+    ],
+)
+def test_what_this_machine_lacks_for_a_run_is_said(settings, sentence, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert any(one.startswith(sentence) for one in examine(tiny(**settings)).here)
+
+
+@pytest.mark.parametrize(
+    ("settings", "verb"),
+    [
+        ({"run__wait": False}, "train"),
+        ({"pair__name": "ad_psgd", "topology__name": "complete"}, "train"),
+        ({"server__name": "heloco"}, "train"),
+        ({"run__adapt": True, "run__local_steps": 2}, "train"),
+        ({"record__hash": True, "pipeline__stages": 2, "data__accumulate": 2}, "simulate"),
+    ],
+)
+def test_a_run_for_one_verb_only_can_start_with_that_one(settings, verb, tmp_path):
+    """Without a declared network real processes measure their own seconds, and a simulation has none."""
+    run = document(**settings)
+    (found,), wrong = checked(run)
+    assert not wrong and lines(found)[0].endswith(f": can start with gossamer {verb} only")
+    resolve(parse(run), real=verb == "train")
+    with pytest.raises(ConfigError) as caught:
+        resolve(parse(run), real=verb != "train")
+    assert str(caught.value) in found.refused["simulate" if verb == "train" else "train"]
+
+
+def test_the_stages_of_a_worker_are_listed_with_layers_and_memory():
+    said = examine(tiny(pipeline__stages=2, data__accumulate=2, model__layers=3))
+    assert said.processes == 2 * said.workers
+    assert [k for stage in said.stages for k in stage.layers] == [0, 1, 2]
+    assert sum(stage.parameters for stage in said.stages) == said.parameters
+    assert sum(stage.bytes for stage in said.stages) == pytest.approx(said.worker_bytes)
+    assert any("stage 1" in line and "MB" in line for line in lines(said))
+
+
+def test_unknown_keys_of_an_experiments_own_tables_and_sizes_are_faults(tmp_path, capsys):
+    path = tmp_path / "experiment.toml"
+    own = {"figure": {"xx": "rule.lr"}, "tune": {"lrr": [1.0]}, "scale": {"big": {"modle.size": "1m"}}}
+    path.write_text(tomli_w.dumps({**document(data__bach_size=2), **own, "variant": [{"label": "a"}, {"label": "b"}]}))
+    assert main(["check", str(path)]) == 2
+    err = capsys.readouterr().err
+    for once in (
+        "in [figure] 'xx'",
+        "in [tune] 'lrr'",
+        "scale.big: unknown key 'modle'",
+        "gossamer: unknown key in [data]",
+    ):
+        assert err.count(once) == 1, err
 
 
 def test_a_network_with_a_shared_site_prices_a_round():

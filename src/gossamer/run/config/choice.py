@@ -8,10 +8,11 @@ from typing import Any
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, PydanticUserError, TypeAdapter
 from pydantic_core import CoreSchema, core_schema
 
+from gossamer.errors import ConfigError
 from gossamer.rules import WRAPPERS
 from gossamer.run.config.document import TABLES
 from gossamer.settings.options import Option, options_of, row_faults, unknown_options
-from gossamer.settings.schema import Faults
+from gossamer.settings.schema import refuse
 from gossamer.settings.user_code import PATTERN, is_code
 
 __all__ = ["Choice", "NamedIn"]
@@ -22,6 +23,7 @@ class Choice:
     """A row of one of the tables, and the options for its factory."""
 
     name: str
+    """Empty where a file names none that there is, whose other faults are looked for."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -30,6 +32,10 @@ class NamedIn:
 
     def __init__(self, table: str) -> None:
         self.table = table
+
+    def keys(self) -> set[str]:
+        """The options of all rows."""
+        return {option.name for factory in TABLES[self.table].values() for option in options_of(factory)}
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(lambda value: _choice(value, self.table))
@@ -46,8 +52,9 @@ def _choice(value: Any, table: str) -> Choice:
         return value
     if isinstance(value, str):
         value = {"name": value}
-    if found := [*_faults(value, table)]:
-        raise Faults(found)
+    refuse([*map(ConfigError, _faults(value, table))])
+    if not isinstance(value, Mapping) or not (value.get("name") in TABLES[table] or is_code(str(value.get("name")))):
+        return Choice("")
     options = {key: option for key, option in value.items() if key != "name"}
     if table == "codec" and options.get("back") == "none":
         del options["back"]  # the same as no key, so that a method's own setting applies

@@ -13,7 +13,7 @@ from gossamer.record.folder import run_file
 from gossamer.rounds.compatibility.combination import INSTEAD
 from gossamer.rules import RULES
 from gossamer.run.config.recipes import recipe
-from gossamer.settings.schema import parse_toml
+from gossamer.settings.schema import parse_toml, read_toml
 from gossamer.topologies import TOPOLOGIES
 
 __all__ = ["DIRECTIONS", "EXPERIMENT", "TABLES", "flat", "load", "load_run", "settings", "with_settings"]
@@ -41,11 +41,7 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, An
         )
     if path.stat().st_size > 1 << 20:
         raise ConfigError(f"'{path}' has {path.stat().st_size} bytes; a run file has at most 1 MiB: give another file")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"'{path}' is not TOML: {error}; correct that line") from None
-    return with_settings(parse_toml(text, f"'{path}'"), overrides or {})
+    return with_settings(read_toml(path, f"'{path}'"), overrides or {})
 
 
 def load_run(folder: Path) -> dict[str, Any]:

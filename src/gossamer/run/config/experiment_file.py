@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,9 +13,22 @@ from gossamer.report.results import PointResult
 from gossamer.run.config.document import EXPERIMENT, flat, load, with_settings
 from gossamer.run.config.recipes import recipes
 from gossamer.run.config.run_file import RunConfig, parse
-from gossamer.settings.schema import build
+from gossamer.run.config.tuning import TuneConfig
+from gossamer.settings.schema import build, faults
 
-__all__ = ["Draft", "Point", "Variant", "drafts", "figure", "folder_name", "laid_out", "opened", "place_of", "points"]
+__all__ = [
+    "Draft",
+    "Point",
+    "Variant",
+    "drafts",
+    "figure",
+    "folder_name",
+    "laid_out",
+    "opened",
+    "place_of",
+    "points",
+    "table_faults",
+]
 
 
 class Point(NamedTuple):
@@ -101,7 +115,7 @@ def drafts(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str
     for row in rows:
         for here in _places(row.table.get("sweep", document.get("sweep", {})), seeds):
             label = row.label + "".join(f" {key.rpartition('.')[2]}={swept(value)}" for key, value in here.items())
-            settings = {**row.settings, **flat(here), "name": label}
+            settings = {**row.settings, **flat(here), "name": re.sub(r"[/\\]", "-", label)}
             runs.append(Draft(row.label, here, label, with_settings(base, settings)))
     labels = [run.label for run in runs]
     if len(set(labels)) < len(labels):
@@ -138,13 +152,20 @@ def figure(document: Mapping[str, Any]) -> Figure | None:
     return build(Figure, document["figure"], "figure") if "figure" in document else None
 
 
+def table_faults(document: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the tables of an experiment file that are not of its runs."""
+    tables = {"figure": Figure, "tune": TuneConfig}
+    return [str(error) for key, kind in tables.items() if key in document for error in faults(kind, document[key], key)]
+
+
 def folder_name(label: str) -> str:
     """A label as the name of a folder.
 
     >>> folder_name("GASLoC (0.7, 0.5)")
     'gasloc--0.7--0.5-'
     """
-    return "".join(c if c.isalnum() or c in "-_.=" else "-" for c in label.lower())
+    name = "".join(c if c.isalnum() or c in "-_.=" else "-" for c in label.lower())
+    return name if name.strip(".") else name.replace(".", "-")  # ".." is another folder
 
 
 def _variants(document: Mapping[str, Any]) -> list[dict[str, Any]]:

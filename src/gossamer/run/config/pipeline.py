@@ -1,7 +1,7 @@
 """The [pipeline] settings of a run file: a replica whose layers are cut into stages, with slow links between them."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Annotated
@@ -29,8 +29,8 @@ __all__ = [
     "boundary_of",
     "by_stage",
     "cuts_of",
+    "misfits",
     "must_come_again",
-    "must_fit",
     "stage_in",
     "work_of_layers",
 ]
@@ -80,14 +80,14 @@ class PipelineConfig:
         """Into how many parts of consecutive layers the model is cut."""
         return self.stages * self.chunks
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> Iterator[str]:
         if self.stages == 1 and self.schedule != "gpipe":
-            raise ConfigError(
+            yield (
                 f"pipeline.schedule is '{self.schedule}' and pipeline.stages is 1, which has nothing to schedule; set "
                 "pipeline.stages to 2 or more"
             )
         if (self.chunks > 1) != (self.schedule == "interleaved"):
-            raise ConfigError(
+            yield (
                 f"pipeline.chunks is {self.chunks} and pipeline.schedule is '{self.schedule}', but with 'interleaved' each "
                 "process has several pieces, and with others one; set pipeline.chunks to 2 or more for 'interleaved' alone"
             )
@@ -95,29 +95,30 @@ class PipelineConfig:
             object.__setattr__(self, "cuts", None)
         if self.cuts is not None and len(self.cuts) != self.pieces - 1:
             chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
-            raise ConfigError(
+            yield (
                 f"pipeline.cuts is {[*self.cuts]} for {self.stages} stages{chunks}; give {self.pieces - 1} cuts, or "
                 "pipeline.cuts=[] for about as much work in each"
             )
         if self.speeds is not None and (len(self.speeds) != self.stages or self.cuts is not None):
             cuts = "no pipeline.cuts" if self.cuts is None else f"pipeline.cuts = {[*self.cuts]}"
-            raise ConfigError(
+            yield (
                 f"pipeline.speeds is {[*self.speeds]} for {self.stages} stages and {cuts}; give the speed of each stage or the "
                 "cuts, not both"
             )
-        for direction in DIRECTIONS:
-            if is_code(getattr(self, direction).name):
-                raise ConfigError(
-                    f"pipeline.{direction} is '{getattr(self, direction).name}', but only Gossamer's own boundary codecs work; "
-                    f"allowed are {', '.join(BOUNDARIES)}: name one"
+        named = {direction: getattr(self, direction).name for direction in DIRECTIONS}
+        for direction, name in named.items():
+            if is_code(name):
+                yield (
+                    f"pipeline.{direction} is '{name}', but only Gossamer's own boundary codecs work; allowed are "
+                    f"{', '.join(BOUNDARIES)}: name one"
                 )
-            if self.stages == 1 and getattr(self, direction).name != "dense":
-                raise ConfigError(
-                    f"pipeline.{direction} is '{getattr(self, direction).name}' and pipeline.stages is 1, which has no boundary; "
-                    "set pipeline.stages to 2 or more"
+            elif self.stages == 1 and name not in ("dense", ""):
+                yield (
+                    f"pipeline.{direction} is '{name}' and pipeline.stages is 1, which has no boundary; set pipeline.stages to 2 "
+                    "or more"
                 )
-        if boundary_of(self.backward).remembers:
-            raise ConfigError(
+        if named["backward"] in BOUNDARIES and boundary_of(self.backward).remembers:
+            yield (
                 f"pipeline.backward is '{self.backward.name}', which sends changes from visit to visit, and gradients do not "
                 "settle; name another, such as 'intk', for this direction"
             )
@@ -186,53 +187,58 @@ def stage_in(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig) -> 
     return lambda name: piece_of(name, cuts) % pipeline.stages
 
 
-def must_fit(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig, workers: int, schedule: Schedule) -> None:
-    """Raises ConfigError unless a model can be cut into these stages and its batches into micro-batches for them.
+def misfits(
+    pipeline: PipelineConfig, model: ModelConfig, data: DataConfig, workers: int, schedule: Schedule
+) -> Iterator[str]:
+    """Why a model cannot be cut into these stages, its batches into micro-batches for them, or its fragments among them.
 
-    Each stage has a share of each fragment of the schedule.
+    Raises: ConfigError for one that makes it useless to ask on.
     """
     named = pipeline.workers or ()
     if named and (pipeline.stages == 1 or max(named) >= workers or [*named] != sorted({*named})):
-        raise ConfigError(
+        yield (
             f"pipeline.workers is {[*named]} with pipeline.stages = {pipeline.stages} and workers = {workers}; name each worker "
             f"in stages once, in order, from 0 to {workers - 1}, and set pipeline.stages to 2 or more"
         )
     if pipeline.stages == 1:
         return
     stages, said = pipeline.stages, f"pipeline.stages is {pipeline.stages}"
-    own = {"model.size": model.size} if model.own else {"model.loss": model.loss} if model.loss is not None else {}
-    for key, value in (own or ({"data.source": data.source} if data.own else {})).items():
-        raise ConfigError(
-            f"{said} and {key} is {value!r:.60}, but only the built-in model on text can be cut; remove [pipeline]"
+    own = {"model.size": model.own, "model.loss": model.loss is not None, "data.source": data.own}
+    if not_ours := [key for key, given in own.items() if given]:
+        yield (
+            f"{said} and {' and '.join(not_ours)} is your own code, but only the built-in model on text can be cut; remove "
+            "[pipeline]"
         )
+        return
     if model.experts is not None:
-        raise ConfigError(
+        yield (
             f"{said} and model.experts has {model.experts.count} experts, but a mixture of experts is not cut into stages; "
             "remove one of the two"
         )
     if model.dropout:
-        raise ConfigError(
+        yield (
             f"{said} and model.dropout is {model.dropout}, whose random numbers would depend on the cuts; set it to 0"
         )
     cuts = cuts_of(pipeline, model, data)
-    for key, value, why in cutting_faults(cuts, model.shape.layers, tied=model.tie_embeddings):
-        raise ConfigError(f"{said} and {key} is {value}, but {why}")
+    if wrong := [*cutting_faults(cuts, model.shape.layers, tied=model.tie_embeddings)]:
+        yield from (f"{said} and {key} is {value}, but {why}" for key, value, why in wrong)
+        return
     if data.accumulate < stages:
-        raise ConfigError(
+        yield (
             f"{said} and data.accumulate is {data.accumulate}: with fewer micro-batches than stages some stage is always idle; "
             f"set data.accumulate to {stages} or more"
         )
     if pipeline.schedule == "interleaved" and data.accumulate % stages:
-        raise ConfigError(
+        yield (
             f"{said} with pipeline.schedule 'interleaved', whose micro-batches go through the stages in groups of so many, and "
             f"data.accumulate is {data.accumulate}; set it to a multiple of {stages}"
         )
-    _must_cross(pipeline, model, data, cuts)
-    _must_share(pipeline, schedule, model.shape.layers, cuts)
+    yield from _not_carried(pipeline, model, data, cuts)
+    yield from _without_share(pipeline, schedule, model.shape.layers, cuts)
 
 
-def _must_share(pipeline: PipelineConfig, schedule: Schedule, layers: int, cuts: Sequence[int]) -> None:
-    """Raises ConfigError for a stage without a layer of some fragment, as it would have nothing to send."""
+def _without_share(pipeline: PipelineConfig, schedule: Schedule, layers: int, cuts: Sequence[int]) -> Iterator[str]:
+    """The stages without a layer of some fragment, which would have nothing to send."""
     spans, fragments = [*pairwise([0, *cuts, layers])], schedule.fragments
     owns = [[k for a, b in spans[part :: pipeline.stages] for k in range(a, b)] for part in range(pipeline.stages)]
 
@@ -242,26 +248,26 @@ def _must_share(pipeline: PipelineConfig, schedule: Schedule, layers: int, cuts:
     strided = schedule.pattern != "strided" and all(held(own, "strided") == fragments for own in owns)
     for part, own in enumerate(owns if 1 < fragments <= layers else []):
         if (some := held(own, schedule.pattern)) < fragments:
-            raise ConfigError(
+            yield (
                 f"schedule.fragments is {fragments} with pattern '{schedule.pattern}', and stage {part} of {pipeline.stages} has "
                 f"layers {own}, of {some} of them; take "
                 f"{'the pattern strided, ' if strided else ''}fewer fragments, other pipeline.cuts or fewer stages"
             )
 
 
-def _must_cross(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig, cuts: Sequence[int]) -> None:
-    """Raises ConfigError unless the codecs can carry what crosses these cuts."""
+def _not_carried(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig, cuts: Sequence[int]) -> Iterator[str]:
+    """Why the codecs cannot carry what crosses these cuts. Raises ConfigError for a subspace that does not fit."""
     for direction in DIRECTIONS:
         boundary = boundary_of(getattr(pipeline, direction))
         if boundary.linear:
             _must_project(boundary, direction, cuts, model)
         if widths := [width for cut in cuts if (width := crossing(model, cut)) % boundary.unit]:
-            raise ConfigError(
+            yield (
                 f"pipeline.{direction} = '{boundary.name}' cuts {boundary.unit} channels at a time, which does not divide the "
                 f"{widths[0]} that cross; take a divisor of them, or another model.hidden_size"
             )
         if boundary.remembers and data.windows is None:
-            raise ConfigError(
+            yield (
                 f"pipeline.{direction} = '{boundary.name}' needs samples that come again, and data.windows is not set, so that "
                 "each is seen once; set data.windows to the number of windows that a worker trains on"
             )

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,17 +17,19 @@ from gossamer.network.links import Network, links_of
 from gossamer.rounds.compatibility import incompatibilities
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import method_of, settled_rule, warnings_of
-from gossamer.run.config.document import flat, load_run
+from gossamer.run.config.choice import Choice
+from gossamer.run.config.document import DIRECTIONS, TABLES, flat, load_run
 from gossamer.run.config.pipeline import by_stage, must_come_again
 from gossamer.run.config.resolved import InPairs, ResolvedRun, RunSettings, WithServer
-from gossamer.run.config.run_file import RunConfig, decisive, digest, dump, parse
-from gossamer.run.config.user_parts import BUILT_IN, UserParts, make, own_parts
+from gossamer.run.config.run_file import RunConfig, decisive, digest, dump, parse, survey
+from gossamer.run.config.user_parts import BUILT_IN, UserParts, make, named, own_parts
 from gossamer.settings.schema import changeable, parse_toml
 from gossamer.topologies import Topology
 
 __all__ = [
     "CHANGEABLE",
     "differences",
+    "document_faults",
     "faults",
     "pairing_faults",
     "recorded_run",
@@ -50,7 +53,7 @@ def resolve(config: RunConfig, parts: UserParts = BUILT_IN, *, real: bool = Fals
     Cost: the stability of the rule on its topology, some milliseconds, up to a second for hundreds of workers.
     """
     facts, errors = _facts(config, parts, real)
-    for error in [*errors, *map(PairingError, incompatibilities.faults(facts))]:
+    for error in [*errors, *map(PairingError, incompatibilities.faults(facts)), *_misfits(config, real)]:
         raise error
     run, (name, network) = settings_of(config, parts), _clock(config, facts)
     if network is not None:
@@ -60,8 +63,6 @@ def resolve(config: RunConfig, parts: UserParts = BUILT_IN, *, real: bool = Fals
     absences = () if facts.kind == "rounds" else _absences(config)
     warnings = () if facts.kind == "server" else warnings_of(facts)
     if facts.kind == "rounds":
-        for one in () if real else config.network.values():
-            links_of(one, config.workers)  # one of other workers is refused before the training, not after it
         method = method_of(facts, compile=config.run.compile)
         method = method._replace(codec=by_stage(method.codec, config.pipeline, config.model, config.data))
         network, warnings = facts.pacing_network, (*warnings, *_unrecorded(config, real), *_unheard(config))
@@ -139,9 +140,23 @@ def _unheard(config: RunConfig) -> tuple[str, ...]:
     )
 
 
+def document_faults(document: Mapping[str, Any], *, real: bool = False) -> list[str]:
+    """A sentence for each reason why no run can start from a document, whose faults in one place hide none in another."""
+    seen = survey(document)
+    if seen.run is None or {*named(seen.run)} & {*TABLES}:  # whose parts are known once they are imported
+        return seen.faults
+    try:
+        return [*seen.faults, *seen.sure(faults(seen.run, real=real))]
+    except Exception:
+        if not seen.faults:
+            raise
+        return seen.faults  # what a check relies on is among them
+
+
 def faults(config: RunConfig, *, real: bool = False) -> list[str]:
     """A sentence for each reason why this run cannot start; empty if it can start, as far as is known without its data."""
-    if found := pairing_faults(config, real=real):
+    found = [*pairing_faults(config, real=real), *map(str, _misfits(config, real))]
+    if found or not all(choice.name for choice in _choices(config)):
         return found
     try:
         resolve(config, real=real)
@@ -154,6 +169,27 @@ def pairing_faults(config: RunConfig, *, real: bool = False) -> list[str]:
     """A sentence for every part that cannot be made, and for every combination that cannot work."""
     facts, errors = _facts(config, BUILT_IN, real)
     return [*map(str, errors), *incompatibilities.faults(facts)]
+
+
+def _choices(config: RunConfig) -> list[Choice]:
+    """The rows of tables that a run takes, or would take if it were of another kind."""
+    found = (*(getattr(config, kind, None) for kind in TABLES), *(getattr(config.pipeline, one) for one in DIRECTIONS))
+    return [choice for choice in found if choice is not None]
+
+
+def _misfits(config: RunConfig, real: bool) -> list[ConfigError]:
+    """Why the declared networks and absences are not of the workers of a run."""
+    if config.kind == "rounds":
+        checks = [partial(links_of, one, config.workers) for one in (() if real else config.network.values())]
+    else:
+        checks = [partial(_absences, config)]
+    errors: list[ConfigError] = []
+    for check in checks:
+        try:
+            check()  # before the training, not after it
+        except ConfigError as error:
+            errors.append(error)
+    return errors
 
 
 _T = TypeVar("_T")
@@ -170,9 +206,13 @@ def _facts(config: RunConfig, parts: UserParts, real: bool) -> tuple[Combination
             errors.append(error)
             return None
 
+    def made(kind: str) -> Any:
+        return attempt(lambda: make(parts, kind, config)) if getattr(config, kind).name else None
+
     run, events, nothing = config.run, config.events, Combination()
-    attempt(lambda: must_come_again(config.pipeline, config.data, run.steps))
-    codec, holders = attempt(lambda: make(parts, "codec", config)), holders_of(config.model.experts, config.workers)
+    if config.pipeline.forward.name:
+        attempt(lambda: must_come_again(config.pipeline, config.data, run.steps))
+    codec, holders = made("codec"), holders_of(config.model.experts, config.workers)
     facts = Combination(
         kind=config.kind, driver="train" if real else "simulate", wait=run.wait, codec=codec or nothing.codec,
         schedule=config.schedule, local_steps=run.local_steps,
@@ -186,13 +226,13 @@ def _facts(config: RunConfig, parts: UserParts, real: bool) -> tuple[Combination
         absences=len(events.absences), clock=events.network, networks=config.network,
     )  # fmt: skip
     if config.server is not None:
-        server = attempt(lambda: make(parts, "server", config))
+        server = made("server")
         return facts._replace(regions=server is not None and server.regions is not None), errors
-    topology = attempt(lambda: make(parts, "topology", config))
+    topology = made("topology")
     if config.pair is not None:
-        pair = attempt(lambda: make(parts, "pair", config))
+        pair = made("pair")
         return facts._replace(pair=pair, topology=topology or nothing.topology), errors
-    rule = attempt(lambda: make(parts, "rule", config))
+    rule = made("rule")
     if rule is None or topology is None or codec is None:  # checks that depend on them are skipped
         return facts._replace(reduction="ordered", codec=nothing.codec), errors
     facts = facts._replace(rule=rule, topology=topology)

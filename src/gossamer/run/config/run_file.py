@@ -2,10 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from operator import attrgetter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tomli_w
 from pydantic import Field
@@ -23,13 +24,24 @@ from gossamer.rounds.compatibility.combination import INSTEAD, Combination, Kind
 from gossamer.rounds.schedule import Schedule
 from gossamer.run.config.choice import Choice, NamedIn
 from gossamer.run.config.document import DIRECTIONS, EXPERIMENT, TABLES, flat, with_settings
-from gossamer.run.config.pipeline import PipelineConfig, must_fit
+from gossamer.run.config.pipeline import PipelineConfig, misfits
 from gossamer.run.config.totals import each_batch, rounds_for, tokens_for
-from gossamer.settings.fields import NEUTRAL, AtLeastOne, AtLeastZero, Changeable
-from gossamer.settings.schema import build, plain, settings
+from gossamer.settings.fields import NEUTRAL, AtLeastOne, AtLeastZero, Changeable, FolderName
+from gossamer.settings.schema import build, plain, settings, soundest
 from gossamer.settings.schema import faults as schema_faults
 
-__all__ = ["LoopSettings", "RunConfig", "RunLength", "decisive", "digest", "dump", "faults", "parse"]
+__all__ = [
+    "LoopSettings",
+    "RunConfig",
+    "RunLength",
+    "Survey",
+    "decisive",
+    "digest",
+    "dump",
+    "faults",
+    "parse",
+    "survey",
+]
 
 _IN_TOKENS = ("tokens", "tokens_per_parameter")
 _LONGEST_S = 1e6  # twelve days; threads and sockets take no wait without end
@@ -113,18 +125,18 @@ class LoopSettings:
     """Seconds that an inner step takes at least, one number for all or one per worker: a worker that is faster sleeps, to
     stand for a larger model or a slower machine. Sleeping counts as computing in the trace."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> Iterator[str]:
         steps = self.local_steps if isinstance(self.local_steps, tuple) else (self.local_steps,)
         lengths = {name: value for name in _IN_TOKENS if (value := getattr(self, name)) is not None}
         if lengths:  # the steps follow from the whole run
             said = ({"steps": self.steps} if self.steps != LoopSettings.steps else {}) | lengths
             if len(said) > 1:
                 words = " and ".join(f"{name} = {value:g}" for name, value in said.items())
-                raise ConfigError(f"run has {words}, which each decide the length of the run; keep one of them")
+                yield (f"run has {words}, which each decide the length of the run; keep one of them")
             return
         if self.steps % max(steps):
             fewer = self.steps // max(steps) * max(steps)
-            raise ConfigError(
+            yield (
                 f"run.steps is {self.steps}, which is not a multiple of run.local_steps = {max(steps)}; "
                 f"set run.steps to {f'{fewer} or ' if fewer else ''}{fewer + max(steps)}"
             )
@@ -158,11 +170,11 @@ class RunLength:
         return h[worker] if isinstance(h, tuple) else h
 
 
-@settings("")
+@settings("", also=("method", *EXPERIMENT))
 class RunConfig(RunLength):
     """One run file, validated: everything that decides the numbers of a run, and a little that does not."""
 
-    name: Annotated[str, NEUTRAL] = "run"
+    name: Annotated[FolderName, NEUTRAL] = "run"
     """The name of the run, and of its folder in `runs/` unless --out is given."""
     seed: int = 0
     """Of initial parameters, data order, topology and rounding."""
@@ -189,34 +201,34 @@ class RunConfig(RunLength):
     network: Annotated[Mapping[str, Network], NEUTRAL] = field(default_factory=dict)
     """Networks to price the run on, by name."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> Iterator[str]:
         self._split_totals()
         for key, advice in _PER_WORKER.items():
             value = attrgetter(key)(self)
             if isinstance(value, tuple) and len(value) != self.workers:
-                raise ConfigError(f"{key} has {len(value)} entries for {self.workers} workers; {advice}")
-        must_fit(self.pipeline, self.model, self.data, self.workers, self.schedule)
+                yield (f"{key} has {len(value)} entries for {self.workers} workers; {advice}")
+        yield from misfits(self.pipeline, self.model, self.data, self.workers, self.schedule)
         if self.run.batched > 1:
-            self._must_be_batched()
-        must_deal(self.model.experts, self.workers)
+            yield from self._unbatched()
         if self.run.eval_js and (self.data.own or self.model.loss is not None):
             own = f"data.source is {self.data.source!r:.60}" if self.data.own else f"model.loss is '{self.model.loss}'"
-            raise ConfigError(
+            yield (
                 f"run.eval_js is true and {own}, but only predictions of the next token can be compared; remove run.eval_js"
             )
         if self.record.alignment and self.event_driven:
-            raise ConfigError(
+            yield (
                 f"record.alignment is true and the run is asynchronous ({self.kind}), but pseudo-gradients are compared round by "
                 "round; remove record.alignment"
             )
+        must_deal(self.model.experts, self.workers)
 
-    def _must_be_batched(self) -> None:
-        """Raises ConfigError unless replicas can train as one computation."""
+    def _unbatched(self) -> Iterator[str]:
+        """Why replicas cannot train as one computation."""
         own = {"model.size": self.model.own, "data.source": self.data.own}
         wrong = [key for key, given in own.items() if given]
         wrong += [key for key, value in _BATCHED.items() if attrgetter(key)(self) != value]
         for key in wrong:
-            raise ConfigError(
+            yield (
                 f"run.batched is {self.run.batched} and {key} is {attrgetter(key)(self)!r:.60}, but only whole replicas of the "
                 "built-in model with AdamW and fixed local steps train as one computation; remove one of the two"
             )
@@ -260,16 +272,39 @@ def parse(document: Mapping[str, Any]) -> RunConfig:
 
 
 def faults(document: Mapping[str, Any]) -> list[str]:
-    """Everything that is wrong with a run file, one sentence each, of which `parse` raises the first; empty when it parses.
+    """Everything that keeps a document from being a run, one sentence each, of which `parse` raises the first."""
+    return survey(document).faults
 
-    What concerns several tables at once is checked only when each of them is sound.
-    """
+
+class Survey(NamedTuple):
+    """What can be said of a document that may have faults."""
+
+    faults: list[str]
+    run: RunConfig | None
+    """What is left without them; None where that is no run."""
+    unknown: frozenset[str] = frozenset()
+    """Dotted keys whose values somebody wanted to be others than those of `run`."""
+
+    def sure(self, sentences: Iterable[str]) -> list[str]:
+        """Of further faults of `run` those that are no news, and do not rest on a key at fault."""
+        keys = [re.compile(rf"(?<![\w.]){re.escape(key)}\b") for key in self.unknown]
+        known = [one for one in sentences if not any(key.search(one) for key in keys)]
+        return [one for one in dict.fromkeys(known) if not any(fault.endswith(one) for fault in self.faults)]
+
+
+def survey(document: Mapping[str, Any]) -> Survey:
+    """All faults of a document by itself, and the run that is left without them, whose parts may not fit together."""
     try:
         document = with_settings(document, {})
     except GossamerError as error:
-        return [str(error)]
-    found = _foreign(document) or [*_exclusive(document), *schema_faults(RunConfig, _completed(document))]
-    return [str(error) for error in found]
+        return Survey([str(error)], None)
+    if foreign := _foreign(document):
+        return Survey([str(error) for error in foreign], None)
+    excluded, document = _exclusive(document), _completed(document)
+    found = [str(error) for error in (*excluded, *schema_faults(RunConfig, document))]
+    left = soundest(RunConfig, document)
+    so_far = Survey(found, left.settings, left.unknown)
+    return so_far._replace(faults=[*found, *so_far.sure(map(str, left.noted))])
 
 
 def _foreign(document: Mapping[str, Any]) -> list[ConfigError]:

@@ -1,10 +1,10 @@
 """The `[tune]` table of an experiment file."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from gossamer.errors import ConfigError
 from gossamer.settings.fields import AtLeastOne, Words
 from gossamer.settings.schema import settings
 
@@ -44,18 +44,18 @@ class TuneConfig:
     """With these the two best settings of the last rung are run again, and the mean decides between them; empty for no final. A
     seed that a setting has been run with is not run again."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> Iterator[str]:
         if any(abs(high / low - 2) > 1e-6 for low, high in zip(self.lr, self.lr[1:], strict=False)):
-            raise ConfigError(
+            yield (
                 f"tune.lr is {[*self.lr]}, but each must be twice the one before; write a grid such as [5e-4, 1e-3, 2e-3]"
             )
         if sorted(set(self.rungs)) != [*self.rungs] or self.rungs[-1] != 1:
-            raise ConfigError(f"tune.rungs is {[*self.rungs]}, but they must grow and end in 1.0; write [0.25, 1.0]")
+            yield (f"tune.rungs is {[*self.rungs]}, but they must grow and end in 1.0; write [0.25, 1.0]")
         for name, values in (("outer", self.outer), ("seeds", self.seeds), ("final_seeds", self.final_seeds)):
             if len(set(values)) < len(values):
-                raise ConfigError(f"tune.{name} is {[*values]}, which has a value twice; name each once")
+                yield (f"tune.{name} is {[*values]}, which has a value twice; name each once")
         if self.final_seeds and not {*self.final_seeds} > {*self.seeds}:
-            raise ConfigError(
+            yield (
                 f"tune.final_seeds is {[*self.final_seeds]}, but it must hold all of tune.seeds, {[*self.seeds]}, and one more; "
                 f"write {[*self.seeds, max(self.seeds) + 1]}, or leave it out"
             )

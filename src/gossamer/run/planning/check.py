@@ -1,8 +1,11 @@
 """What a run file will do, before anything is trained: `gossamer check`. It builds no model and reads no text."""
 
+import importlib.util
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
 
 from gossamer.clock import SERVER
 from gossamer.clock.durations import Durations
@@ -16,23 +19,38 @@ from gossamer.record.logs.trace import Entry, from_entries
 from gossamer.rounds import stability
 from gossamer.rounds.compatibility.combination import Kind
 from gossamer.rounds.compatibility.combine import Method
-from gossamer.run.config.document import EXPERIMENT
-from gossamer.run.config.experiment_file import drafts
+from gossamer.run.config.document import EXPERIMENT, TABLES
+from gossamer.run.config.experiment_file import drafts, table_faults
 from gossamer.run.config.layouts import holding_of, layout_for
-from gossamer.run.config.resolve import faults, pairing_faults, resolve, settings_of
+from gossamer.run.config.pipeline import cuts_of, stage_in
+from gossamer.run.config.resolve import document_faults, faults, resolve, settings_of
 from gossamer.run.config.resolved import InPairs, ResolvedRun, RunSettings, WithServer
 from gossamer.run.config.run_file import RunConfig, parse
-from gossamer.run.config.run_file import faults as faults_of_keys
 from gossamer.run.config.user_parts import named
 from gossamer.run.planning.traffic import period_of, played, traffic
 from gossamer.run.worker.stages.timing import in_stages
 from gossamer.settings.user_code import is_code
+from gossamer.transport.processes.launch import device_of
 
-__all__ = ["Copies", "Counted", "Examined", "HeldExperts", "OnNetwork", "checked", "counted", "examine", "inner_copies"]
+__all__ = [
+    "Copies",
+    "Counted",
+    "Examined",
+    "HeldExperts",
+    "OnNetwork",
+    "StageSize",
+    "Verb",
+    "checked",
+    "counted",
+    "examine",
+    "inner_copies",
+]
 
 _ROUNDS, _MANY_WORKERS = 8, 64
 """Rounds that are played for a price, where there are not many workers."""
 _BYTES = 4  # of a number in fp32
+Verb = Literal["simulate", "train"]
+"""Who trains: one process for all workers, or real processes."""
 
 
 class Copies(NamedTuple):
@@ -57,6 +75,15 @@ class HeldExperts(NamedTuple):
     """How many times smaller a worker's copy is than the model, `1 / (1 - f + f O/M)`."""
     sent_ratio: float
     """How many times fewer bytes it sends for means than with all experts on all workers."""
+
+
+class StageSize(NamedTuple):
+    """A stage of a worker, which is a process in a real run."""
+
+    layers: tuple[int, ...]
+    parameters: int
+    bytes: int
+    """Memory, without activations."""
 
 
 class OnNetwork(NamedTuple):
@@ -97,6 +124,14 @@ class Examined(NamedTuple):
     tokens: int
     """Of all workers together."""
     warnings: tuple[str, ...]
+    processes: int = 0
+    """Of a real run, one for each stage of a worker, without a server's."""
+    stages: tuple[StageSize, ...] = ()
+    """Of a worker that is cut."""
+    refused: Mapping[Verb, Sequence[str]] = {}
+    """Why one of the two verbs that train cannot run it."""
+    here: tuple[str, ...] = ()
+    """What this machine lacks for it."""
     code: tuple[str, ...] = ()
     """The user's Python code that the run names. It is not imported, so nothing is known of it."""
 
@@ -106,13 +141,15 @@ class Examined(NamedTuple):
         return sum(kept.bytes for kept in self.kept if not kept.what.startswith("server"))
 
 
-def examine(config: RunConfig) -> Examined:
-    """What this run will do. A pure function of the run file, and of a tokenizer file that it names.
+def examine(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None = None) -> Examined:
+    """What this run will do. A function of the run file, of a tokenizer file that it names, and of this machine.
 
+    Args: `refused` as in `Examined`, where it is known.
     Raises: ConfigError and PairingError, as `gossamer.run.config.resolve.resolve`; DataError for a tokenizer file that cannot be
     opened. Cost: a few rounds played on tensors without data, and priced: some 10 ms, and seconds for hundreds of workers.
     """
-    run = resolve(config)
+    refused = {"train": faults(config, real=True)} if refused is None else refused
+    run = resolve(config, real=bool(refused.get("simulate")))
     vocab_size, m = vocabulary(run.data.tokenizer), run.method
     layout = _layout(run, vocab_size)
     topology = None if isinstance(m, WithServer) else m.topology
@@ -135,7 +172,11 @@ def examine(config: RunConfig) -> Examined:
         disagreement=None if predicted is None else predicted.radius,
         rounds=run.rounds,
         tokens=_steps(run) * run.step_tokens,
-        warnings=(*run.warnings, *_warnings(config)),
+        warnings=run.warnings,
+        processes=sum(run.pipeline.processes(run.workers)),
+        stages=_stages(run, layout, kept) if layout else (),
+        refused={verb: (*sentences,) for verb, sentences in refused.items() if sentences},
+        here=tuple(_lacking(run)),
         code=tuple(named(config).values()),
     )
 
@@ -167,7 +208,7 @@ def _known_of(config: RunConfig) -> Examined:
         topology=topology, spectral_gap=None, vocabulary=vocab_size, parameters=None if layout is None else layout.numel,
         experts=None if layout is None else _experts(run, layout), sent_bytes=None, most_bytes=None, kept=(), networks=(),
         disagreement=None, rounds=config.rounds, tokens=_steps(run) * run.step_tokens, warnings=(),
-        code=tuple(names.values()),
+        processes=sum(run.pipeline.processes(run.workers)), here=tuple(_lacking(run)), code=tuple(names.values()),
     )  # fmt: skip
 
 
@@ -176,32 +217,49 @@ def checked(document: Mapping[str, Any]) -> tuple[list[Examined], list[str]]:
 
     Raises: ConfigError for a document that is neither.
     """
-    if any(key in document for key in EXPERIMENT):
-        labelled = [(f"{draft.label}: ", draft.document) for draft in drafts(document)]
-    else:
-        labelled = [("", dict(document))]
-    found: list[Examined] = []
-    wrong: list[str] = []
-    for label, own in labelled:
-        examined = _checked(own)
-        if isinstance(examined, Examined):
-            found.append(examined)
-        else:
-            wrong += [label + sentence for sentence in examined]
-    return found, wrong
+    if not any(key in document for key in EXPERIMENT):
+        examined = _checked(document)
+        return ([examined], []) if isinstance(examined, Examined) else ([], examined)
+    runs = drafts(document)
+    examined = {run.label: _checked(run.document) for run in runs}
+    found = [one for one in examined.values() if isinstance(one, Examined)]
+    wrong = {label: one for label, one in examined.items() if not isinstance(one, Examined)}
+    said = [*table_faults(document), *_by_label(wrong, len(runs))]
+    for scale in document.get("scale", {}):
+        news = {
+            draft.label: [
+                sentence for sentence in document_faults(draft.document) if sentence not in wrong.get(draft.label, ())
+            ]
+            for draft in drafts(document, scale=scale)
+        }
+        said += [f"scale.{scale}: {sentence}" for sentence in _by_label(news, len(runs))]
+    return found, said
+
+
+def _by_label(wrong: Mapping[str, Sequence[str]], runs: int) -> Iterator[str]:
+    """Faults with the label of their run; one that all of several runs have is said once."""
+    for sentence in dict.fromkeys(sentence for some in wrong.values() for sentence in some):
+        labels = [label for label, some in wrong.items() if sentence in some]
+        yield from [sentence] if 1 < len(labels) == runs else (f"{label}: {sentence}" for label in labels)
 
 
 def _checked(document: Mapping[str, Any]) -> Examined | list[str]:
     """What one run will do, or all its errors."""
     try:
-        if found := faults_of_keys(document):
-            return found
+        simulated, trained = document_faults(document), document_faults(document, real=True)
+        if simulated and trained:
+            both = [sentence for sentence in simulated if sentence in trained]
+            return both or [*_of_verb("simulate", simulated), *_of_verb("train", trained)]
         config = parse(document)
-        if {"rule", "topology", "codec", "server", "pair"} & named(config).keys():
+        if {*TABLES} & named(config).keys():
             return _known_of(config)
-        return faults(config) or examine(config)
+        return examine(config, {"simulate": simulated, "train": trained})
     except GossamerError as error:
         return [str(error)]
+
+
+def _of_verb(verb: Verb, sentences: Sequence[str]) -> list[str]:
+    return [f"gossamer {verb} cannot run it: {sentence}" for sentence in sentences]
 
 
 def inner_copies(config: InnerConfig, layout: Layout) -> float:
@@ -232,15 +290,50 @@ def _words(method: Method | WithServer | InPairs) -> str:
     return f"{rule.name}({options}), codec {codec.name}{back}"
 
 
-def _warnings(config: RunConfig) -> list[str]:
-    """What does not go on real processes, or on this machine."""
-    found = [f"real processes cannot run it: {sentence}" for sentence in pairing_faults(config, real=True)]
-    if not config.data.own and not config.data.streamed:
+_PACKAGES = {
+    "record.wandb_project": ("wandb", "wandb"), "record.trackio_project": ("trackio", "trackio"),
+    "record.tensorboard": ("tensorboard", "tensorboard"), "record.prometheus_port": ("prometheus_client", "prometheus"),
+}  # fmt: skip
+"""The package that a key needs, and the extra that has it."""
+
+
+def _lacking(run: RunSettings) -> Iterator[str]:
+    """What this machine lacks for a run, which may be meant for another."""
+    if not run.data.own and not run.data.streamed:
         try:
-            files_of(config.data.sources)
-        except DataError as error:  # the run may be meant for another machine
-            found.append(f"on this machine {error}")
-    return found
+            files_of(run.data.sources)
+        except DataError as error:
+            yield str(error)
+    try:
+        device_of(run.run.device)
+    except ConfigError as error:
+        yield str(error)
+    needed = {key: packages for key, packages in _PACKAGES.items() if attrgetter(key)(run)}
+    if run.data.streamed:
+        needed[f"data.source {run.data.source!r:.60}"] = ("datasets", "data")
+    if run.data.tokenizer != "bytes":
+        needed[f"data.tokenizer '{run.data.tokenizer}'"] = ("tokenizers", "data")
+    for key, (package, extra) in needed.items():
+        if importlib.util.find_spec(package) is None:
+            yield f"{key} needs the package '{package}', which is not installed; pip install 'gossamer[{extra}]'"
+
+
+def _stages(run: ResolvedRun, layout: Layout, kept: Sequence[Copies]) -> tuple[StageSize, ...]:
+    """The stages of a worker that is cut."""
+    if run.pipeline.stages == 1:
+        return ()
+    cuts, stage_of = cuts_of(run.pipeline, run.model, run.data), stage_in(run.pipeline, run.model, run.data)
+    layers = [[*range(a, b)] for a, b in pairwise((0, *cuts, run.model.shape.layers))]
+    found: list[StageSize] = []
+    for stage in range(run.pipeline.stages):
+        leaves = tuple(leaf for leaf in layout.leaves if stage_of(leaf.name) == stage)
+        parameters = sum(leaf.stop - leaf.start for leaf in leaves)
+        copies = sum(one.copies for one in kept if not one.what.startswith(("server", "inner optimizer")))
+        if not is_code(run.inner.optimizer):
+            copies += inner_copies(run.inner, Layout(leaves, parameters))
+        mine = tuple(k for piece in layers[stage :: run.pipeline.stages] for k in piece)
+        found.append(StageSize(mine, parameters, round(copies * parameters * _BYTES)))
+    return tuple(found)
 
 
 class Counted(NamedTuple):
@@ -273,8 +366,9 @@ def counted(config: ResolvedRun, layout: Layout, rounds: int = _ROUNDS) -> Count
             regions = m.rule.regions
             rows.append(kept("server: state" if regions is None else "server of a region: state", m.rule.state_copies))
             rows += [] if regions is None else [kept("server of all: state", regions.rule.state_copies)]
-        priced = _on_a_clock(config, sent.sent_bytes, size)
-        return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), (priced,))
+        # Real processes measure their own seconds.
+        priced = () if config.network is None else (_on_a_clock(config, sent.sent_bytes, size),)
+        return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), priced)
     sent, entries = played(config, m, layout, _rounds(config, m, rounds))
     rows += [
         kept("outer state", sent.state_copies),
