@@ -19,7 +19,7 @@ def write() -> None:
     (sources.RESULTS / "methods.md").write_text(prices.prices_page(), encoding="utf-8")
     for page in bound.with_sources():
         file = sources.ROOT / page
-        file.write_text(bound.filled(file.read_text(encoding="utf-8"), page), encoding="utf-8")
+        file.write_text(bound.filled(file.read_text(encoding="utf-8"), bound.numbers_of(page), page), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,27 +1,29 @@
-"""Numbers of a page that name their source, and are written from it.
+"""Numbers of a page that are written from their source; the page reads as text, and a file beside it says where each is from.
 
-A page lists its sources once, by short names; the files are under `docs/results`:
+`docs/numbers/how-to/experts.toml` belongs to `docs/how-to/experts.md`, and `docs/numbers/README.toml` to `README.md`. It lists
+the sources by short names (files are under `docs/results`), and then the places of the page in their order: the text before a
+number, and such a name with a key, whose parts are separated by semicolons.
 
-    <!-- sources
-    h = paper/h_sweep.jsonl
-    slow = slow_links.md
-    -->
+    [sources]
+    h = "paper/h_sweep.jsonl"
+    slow = "slow_links.md"
 
-A number is followed by a comment, which does not show, with such a name and a key, whose parts are separated by semicolons:
-
-    DiLoCo ends at 2.402 ± 0.016<!-- h: DiLoCo; local_steps=30 -->, 31<!-- slow: A over B; measured; less in % --> % sooner
-
-The cells of a table that follows have the key of their row and that of their column; "-" leaves one out, and so does a comment
-in a cell:
-
-    <!-- cells of h
+    [numbers]
+    places = [
+        ["DiLoCo ends at ", "h: DiLoCo; local_steps=30"],
+        ["GASLoC needs ", "slow: A over B; measured; less in %"],
+        ["| method |", '''
+    cells of h
     rows: DiLoCo | GASLoC 1-Peer above DiLoCo
     columns: local_steps=1 | local_steps=5
-    -->
+    '''],
+    ]
 
-`<!-- table 2 of h by paper/h_sweep.toml -->` before a table replaces it by the second that `gossamer compare` makes with that
-file, `<!-- all of claims -->` by the table of claims, and likewise those of `leaderboard`, `local steps`, `equal bytes` and
-`cells`.
+Each text is looked for after the place before it, any white space in it counts as one blank, and it need only be as long as to
+be found there first. `cells of` belongs to a table that begins with the text: a cell has the key of its row and that of its
+column; "-" leaves one out, and so does a place of its own. `table 2 of h by paper/h_sweep.toml` replaces a table by the second
+that `gossamer compare` makes with that file, `all of claims` by the table of claims, and likewise those of `leaderboard`,
+`local steps`, `equal bytes` and `cells`.
 
 The first part of a key is the label of a variant (in a page: the first cell of a row or its start with "…", or "*"), or
 `A above B` (difference, seed by seed), `A over B` (ratio), `A with B` (Spearman's rank correlation over the points of a sweep).
@@ -38,14 +40,15 @@ Then come, in any order:
 
 The form is that of the number which stands there: its decimals, its sign, and whether "± 0.0" follows, the sample standard
 deviation.
-Raises: ValueError, which names the page and the key, for a key without a number.
+Raises: ValueError, which names the page and the key, for a key without a number and for a text that the page does not have.
 """
 
 import re
 import statistics
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from generators.claims import claims_page, committed
 from generators.gains import gains, gains_page
@@ -57,7 +60,7 @@ from gossamer.report.results import read_results
 from gossamer.run.config.document import load
 from gossamer.run.config.experiment_file import figure
 
-__all__ = ["filled", "pages", "unbound", "with_sources"]
+__all__ = ["Numbers", "filled", "marked", "numbers_of", "pages", "unbound", "with_sources"]
 
 _REGISTERED = "docs/results/registered.md"
 """What was expected, as it was written before the runs."""
@@ -69,7 +72,8 @@ _HEAD_PARTS = 4
 _SPREAD = rf"{NUMBER}(?:\s±\s{NUMBER})?"
 _LIST = rf"{_SPREAD}(?:,\s{NUMBER})*"
 _COMMENT = re.compile(r"<!-- (\w+): ([^>]+?)\s-->")
-_SOURCES = re.compile(r"<!-- sources\n(.*?)-->", re.DOTALL)
+_OF_A_TABLE = re.compile(r"cells of |table \d|all of ")
+_MARK = re.compile(r"<!-- (?:cells of|table|all of) [^>]*-->\n\n|<!-- [^>]*-->")
 _CELLS = re.compile(r"<!-- cells of (\w+)\nrows: (.*?)\ncolumns: (.*?)\n-->\n\n?((?:\|[^\n]*\n)+)", re.DOTALL)
 _TABLE = re.compile(r"<!-- table (\d+) of (\w+) by (\S+) -->\n\n?((?:\|[^\n]*\n)+)")
 _GENERATED: dict[str, Callable[[], str]] = {
@@ -104,13 +108,51 @@ def pages() -> list[str]:
 
 
 def with_sources() -> list[str]:
-    """The pages that list sources: those of `pages` that have measured numbers, and records that count in their own tables."""
-    return [name for name in _every_page() if _SOURCES.search(_text(name))]
+    """The pages whose numbers have sources: those of `pages` with measured numbers, and records with tables of their own."""
+    return [name for name in _every_page() if _file(name).exists()]
 
 
-def filled(text: str, page: str) -> str:
-    """A page with every number that names its source as its source has it."""
-    names = _names(text)
+class Numbers(NamedTuple):
+    """What the file beside a page says of its numbers."""
+
+    sources: Mapping[str, str]
+    places: Sequence[tuple[str, str]]
+    """The text before each, and where it is from."""
+
+
+def numbers_of(page: str) -> Numbers:
+    """What `docs/numbers` says of a page; nothing of one that has no file there."""
+    if not _file(page).exists():
+        return Numbers({}, ())
+    read = tomllib.loads(_file(page).read_text(encoding="utf-8"))
+    return Numbers(read.get("sources", {}), [(before, key.strip()) for before, key in read["numbers"]["places"]])
+
+
+def marked(text: str, numbers: Numbers, page: str) -> str:
+    """A page with a comment after each number, and before each table, that says where it is from."""
+    parts, end = list[str](), 0
+    for before, key in numbers.places:
+        at = re.compile(r"\s+".join(map(re.escape, re.split(r"\s+", before)))).search(text, end)
+        if at is None:
+            raise ValueError(
+                f"{page} has no {before!r} after {text[max(end - 40, 0) : end]!r}; name the text before {key!r}"
+            )
+        if _OF_A_TABLE.match(key):
+            parts += [text[end : at.start()], f"<!-- {key}\n-->\n\n" if "\n" in key else f"<!-- {key} -->\n\n", at[0]]
+            end = at.end()
+            continue
+        number = re.compile(rf"(?:{_LIST if 'each' in _parts(key) else _SPREAD})").match(text, at.end())
+        if number is None:
+            raise ValueError(f"{page}: no number stands after {before!r}; write one in the form that it shall have")
+        parts += [text[end : number.end()], f"<!-- {key} -->"]
+        end = number.end()
+    return "".join([*parts, text[end:]])
+
+
+def filled(text: str, numbers: Numbers, page: str) -> str:
+    """A page with every number that has a source as its source has it."""
+    names = {name: RESULTS / file for name, file in numbers.sources.items()}
+    text = marked(text, numbers, page)
 
     def of(name: str) -> Source:
         if name not in names:
@@ -149,24 +191,20 @@ def filled(text: str, page: str) -> str:
     parts, end = list[str](), 0
     for at in _COMMENT.finditer(text):
         before = text[end : at.start()]
-        stem = before.rstrip("*")
-        number = re.search(rf"(?:{_LIST if 'each' in _parts(at[2]) else _SPREAD})$", stem)
-        if number is None:
-            raise ValueError(
-                f"{page}: no number stands before the comment {at[0]!r}; write one in the form that it shall have"
-            )
-        parts += [stem[: number.start()], written(number[0], at[1], at[2]), before[len(stem) :], at[0]]
+        number = re.search(rf"(?:{_LIST if 'each' in _parts(at[2]) else _SPREAD})$", before)
+        assert number is not None, "marked put it there"
+        parts += [before[: number.start()], written(number[0], at[1], at[2]), at[0]]
         end = at.end()
-    return "".join([*parts, text[end:]])
+    return _MARK.sub("", "".join([*parts, text[end:]]))
 
 
 def unbound(text: str) -> list[str]:
-    """The numbers with two decimals or more, as losses, ratios and seconds have, and the per cents with a sign or decimals, that
-    neither name a source nor stand in a bound table.
+    """The measured numbers of a marked page that neither have a source nor stand in a bound table.
 
-    Such a number may name what else it is from: the test that computes it, as in `0.745<!-- tests/rounds/test_stability.py
-    -->`, the benchmark that measured it when its outcome was not kept, the paper that says it (`arXiv 2606.19025`), or
-    `registered` where it was expected or asked for. After an equals sign it is a setting, after ± a margin, and before M a size.
+    Measured are numbers with two decimals or more, as losses, ratios and seconds have, and per cents with a sign or decimals. A
+    place may say what else one is from: the test that computes it (`tests/rounds/test_stability.py`), the benchmark that measured
+    it when its outcome was not kept, the paper that says it (`arXiv 2606.19025`), or `registered` where it was expected or asked
+    for. After an equals sign it is a setting, after ± a margin, and before M a size.
     """
     text = _WHOLE.sub("", _TABLE.sub("", _CELLS.sub("", text)))
     text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)|(?<=\n\n)(?: {4}[^\n]*\n)+", "", text, flags=re.DOTALL)
@@ -187,9 +225,8 @@ def _head(page: str) -> str:
     return "\n\n".join(_text(page).split("\n\n")[:_HEAD_PARTS])
 
 
-def _names(text: str) -> dict[str, Path]:
-    listed = [line.split(" = ") for block in _SOURCES.findall(text) for line in block.strip().splitlines()]
-    return {name: RESULTS / file for name, file in listed}
+def _file(page: str) -> Path:
+    return ROOT / "docs" / "numbers" / Path(page.removeprefix("docs/")).with_suffix(".toml")
 
 
 def _parts(key: str) -> list[str]:

@@ -1,42 +1,42 @@
 """Numbers of pages that name their source: what stands there is what the source says, and a key without a number is told."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from generators import bound, sources
-from generators.bound import filled, unbound
+from generators.bound import Numbers, filled, marked, numbers_of, unbound
 from gossamer.rounds.stability import stability_of
 from gossamer.run.config.document import load
 from gossamer.run.config.experiment_file import points
 from gossamer.run.config.resolve import resolve
 
-SOURCES = """<!-- sources
-h = paper/h_sweep.jsonl
-s10 = paper/straggler_10.jsonl
-grid = paper/outer_grid.jsonl
-iid = rivals/equal_iid.jsonl
-demo = demo.jsonl
-slow = slow_links.md
-fast = evidence/momentum.jsonl
--->
-"""
+SOURCES = {
+    "h": "paper/h_sweep.jsonl",
+    "s10": "paper/straggler_10.jsonl",
+    "grid": "paper/outer_grid.jsonl",
+    "iid": "rivals/equal_iid.jsonl",
+    "demo": "demo.jsonl",
+    "slow": "slow_links.md",
+    "fast": "evidence/momentum.jsonl",
+}
 
 
-def said(text: str) -> str:
-    """What stands in place of a text with sources, without its comments."""
-    return filled(f"{SOURCES}{text}", "page.md").removeprefix(SOURCES).partition("<!--")[0]
+def said(text: str, *places: tuple[str, str]) -> str:
+    """What stands in place of a text after it is filled."""
+    return filled(text, Numbers(SOURCES, places), "page.md")
 
 
 @pytest.mark.parametrize("page", bound.with_sources())
 def test_the_numbers_of_a_page_are_those_of_their_sources(page: str) -> None:
     text = (sources.ROOT / page).read_text(encoding="utf-8")
-    assert filled(text, page) == text, "run make results"
+    assert filled(text, numbers_of(page), page) == text, "run make results"
 
 
 @pytest.mark.parametrize("page", bound.pages())
 def test_a_page_has_no_measured_number_without_a_source(page: str) -> None:
-    assert unbound((sources.ROOT / page).read_text(encoding="utf-8")) == []
+    assert unbound(marked((sources.ROOT / page).read_text(encoding="utf-8"), numbers_of(page), page)) == []
 
 
 def test_pages_that_programs_write_and_records_of_their_runs_are_not_asked_for_sources() -> None:
@@ -78,13 +78,12 @@ def test_the_predicted_variances_of_the_rivals_are_those_of_the_code() -> None:
     [
         ("at 9.9", "h: DiLoCo; local_steps=30", "at 2.4"),
         ("at **9.999 ±\n9.99", "h: DiLoCo; local_steps=30", "at **2.402 ± 0.02"),
-        ("in 3, 1.0000", "h: DiLoCo; local_steps=1; seed=0", "in 3, 2.5970"),
+        ("in 1.0000", "h: DiLoCo; local_steps=1; seed=0", "in 2.5970"),
         ("9.000, 1.0", "h: DiLoCo; local_steps=1; each", "2.597, 2.531, 2.570"),
         ("+0.0", "h: GASLoC 1-Peer above DiLoCo; highest mean", "+0.1"),
         ("−0.00", "h: DiLoCo above GASLoC 1-Peer; local_steps=1", "−0.04"),
         ("-0.00", "h: DiLoCo above GASLoC 1-Peer; local_steps=1", "-0.04"),
         ("0", "h: DiLoCo; count", "18"),
-        ("0.0 MB", "h: DiLoCo; local_steps=5; sent MB", ""),
         ("0.00 ± 0.00", "s10: GASLoC 1-Peer, H_i = 15; time to DiLoCo", "0.70 ± 0.02"),
         ("0", "s10: GASLoC 1-Peer, H_i = 15; time to DiLoCo; less in %; max", "30"),
         ("1, 1", "s10: GASLoC 1-Peer, H_i = 15; rounds to DiLoCo; each", "26, 26, 27"),
@@ -97,29 +96,42 @@ def test_the_predicted_variances_of_the_rivals_are_those_of_the_code() -> None:
     ],
 )
 def test_a_number_keeps_its_form_and_gets_the_value_of_its_key(stands: str, key: str, becomes: str) -> None:
-    if not becomes:  # a unit stands between the number and the comment
-        with pytest.raises(ValueError, match="no number stands before"):
-            said(f"{stands}<!-- {key} -->")
-    else:
-        assert said(f"{stands}<!-- {key} -->") == becomes
+    words = re.match(r"[a-z ]*[*]*", stands)
+    assert words is not None
+    assert said(f"<{stands}>", (f"<{words[0]}", key)) == f"<{becomes}>"
+
+
+def test_a_place_without_its_text_or_its_number_is_told_with_the_page() -> None:
+    with pytest.raises(ValueError, match=r"page\.md: no number stands after 'ends at '"):
+        said("It ends at about 2.4.", ("ends at ", "h: DiLoCo"))
+    with pytest.raises(ValueError, match=r"page\.md has no 'and ' after 'It ends at 2\.4'"):
+        said("It ends at 2.4.", ("ends at ", "h: DiLoCo"), ("and ", "h: DiLoCo"))
+
+
+def test_places_are_found_in_their_order_over_line_ends() -> None:
+    key = "h: DiLoCo; local_steps=1; seed="
+    text = said(
+        "7.7 is of nobody;\nDiLoCo\nends at 9.99 and 9.999", ("DiLoCo ends at ", f"{key}0"), ("and ", f"{key}1")
+    )
+    assert text == "7.7 is of nobody;\nDiLoCo\nends at 2.60 and 2.531"
 
 
 def test_cells_have_the_key_of_their_row_and_column_and_others_stay() -> None:
-    cells = "rows: 10% u…; seed=0; method=DiLoCo | -\ncolumns: measured | text priced | - | seed\n-->\n\n"
+    cells = "cells of slow\nrows: 10% u…; seed=0; method=DiLoCo | -\ncolumns: measured | text priced | - | seed"
     table = "| a | b | c | d | e |\n|---|---:|---:|---:|---:|\n"
-    row = "| DiLoCo | **1.0** s | x | 7 | 1<!-- slow: 10% u…; seed=1; method=DiLoCo; seed --> |\n"
-    after = filled(f"{SOURCES}<!-- cells of slow\n{cells}{table}{row}| us | 5 | x | 7 | 1 |\n", "page.md").splitlines()
-    assert after[-2].startswith("| DiLoCo | **89.9** s | 94.7 s | 7 | 1<!--")
-    assert after[-1] == "| us | 5 | x | 7 | 1 |"
+    row = "| DiLoCo | **1.0** s | x | 7 | 1 |\n"
+    places = ("| a | b |", cells), ("| x | 7 | ", "slow: 10% u…; seed=1; method=DiLoCo; seed")
+    after = said(f"{table}{row}| us | 5 | x | 7 | 1 |\n", *places).splitlines()
+    assert after[-2:] == ["| DiLoCo | **89.9** s | 94.7 s | 7 | 1 |", "| us | 5 | x | 7 | 1 |"]
     with pytest.raises(ValueError, match="2 rows are named for a table of 1"):
-        filled(f"{SOURCES}<!-- cells of slow\n{cells}{table}{row}", "page.md")
+        said(f"{table}{row}", *places)
 
 
 def test_a_whole_table_is_that_of_the_experiment() -> None:
-    page = f"{SOURCES}<!-- table 1 of h by paper/h_sweep.toml -->\n\n| old |\n|---|\n\nafter\n"
     made = Path(sources.ROOT / "docs" / "results" / "paper" / "h_sweep.md").read_text(encoding="utf-8")
     (table,) = [part for part in made.split("\n\n") if part.startswith("|")]
-    assert filled(page, "page.md").endswith(f"-->\n\n{table}\n\nafter\n")
+    filled = said("before\n\n| old |\n|---|\n\nafter\n", ("| old |", "table 1 of h by paper/h_sweep.toml"))
+    assert filled == f"before\n\n{table}\n\nafter\n"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +146,7 @@ def test_a_whole_table_is_that_of_the_experiment() -> None:
 )
 def test_a_key_without_a_number_is_told_with_its_page(key: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        said(f"1.0<!-- {key} -->")
+        said("at 1.0", ("at ", key))
 
 
 @pytest.mark.parametrize(
