@@ -193,7 +193,7 @@ def test_an_export_leaves_the_model_as_it_was(tmp_path: Path) -> None:
 
 
 def test_samples_are_repeatable_and_continue_the_prompt_past_the_trained_length() -> None:
-    model, endless = build_model(TINY, 256, 16, 0), load_tokenizer("bytes")._replace(end=None, decode=list)
+    model, endless = build_model(TINY, 256, 16, 0), load_tokenizer("bytes")._replace(after=(), decode=list)
     first = sample(model, endless, "def ", 40, seed=1)
     assert first[:4] == list(b"def ") and len(first) == 44
     assert first == sample(model, endless, "def ", 40, seed=1)
@@ -201,7 +201,7 @@ def test_samples_are_repeatable_and_continue_the_prompt_past_the_trained_length(
 
 
 def test_a_cold_sample_takes_the_most_likely_token_of_the_whole_context() -> None:
-    model, endless = build_model(TINY, 256, 32, 0), load_tokenizer("bytes")._replace(end=None, decode=list)
+    model, endless = build_model(TINY, 256, 32, 0), load_tokenizer("bytes")._replace(after=(), decode=list)
     ids = list(b"abc")
     for _ in range(8):
         with torch.no_grad():
@@ -212,7 +212,7 @@ def test_a_cold_sample_takes_the_most_likely_token_of_the_whole_context() -> Non
 def test_a_sample_stops_where_the_model_ends_the_document() -> None:
     model = build_model(TINY, 256, 32, 0)
     end = int(model(torch.tensor([list(b"abc")]))[0, -1].argmax())
-    ending = load_tokenizer("bytes")._replace(end=end)
+    ending = load_tokenizer("bytes")._replace(after=(end,))
     assert sample(model, ending, "abc", 8, seed=0, temperature=1e-6) == "abc"
 
 

@@ -9,7 +9,7 @@ from gossamer.cli.run_file_options import NO_CHANGES, Changes, File
 from gossamer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gossamer.run.planning.check import Examined, HeldExperts
+    from gossamer.run.planning.check import AroundDocuments, Examined, HeldExperts, TextFiles
 
 __all__ = ["command", "lines"]
 
@@ -50,6 +50,8 @@ def lines(one: "Examined") -> list[str]:
         ("method", f"{one.method}, {_KINDS[one.kind]}, {one.workers} workers"),
         *([("topology", one.topology + gap)] if one.topology is not None else []),
         ("parameters", unknown if one.parameters is None else f"{one.parameters:,} (vocabulary of {one.vocabulary:,})"),
+        *(("text", _files(one)) for one in one.text),
+        *([("documents", _documents(one.documents))] if one.documents is not None else []),
         *([("experts", _experts(one.experts))] if one.experts is not None else []),
         ("sends", unknown if one.sent_bytes is None else f"{sent} per worker and {phase}, at most {most}"),
         *(
@@ -87,6 +89,20 @@ def _stages(one: "Examined", megabytes: Callable[[float], str]) -> list[tuple[st
 _KINDS = {
     "rounds": "in rounds", "server": "with a server", "pair": "in pairs", "no waiting": "without waiting",
 }  # fmt: skip
+
+
+def _files(text: "TextFiles") -> str:
+    from gossamer.data.documents import SourceFiles
+
+    besides = SourceFiles(text.source, (), text.left_out).besides()
+    return f"'{text.source}': {text.files:,} file{'s' * (text.files != 1)}, {text.bytes / 1e6:,.4g} MB{besides}"
+
+
+def _documents(documents: "AroundDocuments") -> str:
+    """What stands around a text, with the zero byte written as \\x00."""
+    around = " ".join([*documents.before, "TEXT", *documents.after])
+    padding = "nothing pads a batch" if documents.padding is None else f"padded with {documents.padding}"
+    return f"{around}, {padding}".replace("\0", "\\x00")
 
 
 def _experts(experts: "HeldExperts") -> str:

@@ -24,7 +24,7 @@ def command(
     Args:
         folder: run folder
         round: number of finished rounds (default: the newest that all workers have; of an elastic run, most)
-        source: score it on other text, as data.source has it: on the part that data.val_fraction keeps; nothing is written
+        source: score it on other text, as data.source has it: files whole, up to a million tokens of them; nothing is written
     """
     from gossamer.run.bookkeeping.evaluate import UNUSED, evaluate
     from gossamer.run.config.document import load_run

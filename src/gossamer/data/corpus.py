@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from gossamer.data.settings import DataConfig
 from gossamer.data.streams import StreamCorpus
-from gossamer.data.token_files import FileCorpus
+from gossamer.data.token_files import FileCorpus, SourceRead
 from gossamer.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["Batches", "Corpus", "fingerprint", "open_corpus"]
@@ -18,6 +18,9 @@ __all__ = ["Batches", "Corpus", "fingerprint", "open_corpus"]
 
 class Batches(Protocol):
     """Open training data. Workers may ask for their batches from several threads, each worker from one at a time."""
+
+    read: tuple[SourceRead, ...]
+    """What was read of each source of files; nothing of a stream, which is read on the way, or of the user's own."""
 
     def batch(self, worker: int, step: int) -> Any:
         """The training batch of a worker; equal arguments give equal batches. Of text, int64 `[batch_size, seq_len + 1]`.
@@ -50,15 +53,16 @@ class Corpus(Batches, Protocol):
         ...
 
 
-def open_corpus(config: DataConfig, workers: int, seed: int) -> Corpus:
+def open_corpus(config: DataConfig, workers: int, seed: int, *, scored: bool = False) -> Corpus:
     """Opens the data of a run; the Python standard library as bytes takes a tenth of a second.
 
+    Args: `scored`: of files, all text is for validation.
     Raises: DataError when text is missing, empty, unreadable or too short; ConfigError when a package is missing.
     """
     tokenizer = load_tokenizer(config.tokenizer)
     if config.streamed:
         return StreamCorpus(config, tokenizer, workers)
-    return FileCorpus(config, tokenizer, workers, seed)
+    return FileCorpus(config, tokenizer, workers, seed, scored=scored)
 
 
 def fingerprint(corpus: Batches) -> str:

@@ -1,20 +1,25 @@
 """Documents: the texts in files, the files of a run's sources, and the split into training and validation."""
 
 import glob
+import gzip
 import hashlib
 import itertools
 import json
 import os
 import sysconfig
+import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gossamer.errors import DataError, require
 
-__all__ = ["Document", "field", "files_of", "held_out", "read_documents", "utf8"]
+__all__ = ["Document", "SourceFiles", "field", "found_at", "held_out", "read_documents", "utf8"]
 
-SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")  # all but the last two are one document a file
+PLAIN = (".txt", ".text", ".md", ".rst", ".py")  # one document a file
+SUFFIXES = (*PLAIN, ".jsonl", ".parquet")  # in upper case too, and all but the last also behind .gz
+MARK = "\ufeff"  # the byte-order mark, which editors write before a text and is none of it
 
 
 class Document(NamedTuple):
@@ -25,26 +30,46 @@ class Document(NamedTuple):
 
 
 def read_documents(path: Path, text_field: str) -> Iterator[Document]:
-    """The documents of one file: a text file is one document, and so is each line of jsonl and each row of parquet."""
-    if path.suffix == ".jsonl":
-        return _jsonl(path, text_field)
-    if path.suffix == ".parquet":
-        return _parquet(path, text_field)
-    return _text(path)
+    """The documents of one file: a text file is one document, and so is each line of jsonl and each row of parquet.
+
+    Raises: DataError for a file that cannot be read, is damaged, or has no such field.
+    """
+    kind = _kind(path)
+    try:
+        if kind == ".parquet":
+            yield from _parquet(path, text_field)
+        else:
+            yield from _jsonl(path, text_field) if kind == ".jsonl" else _text(path)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"'{path}' cannot be read ({error}); correct it, or leave it out") from error
+
+
+def _kind(path: Path) -> str:
+    """The ending that tells the format of a file, in lower case; of a compressed file that is read, the one before .gz."""
+    bare = Path(path.name.lower().removesuffix(".gz"))
+    return bare.suffix if bare.suffix in SUFFIXES[:-1] else Path(path.name.lower()).suffix
+
+
+def _bytes_of(path: Path) -> Any:
+    """The open file, unpacked where it is compressed."""
+    return gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")
 
 
 def _text(path: Path) -> Iterator[Document]:
+    with _bytes_of(path) as file:
+        raw = file.read()
     try:
-        yield Document(f"'{path}'", path.read_bytes().decode())
+        yield Document(f"'{path}'", raw.decode().removeprefix(MARK))
     except UnicodeDecodeError as error:
+        utf16 = ", as it begins like UTF-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
         raise DataError(
-            f"'{path}' has byte 0x{error.object[error.start]:02x} at offset {error.start}, which is not UTF-8; convert "
-            "the file, or remove it from data.source"
+            f"'{path}' has byte 0x{error.object[error.start]:02x} at offset {error.start}, which is not UTF-8{utf16}; convert "
+            "the file, or leave it out"
         ) from None
 
 
 def _jsonl(path: Path, text_field: str) -> Iterator[Document]:
-    with path.open("rb") as file:
+    with _bytes_of(path) as file:
         for number, line in enumerate(file, start=1):
             if line.isspace():
                 continue
@@ -65,36 +90,54 @@ def _parquet(path: Path, text_field: str) -> Iterator[Document]:
 
     try:
         with ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if text_field not in names:
-                raise DataError(_no_field(f"'{path}'", text_field, names))
+            names, leaves = file.schema_arrow.names, [file.schema.column(k) for k in range(len(file.schema))]
+            if text_field not in [*names, *(leaf.path for leaf in leaves)]:
+                texts = [
+                    leaf.path for leaf in leaves if leaf.logical_type.type == "STRING" and not leaf.max_repetition_level
+                ]
+                raise DataError(_no_field(f"'{path}'", text_field, names, texts))
             rows = itertools.count()
             for batch in file.iter_batches(batch_size=1024, columns=[text_field]):
                 for row in batch.to_pylist():
                     name = f"row {next(rows)} of '{path}'"
                     yield Document(name, field(row, text_field, name))
     except (ArrowException, OSError) as error:
-        raise DataError(
-            f"'{path}' cannot be read as parquet: {error}; write it again, or remove it from data.source"
-        ) from error
+        raise DataError(f"'{path}' cannot be read as parquet ({error}); write it again, or leave it out") from error
 
 
 def field(row: Mapping[str, Any], text_field: str, name: str) -> str:
-    """The text of a row; null counts as an empty text."""
-    if text_field not in row:
-        raise DataError(_no_field(name, text_field, row))
-    value = row[text_field]
+    """The text of a row, without a byte-order mark; null counts as an empty text. In "a.b", b is a field of the object a."""
+    value: Any = row
+    for key in [text_field] if text_field in row else text_field.split("."):
+        if value is None:
+            break
+        if not isinstance(value, Mapping) or key not in value:
+            raise DataError(_no_field(name, text_field, row, _texts(row)))
+        value = value[key]
     if value is not None and not isinstance(value, str):
         raise DataError(
-            f"field '{text_field}' in {name} is of type {type(value).__name__} but must be text; set data.text_field "
-            f"to one that is, of: {', '.join(map(str, row))}"
+            f"field '{text_field}' in {name} is of type {type(value).__name__} but must be text; {_choose(_texts(row))}"
         )
-    return value or ""
+    return (value or "").removeprefix(MARK)
 
 
-def _no_field(name: str, text_field: str, fields: Iterable[str]) -> str:
+def _texts(row: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """The fields of a row, and of the objects in it, that are text."""
+    for key, value in row.items():
+        if isinstance(value, str):
+            yield f"{above}{key}"
+        elif isinstance(value, Mapping):
+            yield from _texts(value, f"{above}{key}.")
+
+
+def _no_field(name: str, text_field: str, fields: Iterable[str], texts: Iterable[str]) -> str:
+    return f"{name} has no field '{text_field}'; it has: {', '.join(fields) or 'none'}; {_choose(texts)}"
+
+
+def _choose(texts: Iterable[str]) -> str:
+    fit = ", ".join(texts)
     return (
-        f"{name} has no field '{text_field}'; it has: {', '.join(fields) or 'none'}; set data.text_field to one of them"
+        f"set data.text_field to one that is text, of: {fit}" if fit else "none of its fields is text: write it as text"
     )
 
 
@@ -109,19 +152,52 @@ def utf8(document: Document) -> bytes:
         ) from None
 
 
-def files_of(sources: Sequence[str]) -> dict[Path, int]:
-    """Every file of the sources once, in the order given, and the place of its source; those of a folder or glob are sorted."""
-    found: dict[Path, int] = {}
-    for place, source in enumerate(sources):
-        for path in _stdlib() if source == "stdlib" else _files_at(source):
-            found.setdefault(path, place)
+class SourceFiles(NamedTuple):
+    """The files of one source."""
+
+    source: str
+    files: tuple[Path, ...]
+    left_out: Mapping[str, int]
+    """How many files of a folder are not read, by their ending."""
+
+    def besides(self) -> str:
+        """What a folder has that is not read, in words; empty where all is."""
+        others = ", ".join(f"{count} {ending}" for ending, count in sorted(self.left_out.items()))
+        return f"; left out: {others}" if others else ""
+
+
+def found_at(sources: Sequence[str]) -> list[SourceFiles]:
+    """The files of each source, in the order given, each file once; those of a folder or glob are sorted.
+
+    Of a folder, all files are read that end in one of `SUFFIXES`, but no README.md beside jsonl or parquet: it is about the text.
+
+    Raises: DataError for a source without any file to read, and for a folder of which only a README would be.
+    """
+    seen: set[Path] = set()
+    found = []
+    for source in sources:
+        files, left_out = (_stdlib(), {}) if source == "stdlib" else _files_at(source)
+        found.append(SourceFiles(source, tuple(path for path in files if path not in seen), left_out))
+        seen.update(files)
     return found
 
 
-def _files_at(source: str) -> list[Path]:
-    path = Path(source).expanduser()
+def _files_at(source: str) -> tuple[list[Path], Mapping[str, int]]:
+    path, left_out = Path(source).expanduser(), Counter[str]()
     if path.is_dir():
-        inside = [p for p in _by_path(path.rglob("*")) if p.suffix in SUFFIXES]
+        there = _by_path(path.rglob("*"))
+        inside = [p for p in there if _kind(p) in SUFFIXES]
+        cards = [p for p in inside if p.name.lower() == "readme.md"]
+        if any(_kind(p) in (".jsonl", ".parquet") for p in inside):
+            inside = [p for p in inside if p not in cards]
+            left_out.update(p.name for p in cards)
+        left_out.update(_ending(p) for p in there if _kind(p) not in SUFFIXES and not _hidden(p.relative_to(path)))
+        if left_out and all(p.stem.lower() == "readme" for p in inside):
+            names = f"only {inside[0].name} to read" if inside else "no readable file"
+            others = SourceFiles(source, (), left_out).besides()
+            raise DataError(
+                f"data.source '{source}' has {names}{others}; convert those to one of: {', '.join(SUFFIXES)}, or name files"
+            )
     elif path.is_file():
         inside = [path]
     else:
@@ -132,12 +208,27 @@ def _files_at(source: str) -> list[Path]:
             f"existing file, a folder or a glob of files that end in one of: {', '.join(SUFFIXES)}"
         )
     for p in inside:
-        if p.suffix not in SUFFIXES:
+        if _kind(p) not in SUFFIXES:
             raise DataError(
-                f"'{p}' ends in '{p.suffix}' but files must end in one of: {', '.join(SUFFIXES)}; convert it, or "
+                f"'{p}' ends in '{_ending(p)}' but files must end in one of: {', '.join(SUFFIXES)}; convert it, or "
                 "rename it to the ending of its format"
             )
-    return inside
+    return inside, left_out
+
+
+def _ending(path: Path) -> str:
+    """The ending of a file that is not read, with the one before where it only tells how the file is compressed."""
+    endings = [suffix.lower() for suffix in path.suffixes[-2:]]
+    return (
+        "".join(endings)
+        if endings[-1:] in ([".gz"], [".zst"], [".bz2"], [".xz"])
+        else "".join(endings[-1:]) or path.name
+    )
+
+
+def _hidden(path: Path) -> bool:
+    """Whether a file is no part of what a folder shows: settings, caches and the store of git."""
+    return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
 
 
 def _by_path(paths: Iterable[Path]) -> list[Path]:

@@ -28,7 +28,7 @@ class StreamCorpus:
     """
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, workers: int) -> None:
-        self.vocab_size, self.tokenizer = tokenizer.vocab_size, tokenizer
+        self.vocab_size, self.tokenizer, self.read = tokenizer.vocab_size, tokenizer, ()
         self._shape = (config.batch_size, config.seq_len + 1)
         open_pass = _open_stream(config.sources[0])
         self._train = [
@@ -78,6 +78,7 @@ class _Packed:
         self, config: DataConfig, tokenizer: Tokenizer, open_pass: Callable[[], Any], *, held_out: bool
     ) -> None:
         self._config, self._tokenizer, self._open_pass, self.held_out = config, tokenizer, open_pass, held_out
+        self._before, self._after = (np.array(ids, np.int64) for ids in (tokenizer.before, tokenizer.after))
         self.restore(START)
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -160,7 +161,7 @@ class _Packed:
             utf8(document)
             if document.text and held_out(document.text, self._config.val_fraction) == self.held_out:
                 tokens = self._tokenizer.encode([document.text])[0].astype(np.int64)
-                return tokens if self._tokenizer.end is None else np.append(tokens, self._tokenizer.end)
+                return np.concatenate([self._before, tokens, self._after])
 
 
 def _hash(tokens: NDArray[np.int64]) -> str:

@@ -16,15 +16,41 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gossamer.data.documents import Document, files_of, held_out, read_documents, utf8
+from gossamer.data.documents import Document, SourceFiles, found_at, held_out, read_documents, utf8
 from gossamer.data.settings import DataConfig
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.errors import DataError
 from gossamer.rng import numpy_rng
 
-__all__ = ["FileCorpus", "Piece", "Tokens"]
+__all__ = ["FileCorpus", "Piece", "SourceRead", "Tokens"]
 
 PIECE_CHARS = 1 << 16  # longer documents are cut, so that one book cannot become the whole validation text
+
+
+class SourceRead(NamedTuple):
+    """What was read of a source."""
+
+    source: str
+    files: int
+    bytes: int
+    """Of UTF-8."""
+    documents: int
+    tokens: int
+    left_out: Mapping[str, int]
+    """How many files of a folder were not read, by their ending."""
+
+    def in_words(self) -> str:
+        """One line.
+
+        >>> SourceRead("texts", 2, 5_000, 7, 1_200, {".zst": 1}).in_words()
+        "text of 'texts': 2 files, 5,000 bytes, 7 documents, 1,200 tokens; left out: 1 .zst"
+        """
+        counts = (
+            f"{count:,} {what if count != 1 else what[:-1]}"
+            for what, count in zip(self._fields[1:5], self[1:5], strict=True)
+        )
+        besides = SourceFiles(self.source, (), self.left_out).besides()
+        return f"text of '{self.source}': {', '.join(counts)}{besides}"
 
 
 class Tokens(NamedTuple):
@@ -34,6 +60,8 @@ class Tokens(NamedTuple):
     val: NDArray[Any]
     ends: Sequence[int]
     """Where in the training tokens each source ends."""
+    read: tuple[SourceRead, ...]
+    """What was read of each source."""
     fingerprint: str
     """A hash of all tokens and of their split."""
 
@@ -42,8 +70,10 @@ class Piece(NamedTuple):
     """A document, or a part of a long one."""
 
     text: str
+    first: bool
+    """Whether the document begins here."""
     last: bool
-    """Whether the document ends here."""
+    """Whether it ends here."""
     source: int
     """The place of its source."""
 
@@ -58,88 +88,126 @@ def _pieces(documents: Iterable[tuple[int, Document]], max_bytes: int | None) ->
             text = raw.decode(errors="ignore")
         for start in range(0, len(text), PIECE_CHARS):
             stop = start + PIECE_CHARS
-            yield Piece(text[start:stop], stop >= len(text), source)
+            yield Piece(text[start:stop], start == 0, stop >= len(text), source)
         if left == 0:
             return
 
 
+class _Written(NamedTuple):
+    """What was tokenised."""
+
+    ends: list[int]
+    """Where each source ends in the tokens for training."""
+    read: list[tuple[int, int, int, int]]
+    """The files, bytes, documents and tokens of each source."""
+    fingerprint: str
+
+
 def _tokenise(
-    config: DataConfig, tokenizer: Tokenizer, files: Mapping[Path, int], train: BinaryIO, val: BinaryIO
-) -> tuple[list[int], str]:
-    """Writes the tokens of all files; returns where each source ends in those for training, and a hash of all and their split."""
+    config: DataConfig, tokenizer: Tokenizer, sources: Sequence[SourceFiles], train: BinaryIO, val: BinaryIO
+) -> _Written:
+    """Writes the tokens of all files. Raises: DataError of a file; OSError only where a token cannot be written."""
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    end = b"" if tokenizer.end is None else np.array(tokenizer.end, dtype).tobytes()
+    before, after = (np.array(ids, dtype).tobytes() for ids in (tokenizer.before, tokenizer.after))
     digest = hashlib.blake2b(digest_size=16)
-    lengths = [0] * len(config.sources)
-    documents = (
-        (source, document) for path, source in files.items() for document in read_documents(path, config.text_field)
-    )
-    pieces = _pieces(documents, config.max_bytes)
+    lengths, read = [0] * len(sources), [[0, 0, 0, 0] for _ in sources]
+
+    def documents() -> Iterator[tuple[int, Document]]:
+        for place, source in enumerate(sources):
+            for path in source.files:
+                read[place][0] += 1
+                for document in read_documents(path, config.text_field):
+                    yield place, document
+
+    pieces = _pieces(documents(), config.max_bytes)
     while group := list(itertools.islice(pieces, 64)):
         for piece, ids in zip(group, tokenizer.encode([piece.text for piece in group]), strict=True):
             kept = held_out(piece.text, config.val_fraction)
-            tokens = ids.astype(dtype).tobytes() + (end if piece.last else b"")
+            tokens = (before if piece.first else b"") + ids.astype(dtype).tobytes() + (after if piece.last else b"")
             (val if kept else train).write(tokens)
-            lengths[piece.source] += 0 if kept else len(tokens) // dtype.itemsize
+            count = len(tokens) // dtype.itemsize
+            lengths[piece.source] += 0 if kept else count
+            for k, more in enumerate((len(piece.text.encode()), piece.first, count), start=1):
+                read[piece.source][k] += more
             digest.update(b"v" if kept else b"t")
             digest.update(tokens)
-    return [*itertools.accumulate(lengths)], digest.hexdigest()
+    counts = [(files, size, count, tokens) for files, size, count, tokens in read]
+    return _Written([*itertools.accumulate(lengths)], counts, digest.hexdigest())
 
 
 def _load_tokens(config: DataConfig, tokenizer: Tokenizer) -> Tokens:
+    sources = found_at(config.sources)
+    if config.cache is not None:
+        return _cached_tokens(config, tokenizer, sources)
+    train, val = io.BytesIO(), io.BytesIO()
+    written = _tokenise(config, tokenizer, sources, train, val)
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    files = files_of(config.sources)
-    try:
-        if config.cache is not None:
-            return _cached_tokens(config, tokenizer, files, dtype)
-        train, val = io.BytesIO(), io.BytesIO()
-        ends, fingerprint = _tokenise(config, tokenizer, files, train, val)
-    except OSError as error:
-        raise DataError(f"the text cannot be read: {error}; correct the file or data.source") from error
-    return Tokens(np.frombuffer(train.getbuffer(), dtype), np.frombuffer(val.getbuffer(), dtype), ends, fingerprint)
+    return _tokens(sources, np.frombuffer(train.getbuffer(), dtype), np.frombuffer(val.getbuffer(), dtype), written)
 
 
-def _cached_tokens(config: DataConfig, tokenizer: Tokenizer, files: Mapping[Path, int], dtype: np.dtype[Any]) -> Tokens:
-    """Tokens as files in the cache folder, under a name that changes with the text, the tokenizer and the options."""
+def _tokens(sources: Sequence[SourceFiles], train: NDArray[Any], val: NDArray[Any], written: _Written) -> Tokens:
+    read = tuple(
+        SourceRead(source.source, *counts, source.left_out)
+        for source, counts in zip(sources, written.read, strict=True)
+    )
+    return Tokens(train, val, written.ends, read, written.fingerprint)
+
+
+def _cached_tokens(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[SourceFiles]) -> Tokens:
+    """Tokens as files in the cache folder, under a name that changes with the text, the tokenizer and the options.
+
+    Files whose times are those of their writing are taken as they are; others, such as a copy, are read and hashed.
+    """
     assert config.cache is not None
-    stamps = [
-        (path.resolve().as_posix(), path.stat().st_size, path.stat().st_mtime_ns, source)
-        for path, source in files.items()
-    ]
-    made_of = [
-        2,
-        len(config.sources),
-        stamps,
-        tokenizer.json(),
-        config.text_field,
-        config.val_fraction,
-        config.max_bytes,
-    ]
-    name = hashlib.blake2b(json.dumps(made_of).encode(), digest_size=12).hexdigest()
-    folder = Path(config.cache).expanduser() / f"tokens-{name}"
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    folder = Path(config.cache).expanduser() / f"tokens-{_cache_name(config, tokenizer, sources)}"
     if not folder.is_dir():
         scratch = folder.with_name(f".{folder.name}.{os.getpid()}")
-        scratch.mkdir(parents=True)
         try:
+            scratch.mkdir(parents=True, exist_ok=True)
             with (scratch / "train.bin").open("wb") as train, (scratch / "val.bin").open("wb") as val:
-                ends, fingerprint = _tokenise(config, tokenizer, files, train, val)
-                sizes = {"train": train.tell(), "val": val.tell()}
-            manifest = {"bytes": sizes, "ends": ends, "fingerprint": fingerprint}
-            (scratch / "manifest.json").write_text(json.dumps(manifest))
+                written = _tokenise(config, tokenizer, sources, train, val)
+            files = {side: _seal(scratch / f"{side}.bin") for side in _SIDES}
+            (scratch / "manifest.json").write_text(json.dumps({"files": files, **written._asdict()}))
             _publish(scratch, folder)
+        except OSError as error:
+            raise DataError(
+                f"data.cache is '{config.cache}', which cannot be written ({error}); make room or give the right to write "
+                "there, or name another folder"
+            ) from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
-        train, val = (_mapped(folder / f"{side}.bin", manifest["bytes"][side], dtype) for side in ("train", "val"))
+        train, val = (_mapped(folder / f"{side}.bin", manifest["files"][side], dtype) for side in _SIDES)
         ends = [int(end) for end in manifest["ends"]]
-        if len(ends) != len(config.sources) or [0, *ends] != sorted([0, *ends]) or ends[-1] != len(train):
+        if len(ends) != len(sources) or [0, *ends] != sorted([0, *ends]) or ends[-1] != len(train):
             raise ValueError(f"its sources end at {ends} of {len(train)} tokens")
-        return Tokens(train, val, ends, str(manifest["fingerprint"]))
+        read = [(int(a), int(b), int(c), int(d)) for a, b, c, d in manifest["read"]]
+        return _tokens(sources, train, val, _Written(ends, read, str(manifest["fingerprint"])))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             f"the token cache '{folder}' is damaged ({error!r}); remove that folder, and it will be written again"
         ) from None
+
+
+_SIDES = ("train", "val")
+
+
+def _cache_name(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[SourceFiles]) -> str:
+    try:
+        stamps = [
+            (path.resolve().as_posix(), path.stat().st_size, path.stat().st_mtime_ns, place)
+            for place, source in enumerate(sources)
+            for path in source.files
+        ]
+    except OSError as error:
+        raise DataError(f"the text cannot be read: {error}; correct the file or data.source") from error
+    made_of = [
+        3, len(sources), stamps, tokenizer.json(), tokenizer.before, tokenizer.after, config.text_field, config.val_fraction,
+        config.max_bytes,
+    ]  # fmt: skip
+    return hashlib.blake2b(json.dumps(made_of).encode(), digest_size=12).hexdigest()
 
 
 def _publish(scratch: Path, folder: Path) -> None:
@@ -151,9 +219,22 @@ def _publish(scratch: Path, folder: Path) -> None:
             raise
 
 
-def _mapped(path: Path, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    if path.stat().st_size != size:
-        raise ValueError(f"{path.name} has {path.stat().st_size} bytes and not {size}")
+def _seal(path: Path) -> list[Any]:
+    """A file's size, its times and the hash of its content."""
+    now = path.stat()
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, hashlib.blake2b).hexdigest()
+    return [now.st_size, now.st_mtime_ns, now.st_ctime_ns, digest]
+
+
+def _mapped(path: Path, seal: Sequence[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The tokens of a file. Raises ValueError if they are not those that were written."""
+    size, *times, digest = seal
+    now = path.stat()
+    if now.st_size != size:
+        raise ValueError(f"{path.name} has {now.st_size} bytes and not {size}")
+    if [now.st_mtime_ns, now.st_ctime_ns] != times and _seal(path)[-1] != digest:
+        raise ValueError(f"{path.name} was altered after it was written")
     return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
 
 
@@ -164,14 +245,26 @@ class FileCorpus:
     If the training or the validation text would be shorter than one window, as with one small file, the last
     `val_fraction` of all text is the validation text instead, unless each worker has a source.
 
+    Args: `scored`: all text is for validation, in windows as long as it at most.
     Raises: DataError when there is not enough text for one window on either side, or in one worker's shard.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, workers: int, seed: int) -> None:
+    def __init__(
+        self, config: DataConfig, tokenizer: Tokenizer, workers: int, seed: int, *, scored: bool = False
+    ) -> None:
         self.vocab_size, self.tokenizer = tokenizer.vocab_size, tokenizer
         self._config, self._workers, self._seed = config, workers, seed
         self._window = config.seq_len + 1
-        train, val, self._ends, self._fingerprint = _load_tokens(config, tokenizer)
+        train, val, self._ends, self.read, self._fingerprint = _load_tokens(config, tokenizer)
+        if scored:
+            self._train, self._val = train[:0], np.concatenate([train, val])
+            self._window = min(self._window, len(self._val))
+            if self._window < 2:
+                raise DataError(
+                    f"the text of '{config.source}' has {self._window} token{'s' * (self._window != 1)}, but at least 2 can be "
+                    "scored; give a longer one"
+                )
+            return
         if isinstance(config.shards, tuple):  # a file that moves from one source to another moves to other workers
             self._fingerprint = hashlib.blake2b(
                 f"{self._fingerprint} {self._ends}".encode(), digest_size=16
@@ -187,7 +280,7 @@ class FileCorpus:
         self._order = functools.lru_cache(maxsize=256)(self._drawn_order)
 
     def _check_lengths(self) -> None:
-        if not len(self._train):
+        if not len(self._train) + len(self._val):
             raise DataError(
                 f"the text of data.source {self._config.source!r} has 0 bytes; give files that are not empty"
             )
@@ -251,6 +344,11 @@ class FileCorpus:
         size = self._config.batch_size
         starts = np.linspace(0, len(self._val) - self._window, num_batches * size).astype(np.int64)
         return [self._windows(self._val, starts[k * size : (k + 1) * size]) for k in range(num_batches)]
+
+    def batches_of_all(self, most_tokens: int) -> int:
+        """How many validation batches have all validation text, or so many tokens of it."""
+        tokens = min(len(self._val) - 1, most_tokens)
+        return -(-tokens // (self._config.batch_size * (self._window - 1)))
 
     def _windows(self, tokens: NDArray[Any], starts: NDArray[np.int64]) -> Tensor:
         windows = np.stack([tokens[start : start + self._window] for start in starts]).astype(np.int64)

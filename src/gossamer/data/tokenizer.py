@@ -11,28 +11,48 @@ from numpy.typing import NDArray
 
 from gossamer.errors import DataError, require
 
-__all__ = ["Tokenizer", "load_tokenizer", "local_file", "vocabulary"]
+__all__ = ["Tokenizer", "load_tokenizer", "local_file", "local_tokenizer", "vocabulary"]
 
-END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+# Of a tokenizer whose post-processor ends no text, and that no tokenizer_config.json speaks for.
+END_TOKENS = (
+    "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>", "<|eos|>", "<EOS>", "[EOS]", "<|end|>",
+)  # fmt: skip
+PAD_TOKENS = ("<pad>", "<|pad|>", "<|padding|>", "<PAD>", "[PAD]")
 
 
 class Tokenizer(NamedTuple):
     """Text to token ids and back."""
 
     vocab_size: int
-    end: int | None
-    """The token after each document; None where the vocabulary has none."""
+    before: tuple[int, ...]
+    """The tokens before each document and each prompt, which its post-processor adds, such as <|bos|>."""
+    after: tuple[int, ...]
+    """The tokens after each document: those of its post-processor, else the end token; empty where there is none."""
+    pad: int | None
+    """What fills a batch of prompts; the last of `after` where it has none of its own."""
     encode: Callable[[Sequence[str]], list[NDArray[Any]]]
     """The ids of each text, without special tokens."""
     decode: Callable[[Sequence[int]], str]
+    token: Callable[[int], str]
+    """How a token is written."""
     json: Callable[[], str]
     """The same tokenizer as a document of the `tokenizers` library."""
+
+    @property
+    def end(self) -> int | None:
+        """The token at which a text ends."""
+        return self.after[-1] if self.after else None
 
 
 def local_file(name: str) -> Path | None:
     """The file of a tokenizer on this machine; None for "bytes" and for a name on the Hub."""
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     return path if path.is_file() or path.suffix == ".json" else None
+
+
+def local_tokenizer(name: str) -> Tokenizer | None:
+    """The tokenizer; None for one on the Hub, which is not asked. Raises: as `load_tokenizer`."""
+    return load_tokenizer(name) if name == "bytes" or local_file(name) is not None else None
 
 
 def vocabulary(tokenizer: str) -> int | None:
@@ -43,13 +63,15 @@ def vocabulary(tokenizer: str) -> int | None:
     >>> vocabulary("bytes"), vocabulary("gpt2")
     (256, None)
     """
-    if tokenizer == "bytes" or local_file(tokenizer) is not None:
-        return load_tokenizer(tokenizer).vocab_size
-    return None
+    found = local_tokenizer(tokenizer)
+    return None if found is None else found.vocab_size
 
 
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that `DataConfig.tokenizer` names.
+
+    A document is trained on as its post-processor has it. Where that ends no text, the `eos_token` of a tokenizer_config.json
+    beside it follows, or else the first of `END_TOKENS` that the vocabulary has.
 
     Raises: DataError when it is missing or no tokenizer; MissingPackageError without the library.
 
@@ -60,52 +82,114 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         return Tokenizer(
             vocab_size=256,
-            end=0,
+            before=(),
+            after=(0,),
+            pad=0,
             encode=lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts],
             decode=lambda ids: bytes(ids).decode(errors="replace"),
+            token=lambda id: "\0" if id == 0 else _ALPHABET[id],
             json=_bytes_as_json,
         )
     library_of = require("tokenizers", "data", f"data.tokenizer '{name}'", "use 'bytes'").Tokenizer
     path = local_file(name)
     try:
         library = library_of.from_file(str(path)) if path is not None else library_of.from_pretrained(name)
+        named = _named(name, path)
     except Exception as error:  # the library raises nothing narrower
         raise DataError(
             f"data.tokenizer is '{name}', which cannot be opened as a tokenizer ({error}); give 'bytes', the path of a "
             "tokenizers JSON file, or a name on the Hugging Face Hub that this machine can reach"
         ) from error
+    padding = library.padding or {}
     library.no_truncation()
     library.no_padding()
     vocabulary = library.get_vocab(with_added_tokens=True)
     if not vocabulary:
         raise DataError(f"the tokenizer '{name}' has a vocabulary of 0 tokens; train it before it is used")
+
+    def first(*tokens: str | None) -> int | None:
+        return next((vocabulary[token] for token in tokens if token in vocabulary), None)
+
+    before, after = _added(library, vocabulary)
+    end = first(named.get("eos_token"), *END_TOKENS)
+    after = after or (() if end is None else (end,))
+    pad = first(named.get("pad_token"), padding.get("pad_token"), *PAD_TOKENS)
     return Tokenizer(
-        vocab_size=max(vocabulary.values()) + 1,  # ids may leave gaps
-        end=next((vocabulary[token] for token in END_TOKENS if token in vocabulary), None),
+        vocab_size=max(*vocabulary.values(), *before, *after) + 1,  # ids may leave gaps
+        before=before,
+        after=after,
+        pad=after[-1] if pad is None and after else pad,
         encode=lambda texts: [
             np.array(encoding.ids, np.uint32)
             for encoding in library.encode_batch_fast(list(texts), add_special_tokens=False)
         ],
         decode=lambda ids: library.decode(list(ids), skip_special_tokens=False),
+        token=library.id_to_token,
         json=library.to_str,
     )
 
 
-def _bytes_as_json() -> str:
-    """Bytes as a byte-level BPE without a merge: each byte is written as the one character that stands for it there."""
+def _named(name: str, path: Path | None) -> dict[str, str]:
+    """The special tokens that the tokenizer_config.json beside a tokenizer names, by what they are for."""
+    if path is not None:
+        beside = path.with_name("tokenizer_config.json")
+    else:
+        from huggingface_hub import hf_hub_download  # which tokenizers needs itself
+        from huggingface_hub.errors import EntryNotFoundError
+
+        try:
+            beside = Path(hf_hub_download(name, "tokenizer_config.json"))
+        except EntryNotFoundError:
+            return {}
+    if not beside.is_file():
+        return {}
+    document = json.loads(beside.read_text(encoding="utf-8"))
+    if not isinstance(document, dict):
+        raise ValueError(f"'{beside}' is no JSON object")
+    given = ((key, value["content"] if isinstance(value, dict) else value) for key, value in document.items())
+    return {key: value for key, value in given if key.endswith("_token") and isinstance(value, str)}
+
+
+def _added(library: Any, vocabulary: dict[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens that the post-processor of a tokenizer puts before and after a text."""
+    for text in itertools.chain("a", vocabulary):  # the first that is no empty text to it
+        if bare := library.encode(text, add_special_tokens=False).ids:
+            whole = library.encode(text)
+            start = whole.special_tokens_mask.index(0) if 0 in whole.special_tokens_mask else 0
+            return tuple(whole.ids[:start]), tuple(whole.ids[start + len(bare) :])
+    return (), ()
+
+
+def _alphabet() -> list[str]:
+    """The character that stands for each byte in a byte-level BPE."""
     itself = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = itertools.count(256)
-    alphabet = {chr(byte if byte in itself else next(others)): byte for byte in range(256)}
+    return [chr(byte if byte in itself else next(others)) for byte in range(256)]
+
+
+_ALPHABET = _alphabet()
+
+
+def _bytes_as_json() -> str:
+    """Bytes as a byte-level BPE without a merge: each byte is written as the one character that stands for it there.
+
+    Byte 0, which ends a document, is a special token and is written as itself: the character that stands for it, Ā, is also text.
+    """
+    end = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     document = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [],
+        "added_tokens": [{"id": 0, "content": "\0", **end}],
         "normalizer": None,
         "pre_tokenizer": bytewise,
         "post_processor": None,
         "decoder": bytewise,
-        "model": {"type": "BPE", "vocab": alphabet, "merges": []},
+        "model": {
+            "type": "BPE",
+            "vocab": {"\0": 0} | {character: byte for byte, character in enumerate(_ALPHABET) if byte},
+            "merges": [],
+        },
     }
     return json.dumps(document, ensure_ascii=False)

@@ -24,9 +24,10 @@ _MODULE = "modeling_bottleneck.py"
 def export(model: Llama, folder: Path, tokenizer: Tokenizer) -> None:
     """Writes a folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` open.
 
-    Bytes too are written as a tokenizer file. The model's parameters may be views of a flat buffer. A model with a subspace is
-    written as the plain Llama that it is, to rounding; one with residual bottlenecks comes with a module of its own, so that it
-    takes `trust_remote_code=True` to open it; one with experts is written as a Mixtral.
+    A prompt gets the tokens before it that documents had in training, generation ends at the token that ended them, and batches
+    are padded on the left. Bytes too are written as a tokenizer file. The model's parameters may be views of a flat buffer. A
+    model with a subspace is written as the plain Llama that it is, to rounding; one with residual bottlenecks comes with a module
+    of its own, so that it takes `trust_remote_code=True` to open it; one with experts is written as a Mixtral.
 
     Raises: DiskError when the disk refuses. Cost: one more copy of the parameters while they are written.
     """
@@ -40,10 +41,19 @@ def export(model: Llama, folder: Path, tokenizer: Tokenizer) -> None:
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(str(error)) from None
+    special = {"bos": tokenizer.before[0] if tokenizer.before else None, "eos": tokenizer.end, "pad": tokenizer.pad}
+    known = {name: token for name, token in special.items() if token is not None}
     documents = {
-        "config.json": _config(model),
-        "generation_config.json": {"eos_token_id": tokenizer.end},
-        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"},
+        # Without the token for padding: torch would not train its embedding any further, and it may be that of the end.
+        "config.json": {**_config(model), "bos_token_id": special["bos"], "eos_token_id": special["eos"]},
+        "generation_config.json": {f"{name}_token_id": token for name, token in known.items()},
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **{f"{name}_token": tokenizer.token(token) for name, token in known.items()},
+            "padding_side": "left",
+            "model_max_length": model.seq_len,
+            "clean_up_tokenization_spaces": False,
+        },
     }
     for name, document in documents.items():
         atomic_write(folder / name, f"{json.dumps(document, indent=2)}\n".encode())
@@ -140,7 +150,5 @@ def _config(model: Llama) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "attention_dropout": 0.0,
-        "bos_token_id": None,
-        "eos_token_id": None,
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
     }

@@ -24,8 +24,8 @@ def sample(
     """
     if not temperature > 0:
         raise ConfigError(f"the sampling temperature is {temperature} but must be above 0; 0.8 is a good start")
-    text = [int(token) for token in tokenizer.encode([prompt])[0]]
-    if not text:
+    begun, text = len(tokenizer.before), [*tokenizer.before, *map(int, tokenizer.encode([prompt])[0])]
+    if len(text) == begun:
         raise ConfigError(f"the prompt {prompt!r} has 0 tokens; give at least one to continue")
     generator = rng.torch_rng(seed, "sample")
     longest, device = model.seq_len, next(model.parameters()).device
@@ -39,4 +39,4 @@ def sample(
         if token == tokenizer.end:
             break
         text.append(token)
-    return tokenizer.decode(text)
+    return tokenizer.decode(text[begun:])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 import torch
+from test_tokenizer import trained
 from test_virtual import timed
 
 from commands import Command
@@ -144,7 +145,7 @@ def test_the_table_as_an_object(tmp_path, capsys):
 def test_what_a_tokenizer_on_the_hub_would_tell_is_said_to_be_unknown(tmp_path, capsys):
     assert main(["check", str(written(tmp_path, data__tokenizer="some/tokenizer"))]) == 0
     out = capsys.readouterr().out
-    assert out.count("unknown without the tokenizer") >= 3 and "MB" not in out
+    assert out.count("unknown without the tokenizer") >= 3 and "MB per worker" not in out
 
 
 def test_a_tokenizer_file_that_is_missing_is_a_fault(tmp_path, capsys):
@@ -258,3 +259,16 @@ def test_a_network_with_a_shared_site_prices_a_round():
     assert not wrong and isinstance(from_options(shared, "shared"), Network)
     alone = examine(parse(base | {"network": {"alone": {**NETWORK, "uplink_bps": 1e6}}}))
     assert found.networks[0].round_s > alone.networks[0].round_s > 0  # type: ignore[operator]
+
+
+def test_check_says_which_special_tokens_stand_around_a_document_or_that_none_ends_it(tmp_path, capsys):
+    assert main(["check", str(written(tmp_path))]) == 0
+    assert r"TEXT \x00, padded with \x00" in capsys.readouterr().out
+    name = trained(tmp_path / "words")
+    assert main(["check", str(written(tmp_path, data__tokenizer=name))]) == 0
+    assert "<|bos|> TEXT <|im_end|>, padded with <|pad|>" in capsys.readouterr().out
+    endless = trained(tmp_path / "endless", ("[A]",), None)
+    assert main(["check", str(written(tmp_path, data__tokenizer=endless)), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["documents"] == {"before": [], "after": [], "padding": None}
+    assert any("no token ends a document" in sentence for sentence in said["warnings"])

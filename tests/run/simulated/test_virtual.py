@@ -216,11 +216,25 @@ def test_a_run_is_scored_on_other_text_and_nothing_is_written(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     scored = evaluate(run, source=own).result
     assert found["model"] is None and found["loss"] != scored.loss
-    (small := tmp_path / "small.txt").write_text("a text of which nothing is kept for validation\n" * 99)
-    assert main(["evaluate", str(run), "--source", str(small)]) == 2
-    assert "the validation text has 0 tokens" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-    assert evaluate(run).result == scored
+    assert evaluate(run).result != scored
+
+
+@pytest.mark.parametrize("characters", [3, 1_000, 5_000, 900_000])
+def test_evaluate_scores_another_text_whole_however_short_it_is(characters, tmp_path, capsys):
+    run, words = tmp_path / "run", "".join(f"{k} words, " for k in range(characters // 8 + 1))[:characters]
+    small = {"data__max_bytes": 100_000, "data__batch_size": 64, "data__seq_len": 64, "run__eval_batches": 1}
+    simulate(single(run__steps=2, **small), run)
+    (source := tmp_path / "other.txt").write_text(words)
+    capsys.readouterr()
+    assert main(["evaluate", str(run), "--source", str(source), "--json"]) == 0
+    shown = capsys.readouterr()
+    assert f"text of '{source}': 1 file, {characters:,} bytes, 1 document, {characters + 1:,} tokens" in shown.err
+    losses = {json.loads(shown.out)["loss"]}
+    for place in (1, characters // 2, characters - 1)[:: 1 if characters < 10_000 else 2]:
+        source.write_text(words[:place] + "\x7f" + words[place + 1 :])
+        losses.add(evaluate(run, source=str(source)).result.loss)
+    assert len(losses) == (4 if 3 < characters < 10_000 else 3)
 
 
 def test_runs_in_rounds_and_runs_that_look_at_the_clock_stand_side_by_side(tmp_path, capsys):

@@ -23,6 +23,7 @@ from gossamer.run.asynchronous.async_state import AsyncSeat, Core, adopt, conten
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.journal import Journal, log_phase
 from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
+from gossamer.run.bookkeeping.text_read import tell_text
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.participant.agreement import HERE
 from gossamer.run.participant.membership_log import say_changes
@@ -156,6 +157,7 @@ class AsyncParticipant(ABC, Generic[Core]):
                 void=lambda line: line["event"] == "phase" and line["number"] >= begun.number,
             ) as self.events,
         ):  # fmt: skip
+            tell_text(self.record, self.replica.task.data)
             self._journal = Journal(
                 config, lambda: self.record, lambda: {"loss": self._probe.loss(self.x, self.replica.buffers)}, self._save,
                 kind="validation",

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gossamer.data.token_files import FileCorpus
 from gossamer.errors import CheckpointError, ConfigError
 from gossamer.layout import Layout, attach, layout_of, views
 from gossamer.models.export import export, export_state
@@ -34,6 +35,7 @@ from gossamer.run.worker.task import Task, buffers_of, moved, task_of
 from gossamer.settings.user_code import is_code
 
 __all__ = [
+    "SCORED_TOKENS",
     "UNUSED",
     "Assessment",
     "Evaluation",
@@ -54,6 +56,8 @@ __all__ = [
 
 log = logging.getLogger("gossamer")
 
+SCORED_TOKENS = 1 << 20
+"""Of another text, at most about so many tokens are scored."""
 UNUSED = ("rule", "topology", "codec", "server", "pair", "optimizer")
 """The parts of a run that its evaluation does not need."""
 
@@ -280,7 +284,8 @@ def evaluate(
         round: the number of finished rounds; by default the newest that all workers have. Of an elastic run, the newest that most
             workers have which took part in it, and the mean is over those.
         parts: the user's own, where the run names any.
-        source: other text to score it on, as data.source has it, of which the run's part is kept for validation.
+        source: other text to score it on, as data.source has it: files whole, up to `SCORED_TOKENS` spread evenly over them, and
+            of a stream the part that the run keeps for validation.
     Raises: CheckpointError when no round has the checkpoints of all workers, or, of an elastic run, of any; ConfigError for
         other text of a run whose data is a function.
     Cost: holds one model per worker in memory.
@@ -290,7 +295,15 @@ def evaluate(
     finished, owners = (
         _whole if config.kind == "server" or not (config.run.elastic or config.event_driven) else _most
     )(config, folder, key, round)
-    task = task_of(config if source is None else _on(config, source))
+    if source is None:
+        task = task_of(config)
+    else:
+        config = _on(config, source)
+        task = task_of(config, scored=True)
+        for read in task.data.read:
+            say(read.in_words())
+        if isinstance(task.data, FileCorpus):
+            config = replace(config, run=replace(config.run, eval_batches=task.data.batches_of_all(SCORED_TOKENS)))
     store = Store(config, folder)
     states = [store.load(task, finished, owner, key) for owner in owners]
     buffers = [state.get("buffers", ()) for state in states]
@@ -307,14 +320,15 @@ def evaluate(
 
 
 def _on(config: RunSettings, source: str) -> RunSettings:
-    """The run on the text of another source, of which nothing is scored but what is kept for validation."""
+    """The run on the text of another source, of which no more is asked than that it can be scored."""
     if config.data.own or is_code(source):
         raise ConfigError(
             f"the other source is {source!r:.60} and data.source is {config.data.source!r:.60}, but neither may be a function; "
             "name files, a folder or a stream, or leave --source out"
         )
-    alone = (0,) * config.workers if not source.startswith("hf:") else "iid"
-    return replace(config, data=replace(config.data, source=source, shards=alone))
+    return replace(
+        config, data=replace(config.data, source=source, shards="iid", max_bytes=None, cache=None, windows=None)
+    )
 
 
 def _most(

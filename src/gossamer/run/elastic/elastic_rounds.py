@@ -22,6 +22,7 @@ from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.journal import Journal
 from gossamer.run.bookkeeping.resume import Resume
 from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
+from gossamer.run.bookkeeping.text_read import tell_text
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import run_key, use_threads
 from gossamer.run.participant.membership_log import say_changes
@@ -142,6 +143,7 @@ class _Participant:
                     resume_round=None if fresh else begun.round, traced_per_round=self._method.sends_per_round,
                 ) as record,
             ):  # fmt: skip
+                tell_text(record, self._worker.replica.task.data)
                 log.write(begun)
                 self._rounds(begun, log, record)
         finally:

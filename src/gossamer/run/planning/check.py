@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 from gossamer.clock import SERVER
 from gossamer.clock.durations import Durations
-from gossamer.data.documents import files_of
-from gossamer.data.tokenizer import vocabulary
+from gossamer.data.documents import found_at
+from gossamer.data.tokenizer import Tokenizer, local_tokenizer, vocabulary
 from gossamer.errors import ConfigError, DataError, GossamerError
 from gossamer.layout import Layout
 from gossamer.network.pricing import price
@@ -33,12 +33,14 @@ from gossamer.settings.user_code import is_code
 from gossamer.transport.processes.launch import device_of
 
 __all__ = [
+    "AroundDocuments",
     "Copies",
     "Counted",
     "Examined",
     "HeldExperts",
     "OnNetwork",
     "StageSize",
+    "TextFiles",
     "Verb",
     "checked",
     "counted",
@@ -98,6 +100,27 @@ class OnNetwork(NamedTuple):
     note: str = ""
 
 
+class AroundDocuments(NamedTuple):
+    """The special tokens of a tokenizer, as they are written."""
+
+    before: tuple[str, ...]
+    """Those before each document."""
+    after: tuple[str, ...]
+    """Those after each document, the last of which ends it."""
+    padding: str | None
+
+
+class TextFiles(NamedTuple):
+    """What a source has on this machine."""
+
+    source: str
+    files: int
+    bytes: int
+    """Of the files as they are, of which data.max_bytes may leave some out."""
+    left_out: Mapping[str, int]
+    """How many files of a folder will not be read, by their ending."""
+
+
 class Examined(NamedTuple):
     """What is known of a run that can start; None for what is unknown without its tokenizer, or does not apply."""
 
@@ -132,6 +155,10 @@ class Examined(NamedTuple):
     """Why one of the two verbs that train cannot run it."""
     here: tuple[str, ...] = ()
     """What this machine lacks for it."""
+    text: tuple[TextFiles, ...] = ()
+    """The files of each source; none of a stream, and where they are not on this machine."""
+    documents: AroundDocuments | None = None
+    """None where the tokenizer is not known, or the batches are the user's own."""
     code: tuple[str, ...] = ()
     """The user's Python code that the run names. It is not imported, so nothing is known of it."""
 
@@ -150,8 +177,10 @@ def examine(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None = No
     """
     refused = {"train": faults(config, real=True)} if refused is None else refused
     run = resolve(config, real=bool(refused.get("simulate")))
-    vocab_size, m = vocabulary(run.data.tokenizer), run.method
-    layout = _layout(run, vocab_size)
+    words, m = local_tokenizer(run.data.tokenizer), run.method
+    vocab_size = None if words is None else words.vocab_size
+    documents = None if words is None or run.data.own else _around(words)
+    layout, (text, missing) = _layout(run, vocab_size), _text(run)
     topology = None if isinstance(m, WithServer) else m.topology
     predicted = stability.stability_of(m.rule, m.topology, m.schedule.merge) if isinstance(m, Method) else None
     sent, most, kept, networks = counted(run, layout) if layout else (None, None, (), ())
@@ -172,13 +201,44 @@ def examine(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None = No
         disagreement=None if predicted is None else predicted.radius,
         rounds=run.rounds,
         tokens=_steps(run) * run.step_tokens,
-        warnings=run.warnings,
+        warnings=(*run.warnings, *_endless(documents, run.data.tokenizer)),
         processes=sum(run.pipeline.processes(run.workers)),
         stages=_stages(run, layout, kept) if layout else (),
         refused={verb: (*sentences,) for verb, sentences in refused.items() if sentences},
-        here=tuple(_lacking(run)),
+        here=(*missing, *_lacking(run)),
+        text=text,
+        documents=documents,
         code=tuple(named(config).values()),
     )
+
+
+def _around(words: Tokenizer) -> AroundDocuments:
+    before, after = (tuple(map(words.token, ids)) for ids in (words.before, words.after))
+    return AroundDocuments(before, after, None if words.pad is None else words.token(words.pad))
+
+
+def _endless(documents: AroundDocuments | None, tokenizer: str) -> list[str]:
+    """A warning about documents that nothing ends."""
+    if documents is None or documents.after:
+        return []
+    return [
+        f"data.tokenizer is '{tokenizer}', in which no token ends a document, so they run together and no sample ends; name its "
+        "eos_token in a tokenizer_config.json beside it"
+    ]
+
+
+def _text(run: RunSettings) -> tuple[tuple[TextFiles, ...], list[str]]:
+    """The files of each source, and why there are none on this machine, for which the run may not be meant."""
+    if run.data.own or run.data.streamed:
+        return (), []
+    try:
+        found = found_at(run.data.sources)
+    except DataError as error:
+        return (), [str(error)]
+    sizes = [sum(path.stat().st_size for path in one.files) for one in found]
+    return tuple(
+        TextFiles(one.source, len(one.files), size, one.left_out) for one, size in zip(found, sizes, strict=True)
+    ), []
 
 
 def _layout(config: RunSettings, vocab_size: int | None) -> Layout | None:
@@ -208,7 +268,7 @@ def _known_of(config: RunConfig) -> Examined:
         topology=topology, spectral_gap=None, vocabulary=vocab_size, parameters=None if layout is None else layout.numel,
         experts=None if layout is None else _experts(run, layout), sent_bytes=None, most_bytes=None, kept=(), networks=(),
         disagreement=None, rounds=config.rounds, tokens=_steps(run) * run.step_tokens, warnings=(),
-        processes=sum(run.pipeline.processes(run.workers)), here=tuple(_lacking(run)), code=tuple(names.values()),
+        processes=sum(run.pipeline.processes(run.workers)), here=(*_text(run)[1], *_lacking(run)), code=tuple(names.values()),
     )  # fmt: skip
 
 
@@ -299,11 +359,6 @@ _PACKAGES = {
 
 def _lacking(run: RunSettings) -> Iterator[str]:
     """What this machine lacks for a run, which may be meant for another."""
-    if not run.data.own and not run.data.streamed:
-        try:
-            files_of(run.data.sources)
-        except DataError as error:
-            yield str(error)
     try:
         device_of(run.run.device)
     except ConfigError as error:

@@ -28,6 +28,7 @@ from gossamer.rng import key as random_key
 from gossamer.run.bookkeeping.journal import log_phase
 from gossamer.run.bookkeeping.resume import History, Resume, history, lineage
 from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
+from gossamer.run.bookkeeping.text_read import tell_text
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.participant.agreement import HERE, limits_of, run_key, run_settings, use_threads
 from gossamer.run.served.protocol import OWNED, Terms, terms_of
@@ -184,6 +185,7 @@ def _take_part(
             folder, network=HERE, workers=config.workers, suffix=worker_suffix(worker), resume_round=cut, void=void
         ) as events,
     ):
+        tell_text(record, served.learner.task.data)
         stopwatch = Stopwatch(worker, recorded_s(folder, worker, cut))
         _train(client, served, codec, terms, record, events, stopwatch)
 

@@ -33,6 +33,7 @@ from gossamer.run.bookkeeping.evaluate import Assessment, Probe, Probes, Result,
 from gossamer.run.bookkeeping.journal import Journal
 from gossamer.run.bookkeeping.resume import Resume, history
 from gossamer.run.bookkeeping.spent_seconds import priced
+from gossamer.run.bookkeeping.text_read import tell_text
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.simulated.alignment import Alignment
 from gossamer.run.simulated.threads import Lanes
@@ -96,6 +97,7 @@ class Rounds:
                 traced_per_round=self._sends_per_round,
             ) as self._record,
         ):  # fmt: skip
+            tell_text(self._record, self.task.data)
             write_pipeline(self.folder, pipeline_work(config, self.workers[0].replica.layout))
             if self.finished == 0:
                 self._journal.begin()

@@ -31,6 +31,7 @@ from gossamer.run.bookkeeping.evaluate import Probe, Probes, Result, assess, mea
 from gossamer.run.bookkeeping.journal import EventJournal, Journal, saver
 from gossamer.run.bookkeeping.resume import Resume, history
 from gossamer.run.bookkeeping.spent_seconds import EventSeconds
+from gossamer.run.bookkeeping.text_read import tell_text
 from gossamer.run.config.resolved import InPairs, ResolvedRun, RunSettings, WithServer
 from gossamer.run.simulated.threads import Lanes
 from gossamer.run.worker.replica import LocalPhase, Replica, must_start_alike
@@ -83,6 +84,7 @@ class Events:
             EventWriter(self.folder, network=self._name, workers=config.workers, resume_round=cut) as self._log,
             self._lanes.opened(),
         ):
+            tell_text(self._record, self.task.data)
             for learner in self._learners:
                 learner.pool = self._lanes.pool if self._lanes.count > 1 and _may_run_ahead(config) else None
             if self.finished == 0:

@@ -29,6 +29,7 @@ from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.journal import Journal, Save
 from gossamer.run.bookkeeping.resume import History, Resume, history
 from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
+from gossamer.run.bookkeeping.text_read import tell_text
 from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.pipeline import stage_in
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
@@ -213,6 +214,7 @@ def _record(
             folder, config.document, config.record, worker=worker.index, resume_round=newest,
             traced_per_round=worker.loop.method.sends_per_round,
         ))  # fmt: skip
+        tell_text(record, worker.replica.task.data)
         write_pipeline(folder, _work(config, worker.replica.task))
         return record
     # Its machine may have no other process of the worker, which would write the file.

@@ -46,12 +46,14 @@ class Task(NamedTuple):
     """What each worker holds of the model; None where all hold all of it."""
 
 
-def task_of(config: RunSettings) -> Task:
+def task_of(config: RunSettings, *, scored: bool = False) -> Task:
     """Opens the data of a run and prepares what makes its model and its optimizer.
 
+    Args: `scored`: text in files is all for validation.
     Raises: DataError; ConfigError, and UserCodeError when code of the user's fails.
     """
-    data = OwnBatches(config) if config.data.own else open_corpus(config.data, config.workers, config.seed)
+    text = config.data
+    data = OwnBatches(config) if text.own else open_corpus(text, config.workers, config.seed, scored=scored)
     tokenizer = None if isinstance(data, OwnBatches) else data.tokenizer
     layout: Layout | None = None
     if config.model.own:
@@ -139,7 +141,7 @@ class OwnBatches:
     """
 
     def __init__(self, config: RunSettings) -> None:
-        self._config, self._checked = config, set[int]()
+        self._config, self._checked, self.read = config, set[int](), ()
         self._batch = partial(caller(config.parts, "data", str(config.data.source)), **(config.data.options or {}))
         name = config.data.validation
         self._validation = None if name is None else caller(config.parts, "validation", name)
