@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from gossamer.cli.machines import ONE_MACHINE, Machines
 from gossamer.cli.output import PLAIN, Output, print_json
 from gossamer.cli.run_file_options import Overrides
 from gossamer.errors import ConfigError
@@ -14,6 +15,7 @@ from gossamer.errors import ConfigError
 if TYPE_CHECKING:
     from gossamer.network.probe import StepTimer
     from gossamer.run.config.run_file import RunConfig
+    from gossamer.transport.processes.local import Among
 
 __all__ = ["command"]
 
@@ -21,7 +23,7 @@ __all__ = ["command"]
 def command(
     file: Annotated[Path | None, Parameter(help="run file (TOML) whose inner step is measured")] = None, /, *, out: Path,
     overrides: Overrides = (), local: int | None = None, links_only: bool = False, max_bytes: int = 1 << 24,
-    test_s: float = 0.5, output: Output = PLAIN,
+    test_s: float = 0.5, machines: Machines = ONE_MACHINE, output: Output = PLAIN,
 ) -> int:  # fmt: skip
     """Measures the links between workers and an inner step of each, and writes them as a network file.
 
@@ -34,7 +36,8 @@ def command(
     """
     if out.exists():
         raise ConfigError(f"'{out}' already exists; name another file with --out, or remove it")
-    if local is not None and local < 2:
+    among = machines.entered()
+    if local is not None and local < 2 and among is None:
         raise ConfigError(f"--local {local} was given but a link has two ends; start at least 2 workers")
     if links_only and (file is not None or overrides):
         given = file or f"--set {' '.join(overrides)}"
@@ -43,10 +46,13 @@ def command(
         words = [*([] if file is None else [str(file)]), "--out", str(out), "--max-bytes", str(max_bytes)]
         words += ["--test-s", str(test_s), *(["--links-only"] if links_only else []), "--quiet"]
         if not links_only:
-            _run_of(file, overrides, local)  # a mistake in it is told once, before processes are started
-        if code := _started(local, [*words, *(word for one in overrides for word in ("--set", one))]):
+            _run_of(
+                file, overrides, among.of if among else local
+            )  # a mistake in it is told once, before processes are started
+        if code := _started(local, [*words, *(word for one in overrides for word in ("--set", one))], among):
             return code
-        _show(out, output)
+        if among is None or among.first == 0:
+            _show(out, output)
         return 0
     from gossamer.network.links import to_toml
     from gossamer.network.probe import probe
@@ -62,14 +68,14 @@ def command(
     return 0
 
 
-def _started(local: int, words: Sequence[str]) -> int:
+def _started(local: int, words: Sequence[str], among: "Among | None") -> int:
     """Starts all workers on this machine, and waits for them; returns their exit code."""
     from gossamer.cli import main
     from gossamer.cli.train import import_early
     from gossamer.transport.processes.local import run_local
 
     import_early()
-    return run_local(local, main, ["probe", *words])
+    return run_local(local, main, ["probe", *words], parts=1 if among is None else (1,) * among.of, among=among)
 
 
 def _run_of(file: Path | None, overrides: Sequence[str], workers: int) -> "RunConfig":

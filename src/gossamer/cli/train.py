@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from gossamer.cli.machines import ONE_MACHINE, Machines
 from gossamer.cli.output import print_json
 from gossamer.cli.run_file_options import AUTO, NO_CHANGES, Changes, File, imported_parts, resume_hint, run_and_folder
 from gossamer.cli.watch import WATCHABLE, Watchable
@@ -20,6 +21,7 @@ from gossamer.errors import ConfigError
 if TYPE_CHECKING:
     from gossamer.run.bookkeeping.resume import Resume
     from gossamer.run.config.resolved import ResolvedRun
+    from gossamer.transport.processes.local import Among
 
 __all__ = ["ServerOptions", "command", "import_early"]
 
@@ -51,7 +53,7 @@ _NO_SERVER = ServerOptions()
 def command(
     file: File = None, /, *, changes: Changes = NO_CHANGES, out: Path | None = None, resume: Path | None = None,
     local: int | None = None, join: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None,
-    served: ServerOptions = _NO_SERVER, output: Watchable = WATCHABLE,
+    machines: Machines = ONE_MACHINE, served: ServerOptions = _NO_SERVER, output: Watchable = WATCHABLE,
 ) -> int:  # fmt: skip
     """Trains as one worker of a run, as the server of one, or starts all workers on this machine.
 
@@ -60,7 +62,7 @@ def command(
         resume: continue this run folder from the newest round of which all workers have sound checkpoints, with --set for what
             changes; auto: continue the run in its folder (--out), or start it there
         local: start this many workers on this machine, each as many processes as it has stages; a run that goes on without the
-            dead may start with fewer than its workers
+            dead may start with fewer than its workers; with --rank they are some of those of all machines
         join: take a free slot in the run of the worker at this address, which is elastic (run.elastic), in pairs or without
             waiting; auto: of one whose run folder is here
     """
@@ -69,6 +71,7 @@ def command(
     from gossamer.run.config.resolve import resolve
     from gossamer.run.config.user_parts import own_parts
 
+    among = machines.entered()
     config, folder, resumed = run_and_folder(file, changes.words, out, resume)
     # One of them tells what is imported: the launcher, or worker 0 of another's launcher.
     tells = multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"
@@ -78,6 +81,8 @@ def command(
         from gossamer.transport.secret import SECRET, read_secret
 
         os.environ[SECRET] = read_secret(served.secret)
+    if among is not None:
+        _check_place(run, among, local, served.given or (f"--join {join}" if join else ""))
     code = 0
     with resume_hint(folder), contextlib.ExitStack() as open_:
         open_.enter_context(output.silenced())
@@ -92,7 +97,7 @@ def command(
             )
             words += ["--resume", resumed] if resumed == AUTO else []
             words += ["--quiet"] if output.silent else []
-            code = _start_workers(run, folder, local, [*words, *sets], resume=resumed)
+            code = _start_workers(run, folder, local, [*words, *sets], among, resume=resumed)
         else:
             _train_one(run, folder, join, served, resume=resumed)
     if code == 0 and output.json:
@@ -100,6 +105,35 @@ def command(
     elif code == 0 and local is not None:
         print(f"run: {folder}, {run.rounds} rounds of {run.workers} workers; gossamer evaluate {folder} scores it")
     return code
+
+
+def _check_place(config: "ResolvedRun", among: "Among", local: int | None, elsewhere: str) -> None:
+    """Refuses a place among processes that the run has not got, before any are started, and warns where it has no secret."""
+    from gossamer.transport.processes.member import place_of
+    from gossamer.transport.secret import SECRET, environment_secret
+    from gossamer.transport.sockets.addresses import is_loopback
+
+    if elsewhere or config.kind == "server":
+        why = f"with {elsewhere}" if elsewhere else "for a run with a [server]"
+        raise ConfigError(
+            f"--rank {among.first} was given {why}, where processes are not numbered among all; start the server with --server "
+            "HOST:PORT, its workers with --worker I too, and who joins a run with --join alone"
+        )
+    if local is not None:
+        sizes = config.pipeline.processes(config.workers)
+        worker, part = place_of(among.first, sizes)
+        here = sum(sizes[worker : worker + local])
+        if part or among.first + here > among.of or len(sizes[worker : worker + local]) < local:
+            raise ConfigError(
+                f"--rank {among.first} --of {among.of} with --local {local}, but the run's workers have {[*sizes]} processes; "
+                "give the number of the first process of the first worker here, and no more workers than begin there"
+            )
+    if among.first == 0 and not environment_secret() and not is_loopback(among.host):
+        log.warning(
+            "this run has no secret, so whoever reaches its ports may take part, and nobody can --join it later; write one into "
+            "a file with `openssl rand -hex 32`, copy it to all machines and give --secret FILE, or set %s",
+            SECRET,
+        )
 
 
 def _shows() -> bool:
@@ -117,7 +151,7 @@ def _train_one(
         if (served.server, served.worker) != (None, None):
             raise ConfigError(
                 f"{served.given} was given, and this run ({config.kind}) has no server; start it with --local {config.workers} "
-                "or under torchrun, or --join it"
+                "or on machines with --rank, or --join it"
             )
         train_asynchronous(config, folder, join=join, resume=resume)
     elif config.run.elastic:
@@ -130,8 +164,8 @@ def _train_one(
         _train_served(config, folder, served, resume=resume)
     elif served.server is not None or served.worker is not None:
         raise ConfigError(
-            f"{served.given} was given but the run file has no [server]; start it with --local {config.workers} or under "
-            "torchrun"
+            f"{served.given} was given but the run file has no [server]; start it with --local {config.workers}, or on machines "
+            "with --rank I --of N --address HOST"
         )
     else:
         from gossamer.run.synchronous.train import train
@@ -156,7 +190,7 @@ def _result(config: "ResolvedRun", folder: Path, local: int | None, served: Serv
 
 
 def _worker_here(config: "ResolvedRun") -> int:
-    """The worker that torchrun has started this process as; -1 if it has not."""
+    """The worker that this process is, as its place among all processes says; -1 where it has none."""
     from gossamer.transport.processes.member import place_of
 
     rank = int(os.environ.get("RANK", "-1"))
@@ -182,15 +216,17 @@ def import_early(*more: str) -> None:
         forkserver.ensure_running()
 
 
-def _start_workers(config: "ResolvedRun", folder: Path, n: int, words: list[str], *, resume: "Resume") -> int:
-    """Starts all workers of a run, and its server if it has one, on this machine."""
+def _start_workers(
+    config: "ResolvedRun", folder: Path, n: int, words: list[str], among: "Among | None", *, resume: "Resume"
+) -> int:
+    """Starts all workers of a run, and its server if it has one, on this machine; or some of them, among those of others."""
     from gossamer.cli import main
     from gossamer.run.bookkeeping.finished import rounds_in_common
     from gossamer.transport.processes.local import run_local, run_served
     from gossamer.transport.secret import folder_secret
 
     goes_on = config.run.elastic or config.kind in ("pair", "no waiting")
-    if n != config.workers and not (goes_on and n < config.workers):
+    if n != config.workers and not ((goes_on or among) and n < config.workers):
         raise ConfigError(f"--local {n} but the run file has workers = {config.workers}; make them equal")
     if resume and rounds_in_common(config, folder) == config.rounds:
         from gossamer.record import checkpoint
@@ -202,13 +238,13 @@ def _start_workers(config: "ResolvedRun", folder: Path, n: int, words: list[str]
         again = ["train", str(folder / "run.toml"), "--out", str(folder), "--resume", AUTO]
         return run_served(n, main, words, folder_secret(folder, make=True), resume=again)
     if config.run.elastic:
-        return _start_elastic(config, folder, n, words)
+        return _start_elastic(config, folder, n, words, among)
     if config.kind in ("pair", "no waiting"):
-        return _start_asynchronous(folder, n, words)
-    return run_local(n, main, words, parts=config.pipeline.processes(config.workers))
+        return _start_asynchronous(folder, n, words, among)
+    return run_local(n, main, words, parts=config.pipeline.processes(config.workers), among=among)
 
 
-def _start_elastic(config: "ResolvedRun", folder: Path, n: int, words: list[str]) -> int:
+def _start_elastic(config: "ResolvedRun", folder: Path, n: int, words: list[str], among: "Among | None") -> int:
     """Starts workers of an elastic run on this machine, and says at the end who was lost on the way."""
     from gossamer.cli import main
     from gossamer.record.logs.outcomes import read_outcomes
@@ -222,14 +258,14 @@ def _start_elastic(config: "ResolvedRun", folder: Path, n: int, words: list[str]
         lost[worker] = rounds_behind(read_outcomes(folder).get(worker, []))
         log.warning("worker %d ended with code %d after round %d, and the others go on", worker, code, lost[worker])
 
-    codes = run_elastic(n, main, words, folder_secret(folder, make=True), fell)
+    codes = run_elastic(n, main, words, b"" if among else folder_secret(folder, make=True), fell, among)
     end = ending(codes, lost, read_outcomes(folder), config.rounds)
     for sentence in end.sentences:
         log.warning("%s", sentence)
     return end.code
 
 
-def _start_asynchronous(folder: Path, n: int, words: list[str]) -> int:
+def _start_asynchronous(folder: Path, n: int, words: list[str], among: "Among | None") -> int:
     """Starts workers that wait for nobody on this machine, and says at the end who was lost on the way."""
     from gossamer.cli import main
     from gossamer.record.logs.order import phases_in, read_order
@@ -245,7 +281,7 @@ def _start_asynchronous(folder: Path, n: int, words: list[str]) -> int:
             "worker %d ended with code %d after %d local phases, and the others go on", worker, code, lost[worker]
         )
 
-    codes = run_elastic(n, main, words, folder_secret(folder, make=True), fell)
+    codes = run_elastic(n, main, words, b"" if among else folder_secret(folder, make=True), fell, among)
     end = ending_of_order(codes, lost, read_order(folder))
     for sentence in end.sentences:
         log.warning("%s", sentence)

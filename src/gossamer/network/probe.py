@@ -54,7 +54,7 @@ def probe(
     step: StepTimer | None = None, *, max_bytes: int = 1 << 24, test_s: float = 0.5, max_rounds: int = 15,
     timeout_s: float = 60.0,
 ) -> Network | None:  # fmt: skip
-    """Joins the other workers, as torchrun or `run_local` started them, and measures their links.
+    """Joins the other workers, as `run_local` or who else has numbered them started them, and measures their links.
 
     Args:
         step: measures the seconds of an inner step, on all workers at a time and before the links; they are left out when None.

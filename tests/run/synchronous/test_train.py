@@ -254,5 +254,5 @@ def test_a_world_of_another_size_than_the_run_file_says_is_refused(tmp_path, mon
         monkeypatch.setenv(name, value)
     code, output = run("train", tmp_path / "run.toml")
     assert code == 2
-    assert output.startswith("gossamer: WORLD_SIZE is 2 but the run file has workers = 3"), output
+    assert output.startswith("gossamer: WORLD_SIZE (--of) is 2 but the run file has workers = 3"), output
     assert output.count("\n") == 1

@@ -25,10 +25,11 @@ from gossamer.transport.elastic.members import (
     read_membership_update,
 )
 from gossamer.transport.elastic.newcomer import Applicant, ask
+from gossamer.transport.processes.interfaces import address_towards
 from gossamer.transport.processes.launch import agree, join, part
 from gossamer.transport.processes.member import Member
 from gossamer.transport.secret import folder_secret
-from gossamer.transport.sockets.addresses import is_loopback, listen, own_address, shown, split
+from gossamer.transport.sockets.addresses import is_loopback, listen, shown, split
 from gossamer.transport.sockets.connection import Endpoint
 from gossamer.transport.sockets.header import Limits
 
@@ -193,5 +194,5 @@ def _held(value: object) -> tuple[int | None, frozenset[int] | None]:
 
 def _listening(towards: str) -> tuple[socket.socket, str]:
     """A listening socket on the address of this machine from which `towards` is reached, and its `host:port`."""
-    listener = listen(own_address(towards), 0)
+    listener = listen(address_towards(towards), 0)
     return listener, shown(*listener.getsockname()[:2])

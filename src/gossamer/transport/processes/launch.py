@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 from gossamer.errors import ConfigError, PeerError, TransportError, first_line
 from gossamer.transport.alike import difference, read_settings
 from gossamer.transport.processes.backend import hang_up
+from gossamer.transport.processes.interfaces import GLOO, advised, use_interface_towards
 from gossamer.transport.processes.member import Member, sizes_of_workers
 from gossamer.transport.processes.store import ENTRY_BYTES, hosted_store, reached_store, shared_part, store_answers
 from gossamer.transport.secret import environment_secret
@@ -64,6 +65,7 @@ def join(
     _assemble(member, backend if group else "elastic", timeout_s)
     if not group:
         return member
+    use_interface_towards(os.environ["MASTER_ADDR"])
     # Otherwise torch ends the process on an NCCL error or timeout, before we can say which worker failed.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     try:
@@ -78,7 +80,8 @@ def join(
     except RuntimeError as error:
         raise TransportError(
             f"worker {member.worker} could not connect to the other {ranks - 1} over {backend} ({first_line(error)}); "
-            "check that the machines reach each other, and GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+            f"check that the machines reach each other, here over {os.environ.get(GLOO, 'any interface')}, or choose another "
+            "interface by GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
         ) from error
     atexit.register(leave)
     return member
@@ -96,11 +99,11 @@ def _rank(sizes: Sequence[int]) -> int:
             else ""
         )
         raise ConfigError(
-            f"WORLD_SIZE is {world} but the run file has workers = {len(sizes)}{each}; start {sum(sizes)} processes, or "
+            f"WORLD_SIZE (--of) is {world} but the run file has workers = {len(sizes)}{each}; start {sum(sizes)} processes, or "
             "change it"
         )
     if rank >= world:
-        raise ConfigError(f"RANK is {rank}; with {world} processes it must be between 0 and {world - 1}")
+        raise ConfigError(f"RANK (--rank) is {rank}; with {world} processes it must be between 0 and {world - 1}")
     return rank
 
 
@@ -218,9 +221,10 @@ def _store(rank: int, timeout_s: float) -> Store:
     try:
         store = (hosted_store if hosts else reached_store)(host, port, timeout_s)
     except (RuntimeError, OSError) as error:
+        advice = advised(host)
         raise TransportError(
             f"worker {rank} could not {'open' if hosts else 'reach'} the store at {host}:{port} within {timeout_s:g} s "
-            f"({first_line(error)}); check MASTER_ADDR, MASTER_PORT and that their machine is up"
+            f"({first_line(error)}); check that address and that its machine is up{advice and f'; {advice}'}"
         ) from error
     return shared_part(store)
 
@@ -289,8 +293,8 @@ def _number(name: str, default: int | None = None) -> int:
 
 def _unset(name: str) -> str:
     return (
-        f"{name} is not set, so this process does not know which worker it is; start all workers with "
-        "`torchrun --nproc-per-node N -m gossamer ...`, or on one machine by giving --local N"
+        f"{name} is not set, so this process does not know which worker it is; give --rank I --of N --address HOST to each of N "
+        "processes, or --local N to have all of them on this machine"
     )
 
 

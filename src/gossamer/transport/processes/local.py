@@ -16,27 +16,45 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 import torch
 
 from gossamer.transport.processes.launch import available_cores
-from gossamer.transport.processes.member import sizes_of_workers
-from gossamer.transport.processes.store import Entries, hosted_store, report_fallen, shared_part
+from gossamer.transport.processes.member import place_of, sizes_of_workers
+from gossamer.transport.processes.store import Entries, hosted_store, reached_store, report_fallen, shared_part
 from gossamer.transport.secret import SECRET, environment_secret, new_secret
 
-__all__ = ["LISTENER", "loopback", "run_elastic", "run_local", "run_served"]
+__all__ = ["LISTENER", "Among", "loopback", "run_elastic", "run_local", "run_served"]
 
 LISTENER = "GOSSAMER_LISTENER"
 """The environment variable with the file descriptor of the listening socket that a server inherits, and takes once."""
 
+
+class Among(NamedTuple):
+    """The place of the processes of this machine among those of several."""
+
+    first: int
+    """The rank of the first of them."""
+    of: int
+    """Processes on all machines."""
+    host: str
+    """The machine of rank 0, where the store of the run is."""
+    port: int
+
+
 Work = Callable[[Sequence[str]], int]
 """What a process does: from its arguments to its exit code; a function of a module, as processes find it by name."""
+
+REPORT_S = 5.0
+"""How long a launcher tries to reach the store of another machine."""
 
 log = logging.getLogger("gossamer")
 
 
-def run_local(n: int, work: Work, argv: Sequence[str], *, parts: int | Sequence[int] = 1, grace_s: float = 10.0) -> int:
+def run_local(
+    n: int, work: Work, argv: Sequence[str], *, parts: int | Sequence[int] = 1, among: Among | None = None, grace_s: float = 10.0
+) -> int:  # fmt: skip
     """Runs n workers on this machine over loopback, and forwards their output with the worker's number before each line.
 
     Workers of several parts are as many processes each, and their lines begin with the numbers of both, such as `[3.1]`.
@@ -49,12 +67,16 @@ def run_local(n: int, work: Work, argv: Sequence[str], *, parts: int | Sequence[
     Args:
         work: what each worker does, such as `gossamer.cli.main`.
         argv: its arguments, such as `["train", "run.toml"]`.
-        parts: processes of a worker, or those of each.
+        parts: processes of a worker, or those of each, which are the n workers or all of the run.
+        among: where the processes are some of those of a run on several machines; then worker 0 has the store, and they connect
+            as these do.
     Returns: the exit code of the worker that failed first (128 + k if signal k ended it), else 0.
     """
-    names = _names(sizes_of_workers(n, parts))
-    with _workers(names, work, argv, b"") as (workers, entries):
-        return _outcome(workers, grace_s, lambda rank, code: report_fallen(entries, names[rank], code))
+    sizes = sizes_of_workers(n, parts) if isinstance(parts, int) else tuple(parts)
+    first, _ = (0, 0) if among is None else place_of(among.first, sizes)
+    names = _names(sizes)[sum(sizes[:first]) : sum(sizes[: first + n])]
+    with _workers(names, work, argv, b"", among) as (workers, report):
+        return _outcome(workers, grace_s, lambda rank, code: report(names[rank], code))
 
 
 def _names(sizes: Sequence[int]) -> list[str]:
@@ -63,54 +85,66 @@ def _names(sizes: Sequence[int]) -> list[str]:
 
 
 def run_elastic(
-    n: int, work: Work, argv: Sequence[str], secret: bytes, fell: Callable[[int, int], None] = lambda worker, code: None
+    n: int, work: Work, argv: Sequence[str], secret: bytes, fell: Callable[[int, int], None] = lambda worker, code: None,
+    among: Among | None = None,
 ) -> dict[int, int]:  # fmt: skip
     """Runs n workers of an elastic run as `run_local` does; when one fails, the others go on.
 
     Args:
         secret: of the run, which workers that join must have too.
         fell: called with each worker that has failed and its exit code, as soon as that is noticed.
+        among: as in `run_local`.
     Returns: the exit code of each worker (128 + k if signal k ended it), in the order in which they ended.
     Raises: KeyboardInterrupt when this process is stopped, once all workers have left: they are asked to, and finish their round
         and save. If it is stopped once more meanwhile, they are ended at once.
     """
-    with _workers(_names((1,) * n), work, argv, secret) as (workers, entries):
+    first = 0 if among is None else among.first
+    with _workers([str(first + i) for i in range(n)], work, argv, secret, among) as (workers, report):
 
-        def report(worker: int, code: int) -> None:
-            report_fallen(entries, str(worker), code)
+        def reported(worker: int, code: int) -> None:
+            report(str(worker), code)
             fell(worker, code)
 
         try:
-            return _codes(workers, report)
+            return _codes(workers, reported, first)
         except KeyboardInterrupt:
             log.warning("all workers are asked to leave after their round; stop once more to end them at once")
             for worker in workers:
                 if worker.exitcode is None:
                     worker.terminate()
-            _codes(workers, lambda worker, code: None)
+            _codes(workers, lambda worker, code: None, first)
             raise
 
 
 @contextlib.contextmanager
 def _workers(
-    names: Sequence[str], work: Work, argv: Sequence[str], secret: bytes
-) -> Iterator[tuple[list[BaseProcess], Entries]]:  # fmt: skip
-    """The processes of a run, started, by their names, and the entries of their store, which lives here."""
-    secret = environment_secret() or secret or new_secret().encode()
-    store = hosted_store("127.0.0.1", 0)
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "WORLD_SIZE": str(len(names)),
-        "LOCAL_WORLD_SIZE": str(len(names)),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GLOO_SOCKET_IFNAME": loopback(),
-    }
+    names: Sequence[str], work: Work, argv: Sequence[str], secret: bytes, among: Among | None = None
+) -> Iterator[tuple[list[BaseProcess], Callable[[str, int], None]]]:
+    """The processes of a run, started, by their names, and what reports one that has fallen, with its exit code, to the others.
+
+    Their store lives here, unless they are some of those of several machines.
+    """
+    common = {"LOCAL_WORLD_SIZE": str(len(names))}
+    if among is None:
+        secret = environment_secret() or secret or new_secret().encode()
+        store = hosted_store("127.0.0.1", 0)
+        among = Among(0, len(names), "127.0.0.1", store.port)
+        common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": loopback()}
+    else:
+        secret, store = environment_secret(), None
+    common |= {"MASTER_ADDR": among.host, "MASTER_PORT": str(among.port), "WORLD_SIZE": str(among.of)}
+
+    def report(name: str, code: int) -> None:
+        with contextlib.suppress(RuntimeError, OSError):  # that of worker 0, which may be gone or not there yet
+            shared = shared_part(store or reached_store(among.host, among.port, REPORT_S))
+            report_fallen(Entries(shared, secret), name, code)
+
     with _children(len(names), work, secret) as start:
         workers = [
-            start(argv, f"[{name}] ", {**common, "RANK": str(i), "LOCAL_RANK": str(i)}) for i, name in enumerate(names)
+            start(argv, f"[{name}] ", {**common, "RANK": str(among.first + i), "LOCAL_RANK": str(i)})
+            for i, name in enumerate(names)
         ]
-        yield workers, Entries(shared_part(store), secret)
+        yield workers, report
 
 
 def run_served(
@@ -235,11 +269,11 @@ def _enter(
     sys.exit(work(argv))
 
 
-def _codes(workers: Sequence[BaseProcess], fell: Callable[[int, int], None]) -> dict[int, int]:
-    """The exit code of each worker, once all have ended; `fell` is told of those that failed."""
+def _codes(workers: Sequence[BaseProcess], fell: Callable[[int, int], None], first: int = 0) -> dict[int, int]:
+    """The exit code of each worker, whose numbers begin at `first`, once all have ended; `fell` is told of those that failed."""
     codes: dict[int, int] = {}
     while True:
-        for worker, process in enumerate(workers):
+        for worker, process in enumerate(workers, first):
             code = process.exitcode
             if code is not None and worker not in codes:
                 codes[worker] = code if code >= 0 else 128 - code

@@ -1,7 +1,7 @@
 """The store of a run: where it listens, and its entries, which carry a code of the run's secret.
 
-The store is a TCPStore of torch, which asks nobody who he is. Ours listens only on the address that is used; torchrun's listens
-everywhere. What Gossamer reads from it counts only with a code that binds the entry's name and content to the secret of the run.
+The store is a TCPStore of torch, which asks nobody who he is. Ours listens only on the address towards the workers, torchrun's on
+all. What Gossamer reads from it counts only with a code that binds the entry's name and content to the secret of the run.
 That does not hide it, nor keep a stranger who reaches the store from removing entries, from putting back an older entry of the
 same name, or from filling the memory. Nor does it protect the keys that torch itself writes, with the addresses at which
 the processes of a group connect: torch has no place for a code in them.
@@ -10,7 +10,6 @@ the processes of a group connect: torch has no place for a code in them.
 import contextlib
 import errno
 import hmac
-import ipaddress
 import logging
 import os
 import socket
@@ -22,6 +21,7 @@ from typing import NamedTuple
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from gossamer.errors import PeerError, TransportError, first_line
+from gossamer.transport.processes.interfaces import address_towards, advised, leads_to_itself
 from gossamer.transport.secret import CODE_BYTES, code
 
 __all__ = ["ENTRY_BYTES", "Entries", "hosted_store", "reached_store", "report_fallen", "shared_part", "store_answers"]
@@ -142,32 +142,18 @@ def shared_part(store: Store) -> Store:
 
 
 def hosted_store(host: str, port: int, timeout_s: float = 300.0) -> TCPStore:
-    """A new store in this process that listens on this address only.
+    """A new store in this process that listens on one address only.
 
-    If others could not reach that address, because the name means loopback here or the address belongs to a router, it listens
-    on all addresses of this machine and logs a warning.
+    It is that of `host`. If others could not reach that, because the name means loopback here, or if this machine has not got it,
+    because a router has, it is the one towards the others, and a warning says so where they may be elsewhere.
 
     Args: `port` 0 takes a free one.
-    Raises: OSError when the port is taken or the host unknown.
+    Raises: OSError when the port is taken or the host unknown, ConfigError where the address towards the others is not known.
     """
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    try:
-        if not _is_loopback(host) and _is_loopback(str(address[0])):
-            raise OSError(errno.EADDRNOTAVAIL, f"'{host}' is {address[0]} here")
-        listener = socket.create_server(address[:2], family=family)
-    except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
-        log.warning(
-            "the store of the run listens on all addresses of this machine, as others may not reach %s (%s); to have it listen "
-            "on one, set MASTER_ADDR to an address of this machine",
-            host,
-            error.strerror,
-        )
-        listener = socket.create_server(("", port))
-    with listener:
+    with _listening(host, port) as listener:
+        address, taken = listener.getsockname()[:2]
         store = TCPStore(
-            host, listener.getsockname()[1], is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
+            address, taken, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
             master_listen_fd=listener.fileno(),
         )  # fmt: skip
         listener.detach()  # the store closes it
@@ -175,12 +161,37 @@ def hosted_store(host: str, port: int, timeout_s: float = 300.0) -> TCPStore:
 
 
 def reached_store(host: str, port: int, timeout_s: float) -> TCPStore:
-    """The store at this address. Raises RuntimeError when it cannot be reached."""
-    return TCPStore(host, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+    """The store at this address. Raises OSError or RuntimeError when it cannot be reached within `timeout_s`."""
+    where = host
+    if leads_to_itself(host):
+        log.warning("%s", advised(host))
+        where = address_towards(host)  # where whoever hosts it on this machine listens
+    # torch would print the frames of its own code each time that nobody answers yet.
+    deadline, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
+    while True:
+        try:
+            socket.create_connection((where, port), max(FIRST_PAUSE_S, deadline - time.monotonic())).close()
+            break
+        except OSError:
+            if time.monotonic() + pause_s >= deadline:
+                raise
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    return TCPStore(where, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
-def _is_loopback(host: str) -> bool:
+def _listening(host: str, port: int) -> socket.socket:
+    where = address_towards(host) if leads_to_itself(host) else host
+    family, _, _, _, address = socket.getaddrinfo(where, port, type=socket.SOCK_STREAM)[0]
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+        return socket.create_server(address, family=family)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+    where = address_towards(host)
+    log.warning(
+        "%s is no address of this machine, so the store of the run listens on %s, from where this machine reaches it",
+        host,
+        where,
+    )
+    return socket.create_server((where, port), family=family)

@@ -1,0 +1,156 @@
+"""At which of its addresses the other processes of a run reach this machine, and the interface that has this address.
+
+The name of a machine does not tell: Debian and Ubuntu map it to 127.0.1.1 on the machine itself. The kernel does. Needs no torch.
+"""
+
+import ctypes
+import functools
+import ipaddress
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from gossamer.errors import ConfigError
+from gossamer.transport.sockets.addresses import is_loopback, own_address
+
+__all__ = ["GLOO", "Interface", "address_towards", "advised", "interfaces", "leads_to_itself", "use_interface_towards"]
+
+GLOO = "GLOO_SOCKET_IFNAME"
+"""The environment variable with the interface of gloo, which else takes the address of this machine's name."""
+
+_UP = 1
+"""The flag of an interface that is in use."""
+
+log = logging.getLogger("gossamer")
+
+
+class Interface(NamedTuple):
+    """An interface of this machine, and one of its addresses."""
+
+    name: str
+    address: str
+
+
+def address_towards(host: str) -> str:
+    """The numeric address of this machine at which those reach it whom it reaches at `host`, the machine of worker 0.
+
+    Where `host` is a name that means loopback here, it is this machine's only address in a network, or the one towards far away.
+
+    Raises: ConfigError where that leaves a choice, OSError when no route leads to `host` or the name is unknown.
+    """
+    if (numeric := leads_to_itself(host)) is None:
+        return own_address(host)
+    version = ipaddress.ip_address(numeric).version
+    found = [one.address for one in interfaces() if ipaddress.ip_address(one.address).version == version]
+    reached = [address for address in found if _in_network(address)]
+    if len(reached) == 1:
+        return reached[0]
+    try:
+        chosen = own_address() if version == 4 else ""
+    except OSError:  # no route leads far away
+        chosen = ""
+    if chosen in reached:
+        _tell(
+            f"the name '{host}' leads to {numeric} on this machine, where processes of other machines cannot reach it; {chosen} "
+            f"is used in its place, and if they reach it at {_either(reached, but=chosen)}, give that instead of the name"
+        )
+        return chosen
+    raise ConfigError(
+        f"the name '{host}' leads to {numeric} on this machine, where processes of other machines cannot reach it; give all "
+        f"workers the address of worker 0's machine instead{f', such as {_either(reached)}' if reached else ''}"
+    )
+
+
+def leads_to_itself(host: str) -> str | None:
+    """The loopback address to which the name of a machine leads here; None where it leads elsewhere, or says that it means that.
+
+    >>> leads_to_itself("127.0.0.1"), leads_to_itself("localhost"), leads_to_itself("192.0.2.7")
+    (None, None, None)
+    """
+    if host == "localhost" or is_loopback(host):
+        return None
+    try:
+        numeric = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:  # a name that nobody knows yet
+        return None
+    return numeric if is_loopback(numeric) else None
+
+
+def advised(host: str) -> str:
+    """What to say of a name that should lead to another machine and leads to this one; empty where the name is not to blame."""
+    if (numeric := leads_to_itself(host)) is None:
+        return ""
+    return (
+        f"the name '{host}' leads to {numeric} on this machine, which is itself: if worker 0 is on another one, give all workers "
+        "the address of that instead of its name"
+    )
+
+
+def use_interface_towards(host: str) -> None:
+    """Has gloo connect over the interface that leads to this machine, unless the user has chosen one."""
+    if GLOO in os.environ:
+        return
+    try:
+        address = address_towards(host)
+    except OSError:  # gloo may know better, or says what is wrong
+        return
+    name = next((one.name for one in interfaces() if one.address == address), None)
+    if name is not None:
+        os.environ[GLOO] = name
+
+
+def interfaces() -> list[Interface]:
+    """All interfaces of this machine, once for each of their addresses of either family."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    first = ctypes.POINTER(_Entry)()
+    if libc.getifaddrs(ctypes.byref(first)):
+        raise OSError(ctypes.get_errno(), "the interfaces of this machine could not be listed")
+    try:
+        return [*_entries(first)]
+    finally:
+        libc.freeifaddrs(first)
+
+
+class _Entry(ctypes.Structure):
+    """`struct ifaddrs` as far as it is read; it is the same on Linux and on macOS."""
+
+
+_Entry._fields_ = [
+    ("next", ctypes.POINTER(_Entry)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.c_void_p),
+]
+
+
+def _entries(entry: "ctypes._Pointer[_Entry]") -> Iterator[Interface]:
+    while entry:
+        one = entry.contents
+        if one.address and one.flags & _UP:
+            # A sockaddr: its family is in the first two bytes, or on macOS in the second; the address follows the port.
+            raw = ctypes.string_at(one.address, 2)
+            family = raw[1] if raw[1] else raw[0]
+            if family == socket.AF_INET:
+                yield Interface(one.name.decode(), socket.inet_ntoa(ctypes.string_at(one.address + 4, 4)))
+            elif family == socket.AF_INET6:
+                numeric = socket.inet_ntop(socket.AF_INET6, ctypes.string_at(one.address + 8, 16))
+                yield Interface(one.name.decode(), numeric)
+        entry = one.next
+
+
+def _in_network(address: str) -> bool:
+    """Whether other machines may reach an address, whatever link they are on."""
+    numeric = ipaddress.ip_address(address)
+    return not (numeric.is_loopback or numeric.is_link_local or numeric.is_unspecified)
+
+
+def _either(addresses: list[str], but: str = "") -> str:
+    return " or ".join(address for address in addresses if address != but)
+
+
+@functools.cache
+def _tell(sentence: str) -> None:
+    """Warns once, whoever asks how often."""
+    log.warning("%s", sentence)

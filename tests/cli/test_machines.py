@@ -1,0 +1,168 @@
+"""Several machines: network namespaces, each with a name that leads to 127.0.1.1 on itself, as Debian and Ubuntu set it up.
+
+Each process gets a rank, the number of all and an address, and neither a launcher nor the name of an interface.
+"""
+
+import ctypes
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from commands import Command, run
+from gossamer.cli import main
+from gossamer.run.config.run_file import dump
+from tiny import tiny
+
+NEW_MOUNTS, NEW_NAMES, NEW_NET = 0x20000, 0x4000000, 0x40000000  # of sched.h
+RECURSIVE_AND_PRIVATE = 0x44000
+BIND = 0x1000
+SECRET = "known to the workers of this test only"
+KINDS = {
+    "in rounds": {},
+    "elastic": {"run__elastic": True},
+    "without waiting": {"run__wait": False},
+    "in stages": {"workers": 3, "pipeline__stages": 2, "data__accumulate": 2, "model__layers": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """The namespaces of three machines on one bridge, without a route to anywhere else; removed at the end."""
+    folder, made = tmp_path_factory.mktemp("machines"), []
+    names = [f"gossamer-{os.getpid()}-m{place}" for place in (0, 1, 2, "hub")]
+    *nodes, hub = names
+    try:
+        for name in names:
+            sh("ip", "netns", "add", name)
+            made.append(name)
+            sh("ip", "-n", name, "link", "set", "lo", "up")
+        sh("ip", "-n", hub, "link", "add", "bridge0", "type", "bridge")
+        sh("ip", "-n", hub, "link", "set", "bridge0", "up")
+        for i, name in enumerate(nodes):
+            sh("ip", "-n", hub, "link", "add", f"port{i}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            sh("ip", "-n", hub, "link", "set", f"port{i}", "master", "bridge0", "up")
+            sh("ip", "-n", name, "address", "add", f"10.78.0.{i + 1}/24", "dev", "eth0")
+            sh("ip", "-n", name, "address", "add", f"fd78::{i + 1}/64", "dev", "eth0", "nodad")
+            sh("ip", "-n", name, "link", "set", "eth0", "up")
+            others = [f"10.78.0.{j + 1} m{j}\n" for j in range(3) if j != i]
+            (folder / f"hosts-m{i}").write_text(f"127.0.0.1 localhost\n127.0.1.1 m{i}\n{''.join(others)}")
+        yield [f"{name} {folder / f'hosts-m{i}'}" for i, name in enumerate(nodes)]
+    finally:
+        for name in made:
+            subprocess.run(["ip", "netns", "delete", name], check=False)
+
+
+def sh(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True)
+
+
+def enter(words: list[str]) -> int:
+    """`gossamer WORDS` on a machine: the first word is its namespace, and the second its hosts file."""
+    namespace, hosts, *rest = words
+    libc = ctypes.CDLL(None, use_errno=True)
+    name = namespace.rpartition("-")[2]
+    with open(f"/run/netns/{namespace}") as network:
+        assert libc.setns(network.fileno(), NEW_NET) == 0, os.strerror(ctypes.get_errno())
+    assert libc.unshare(NEW_MOUNTS | NEW_NAMES) == 0, os.strerror(ctypes.get_errno())
+    assert libc.mount(None, b"/", None, RECURSIVE_AND_PRIVATE, None) == 0, os.strerror(ctypes.get_errno())
+    assert libc.mount(hosts.encode(), b"/etc/hosts", None, BIND, None) == 0, os.strerror(ctypes.get_errno())
+    assert libc.sethostname(name.encode(), len(name)) == 0, os.strerror(ctypes.get_errno())
+    assert socket.gethostbyname(name) == "127.0.1.1"
+    return main(rest)
+
+
+def start(machines: list[str], *words: object, of: int = 3, address: str = "m0") -> list[Command]:
+    """One process on each machine, in turn."""
+    return [
+        Command(
+            *machines[rank % 3].split(" "), *words, "--rank", rank, "--of", of, "--address", address, work=enter,
+            GOSSAMER_SECRET=SECRET,
+        )
+        for rank in range(of)
+    ]  # fmt: skip
+
+
+@pytest.mark.netns
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_machines_whose_names_lead_to_themselves_train_by_the_name_of_the_first(
+    machines: list[str], tmp_path: Path, kind: str
+) -> None:
+    (tmp_path / "run.toml").write_text(dump(tiny(**{"run__timeout_s": 60.0, **KINDS[kind]})))
+    of = 6 if kind == "in stages" else 3
+    ends = [one.finish() for one in start(machines, "train", tmp_path / "run.toml", "--out", tmp_path / "out", of=of)]
+    assert [code for code, _ in ends] == [0] * of, ends
+    assert "suspect" not in "".join(said for _, said in ends), ends
+    code, said = run("evaluate", tmp_path / "out")
+    assert code == 0, said
+
+
+@pytest.mark.netns
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("kind", ["in rounds", "elastic"])
+def test_machines_meet_at_an_address_of_ipv6(machines: list[str], tmp_path: Path, kind: str) -> None:
+    (tmp_path / "run.toml").write_text(dump(tiny(run__timeout_s=60.0, **KINDS[kind])))
+    words = ("train", tmp_path / "run.toml", "--out", tmp_path / "out")
+    ends = [one.finish() for one in start(machines, *words, address="[fd78::1]:29401")]
+    assert [code for code, _ in ends] == [0] * 3, ends
+
+
+@pytest.mark.netns
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["in rounds", "elastic"])
+def test_a_machine_may_have_several_of_the_workers(machines: list[str], tmp_path: Path, kind: str) -> None:
+    """Not forks of one process, as the fork server of a launcher has to be on its machine."""
+    (tmp_path / "run.toml").write_text(dump(tiny(run__timeout_s=60.0, **KINDS[kind])))
+    words = ("train", tmp_path / "run.toml", "--out", tmp_path / "out", "--of", 3, "--address", "10.78.0.1")
+    places = [("--rank", 0, "--local", 2), ("--rank", 2)]
+    launchers = [
+        subprocess.Popen(
+            [*("ip", "netns", "exec", machine.split()[0], sys.executable, "-m", "gossamer"), *map(str, (*words, *place))],
+            env={**os.environ, "GOSSAMER_SECRET": SECRET}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for machine, place in zip(machines, places, strict=False)
+    ]  # fmt: skip
+    ends = [(one.communicate(timeout=200)[0], one.returncode) for one in launchers]
+    assert [code for _, code in ends] == [0, 0], ends
+
+
+@pytest.mark.netns
+@pytest.mark.timeout(100)
+def test_a_machine_on_which_the_name_of_the_first_leads_to_itself_says_so(machines: list[str], tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(dump(tiny(workers=2, run__timeout_s=2.0)))
+    words = ("train", tmp_path / "run.toml", "--rank", 1, "--of", 2, "--address", "m1")
+    code, said = Command(*machines[1].split(), *words, work=enter).finish()
+    assert code == 2
+    *_, warned, ended = said.splitlines()
+    assert "the name 'm1' leads to 127.0.1.1 on this machine, which is itself" in warned, said
+    assert "could not reach the store at m1:29400" in ended and "give all workers the address" in ended, said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rank", 1], "--rank 1 was given without --of and --address"),
+        (["--of", 3, "--address", "m0"], "--of 3 --address m0 was given without --rank"),
+        (["--rank", 3, "--of", 3, "--address", "m0"], "--rank is 3; with --of 3 it must be between 0 and 2"),
+        (["--rank", 0, "--of", 3, "--address", "m0:x"], "--address got 'm0:x'; give HOST or HOST:PORT"),
+        (["--rank", 0, "--of", 2, "--address", "::1"], "WORLD_SIZE (--of) is 2 but the run file has workers = 3"),
+        (["--rank", 0, "--of", 3, "--address", "m0", "--join", "m1:1"], "was given with --join m1:1"),
+        (["--rank", 0, "--of", 3, "--address", "m0", "--worker", 1], "was given with --worker 1"),
+        (["--rank", 2, "--of", 3, "--address", "m0", "--local", 2], "--rank 2 --of 3 with --local 2"),
+    ],
+)
+def test_a_place_that_does_not_fit_is_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[object], said: str
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # so that it is as before afterwards
+        monkeypatch.delenv(name)
+    (tmp_path / "run.toml").write_text(dump(tiny(run__timeout_s=2.0)))
+    code, output = run("train", tmp_path / "run.toml", "--out", tmp_path / "out", *words)
+    assert code == 2 and said in output and "Traceback" not in output, output
+    assert len([line for line in output.splitlines() if said in line]) == 1, output
