@@ -26,8 +26,8 @@ class Machines:
     """number of this process among those of all machines, from 0; with --local that of the first one here"""
     of: int | None = None
     """number of all processes"""
-    address: Annotated[str | None, Parameter(metavar="HOST[:PORT]")] = None
-    """the machine of process 0, as the others reach it; its port is 29400 unless given"""
+    address: Annotated[str | None, Parameter(metavar="HOST")] = None
+    """the machine of process 0, as the others reach it; HOST:PORT for another port than 29400"""
 
     def entered(self) -> "Among | None":
         """Puts the place into the environment, in place of what another launcher may have left there; None without one.
