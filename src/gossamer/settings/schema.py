@@ -219,8 +219,8 @@ def _homes(root: Any, key: str) -> list[str]:
 
 
 def _keys(kind: Any, prefix: str = "") -> Iterator[str]:
-    """All dotted keys of settings; NAME stands for the name of a table."""
-    for name, hint in _hints(kind).items():
+    """All dotted keys of settings, none for lines of several kinds as a log has; NAME stands for the name of a table."""
+    for name, hint in (_hints(kind) if _is_table(kind) else {}).items():
         yield prefix + name
         bare = _given(_bare(hint))
         if get_origin(bare) is Mapping and _is_table(inner := _bare(get_args(bare)[1])):
