@@ -1,16 +1,19 @@
 """The simulator against a bare loop over the same models, in tokens per second and peak memory.
 
     python benchmarks/simulator.py [--size 1m] [--workers 8] [--steps 30]
+    python benchmarks/simulator.py --own
     python benchmarks/simulator.py --size 0.2m --layers 2 --sequences 4 --seq-len 64 --batched 8
 
 The bare loop trains the same n models one after the other on one thread, with the same batches, optimizer and clipping, and
 never exchanges. Ratio = simulator / (cores x bare loop). Each side runs in its own process, the two alternate, and the ratio is
-that of the medians; memory is the peak of the process minus its memory after imports. With `--batched` a third side trains so
+that of the medians; memory is the peak of the process minus its memory after imports. With `--own` the simulator is given model,
+data and loss as functions of a user's, which are called by one thread at a time. With `--batched` a third side trains so
 many replicas as one computation (`run.batched`), and a fourth compiles it too, with products in bf16 (`inner.compile`,
 `inner.autocast`), which runs once before, so that all is compiled.
 """
 
 import argparse
+import functools
 import json
 import os
 import resource
@@ -46,12 +49,23 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def simulated(config) -> float:
+def simulated(config, own: bool) -> float:
     """Tokens per second of the rounds of a simulation, without its setup and its end."""
+    from gossamer.data.corpus import open_corpus
+    from gossamer.models.llama import build_model, loss
     from gossamer.run.simulated.simulate import simulate
 
     with tempfile.TemporaryDirectory() as folder:
-        return simulate(config, Path(folder) / "run").tokens_per_s
+        if not own:
+            return simulate(config, Path(folder) / "run").tokens_per_s
+        corpus = open_corpus(config.data, config.workers, config.seed)
+        functions = {
+            "model": lambda: build_model(config.model, corpus.vocab_size, config.data.seq_len, 0),
+            "data": lambda worker, step: corpus.batch(worker, step),
+            "validation": lambda k: corpus.batch(0, k),
+            "loss": lambda model, batch: loss(model, batch),
+        }
+        return simulate(config, Path(folder) / "run", **functions).tokens_per_s
 
 
 def bare(config) -> float:
@@ -91,6 +105,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8, help="of a batch")
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--batched", type=int, default=1)
+    parser.add_argument("--own", action="store_true", help="model, data and loss as functions of a user's")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--side", choices=["simulated", "batched", "compiled", "bare"], help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -99,7 +114,7 @@ def main() -> None:
 
         assert gossamer.run.simulated.simulate
         config, before = config_of(args), peak_bytes()
-        of = bare if args.side == "bare" else simulated
+        of = bare if args.side == "bare" else functools.partial(simulated, own=args.own)
         if args.side == "compiled":
             of(config)
         rate = of(config)

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,9 +11,10 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["drawing", "key", "numpy_rng", "torch_rng"]
+__all__ = ["TURN", "drawing", "key", "numpy_rng", "sets_generator", "torch_rng"]
 
-_DRAWS = threading.RLock()  # torch's generators belong to the process, not to a thread
+TURN = threading.RLock()
+"""Held by the one thread that draws from torch's generators, which belong to the process, or calls a function of the user's."""
 
 
 def key(seed: int, *path: int | str) -> int:
@@ -51,10 +52,32 @@ def drawing(device: "torch.device", seed: int, *path: int | str) -> Iterator[Non
     import torch
 
     gpus = [device] if device.type == "cuda" else []
-    with _DRAWS, torch.random.fork_rng(devices=gpus):
+    with TURN, torch.random.fork_rng(devices=gpus):
         # Not torch.manual_seed, which would also change the seeds of other accelerators.
         torch.default_generator.manual_seed(key(seed, *path))
         for gpu in gpus:
             with torch.cuda.device(gpu):
                 torch.cuda.manual_seed(key(seed, *path))
         yield
+
+
+def sets_generator(act: Callable[[], object]) -> bool:
+    """Whether that sets the state of torch's generator, as a backward pass does that computes forward passes again.
+
+    Other threads may not draw meanwhile: call it while `TURN` is held.
+    """
+    import torch
+
+    own, found = torch.set_rng_state, False
+
+    def noted(new_state: torch.Tensor) -> None:
+        nonlocal found
+        found = True
+        own(new_state)
+
+    torch.set_rng_state = noted
+    try:
+        act()
+    finally:
+        torch.set_rng_state = own
+    return found

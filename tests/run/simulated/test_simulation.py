@@ -4,6 +4,8 @@ import gc
 import json
 import math
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gossamer
 from gossamer.errors import ConfigError, MissingPackageError, TrainingError, UserCodeError
@@ -18,6 +21,7 @@ from gossamer.network.links import Network
 from gossamer.run.bookkeeping.evaluate import UNUSED, evaluate
 from gossamer.run.config.document import load_run
 from gossamer.run.config.user_parts import own_parts
+from gossamer.run.simulated import threads as lanes
 from gossamer.topologies import graph, ring
 from gossamer.transport.processes.local import run_local
 
@@ -129,6 +133,81 @@ def test_a_resumed_simulation_has_the_bits_and_the_buffers_of_the_whole_one(tmp_
     assert again.loss == whole.loss
     for one, other in zip(again.model(0).state_dict().values(), whole.model(0).state_dict().values(), strict=True):
         assert torch.equal(one, other)
+
+
+class _Recomputed(nn.Module):
+    """Computes its forward pass again during the backward pass, with the same dropout, and slowly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            *(part for part in net() if not isinstance(part, nn.BatchNorm1d))
+        )  # buffers ask for one thread
+
+    def forward(self, x: Tensor) -> Tensor:
+        again = checkpoint(self._slow, x.requires_grad_(), use_reentrant=False)
+        assert isinstance(again, Tensor)
+        return nn.functional.dropout(again, 0.1, self.training)
+
+    def _slow(self, x: Tensor) -> Tensor:
+        time.sleep(0.001)
+        return self.inner(x)
+
+
+class _Descent(torch.optim.Optimizer):
+    """An optimizer of the user's that is not safe in several threads."""
+
+    inside = 0
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    def step(self, closure: Any = None) -> None:
+        type(self).inside += 1
+        time.sleep(0.001)
+        assert type(self).inside == 1
+        for p in self.param_groups[0]["params"]:
+            p.data -= 0.01 * p.grad
+        type(self).inside -= 1
+
+
+@pytest.mark.parametrize("rule", ["gasloc", "delayed_nesterov", "ad_psgd"])
+def test_functions_of_the_user_are_called_one_at_a_time_in_all_threads_and_no_bit_changes(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+):
+    inside, threads = 0, set[int]()
+
+    def alone(function: Any) -> Any:
+        def call(*given: Any) -> Any:
+            nonlocal inside
+            inside += 1
+            threads.add(threading.get_ident())
+            time.sleep(0.001)
+            assert inside == 1
+            found = function(*given)
+            inside -= 1
+            return found
+
+        return call
+
+    def with_global_generator(worker: int, step: int) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(1000 * worker + step)
+        x = torch.randn(6, 4)
+        time.sleep(0.001)
+        return x, x.sum(1, keepdim=True) + torch.randn(6, 1)
+
+    given: Any = {
+        "model": _Recomputed, "data": alone(with_global_generator), "loss": alone(loss), "optimizer": _Descent,
+        "rule": rule, "network": Network(step_s=1.0, uplink_bps=1e9, downlink_bps=1e9),
+    }  # fmt: skip
+    found = []
+    for cores in (1, 3):
+        monkeypatch.setattr(lanes, "available_cores", lambda cores=cores: cores)
+        threads.clear()
+        run = simulated(**given)
+        assert len(threads - {threading.get_ident()}) == (cores if cores > 1 or rule == "gasloc" else 0)
+        found.append((dict(run.training), dict(run.validation), [flat(run.model(0)).tolist()]))
+    assert found[0] == found[1]
 
 
 def test_the_mean_model_has_the_mean_of_parameters_and_buffers_and_is_what_was_validated():

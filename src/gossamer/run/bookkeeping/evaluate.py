@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gossamer import rng
 from gossamer.data.token_files import FileCorpus
 from gossamer.errors import CheckpointError, ConfigError
 from gossamer.layout import Layout, attach, layout_of, views
@@ -100,6 +101,8 @@ class Probe:
         self.model = task.model().to(device)
         self.x = attach(self.model, _layout(self.model, config))
         self.buffers = buffers_of(self.model)
+        own = config.model.own or config.model.loss is not None
+        self._turn = rng.TURN if own else contextlib.nullcontext()  # functions of the user's are called one at a time
         self.batches = [moved(batch, device) for batch in task.data.validation(config.run.eval_batches)]
 
     def loss(self, x: Tensor, buffers: Sequence[Tensor] = ()) -> float:
@@ -121,7 +124,7 @@ class Probe:
             own.copy_(given)
         self.model.eval()
         bf16 = self.config.inner.autocast == "bf16"
-        with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+        with self._turn, torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
             yield
 
 

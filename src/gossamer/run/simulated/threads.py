@@ -23,14 +23,15 @@ log = logging.getLogger("gossamer")
 class Lanes:
     """The threads of a simulation: no more than workers, nor than the cores allow.
 
-    Code of the user's need not be safe in several threads: where the run has any, there is one.
+    A rule, a codec and a topology of the user's need not be safe in several threads: where the run has any, there is one. The
+    user's other functions are called by one thread at a time (`rng.TURN`), and backward passes go on meanwhile.
     """
 
     pool: ThreadPoolExecutor
 
     def __init__(self, device: torch.device, config: RunSettings) -> None:
         cores, self.intra_op = available_cores(), config.run.threads or 1
-        alone = bool(config.parts.own)
+        alone = not config.parts.own.keys() <= {"model", "loss", "data", "validation", "optimizer"}
         self.count = 1 if alone or device.type == "cuda" else max(1, min(config.workers, cores // self.intra_op))
         if self.count * self.intra_op > cores:
             log.warning(

@@ -86,7 +86,7 @@ class Events:
         ):
             tell_text(self._record, self.task.data)
             for learner in self._learners:
-                learner.pool = self._lanes.pool if self._lanes.count > 1 and _may_run_ahead(config) else None
+                learner.pool = self._lanes.pool if self._lanes.count > 1 and _may_run_ahead(config, learner) else None
             if self.finished == 0:
                 self._events.begin()
             yield
@@ -205,12 +205,12 @@ def _loop(config: ResolvedRun, network: Network, learners: "Sequence[_Learner]")
             return GossipRun(rule, topology, learners, network, options)
 
 
-def _may_run_ahead(config: RunSettings) -> bool:
-    """Whether threads may compute local phases ahead of virtual time.
+def _may_run_ahead(config: RunSettings, learner: "_Learner") -> bool:
+    """Whether threads may compute local phases of a worker ahead of virtual time.
 
-    A phase is lost if its worker leaves during it, and gossip reads parameters in the middle of a phase.
+    A phase is lost if its worker leaves during it, gossip reads parameters in the middle of a phase, and a validation buffers.
     """
-    return config.kind != "no waiting" and not config.events.absences
+    return config.kind != "no waiting" and not config.events.absences and not learner.buffers
 
 
 class _Tally:

@@ -97,6 +97,8 @@ class Replica:
             self.layout, self.spans = restricted(self.layout, self.spans, dict(self.model.named_parameters()))
         self.model.to(device)
         self._loss = made_ready(task.loss, config)
+        self._recomputes = task.draws
+        """Whether backward passes may set torch's generator; the first one tells."""
         self.buffers = buffers_of(self.model)
         """Its own, as the running statistics of batch norm; they are never exchanged."""
         self.x = attach(self.model, self.layout, buffer)
@@ -111,6 +113,9 @@ class Replica:
             }
         self.evaluated = self.x if self.averaged is None else self.averaged[: self.x.numel()]
         self.optimizer = build_optimizer(config.inner, self.model, **homes, own=task.optimizer)
+        its_own = task.optimizer is not None and not type(self.optimizer).__module__.startswith("torch.optim.")
+        self._turn_to_step = rng.TURN if its_own else contextlib.nullcontext()
+        """Around the steps of an optimizer that the user has written; those of torch's work in any thread."""
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self.moments: tuple[Tensor, Tensor] | None = None
         """The inner optimizer's first and second moments, `[P]` each, where the schedule exchanges them."""
@@ -210,9 +215,17 @@ class Replica:
                 batch = moved(self.task.data.batch(slot, number), self.device)
                 with self._drawing(slot, number), computing(self.config, self.device):
                     value = self._loss(self.model, batch)
-                (value / passes if passes > 1 else value).backward()
+                self._backward_from(value / passes if passes > 1 else value)
                 losses.append(value.item())
         return losses
+
+    def _backward_from(self, value: Tensor) -> None:
+        """The backward pass, while other threads go on; unless it computes forward passes again, which draw again."""
+        if not self._recomputes:
+            value.backward()
+            return
+        with rng.TURN:
+            self._recomputes = rng.sets_generator(value.backward)
 
     def _backward_in_stages(self, step: int) -> list[float]:
         assert self.staged is not None
@@ -246,7 +259,8 @@ class Replica:
                 clip_gradients(list(self.model.parameters()), self.config.inner.clip)
             else:
                 self.staged.clip(self.config.inner.clip, again=self.gradient is not None)
-        self.optimizer.step()
+        with self._turn_to_step:
+            self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
         """What a replica needs to train on from given parameters: inner optimizer and place in the data.

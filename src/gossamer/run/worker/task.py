@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gossamer import rng
 from gossamer.data.corpus import Batches, fingerprint, open_corpus
 from gossamer.data.tokenizer import Tokenizer, load_tokenizer
 from gossamer.errors import ConfigError
@@ -148,16 +149,17 @@ class OwnBatches:
 
     def batch(self, worker: int, step: int) -> Any:
         """See `Batches.batch`. Raises: ConfigError when it differs from one call to the next."""
-        batch = self._batch(worker, step)
-        if worker not in self._checked:
-            self._checked.add(worker)
-            if not _equal(batch, self._batch(worker, step)):
-                raise ConfigError(
-                    f"{KEYS['data']} is '{self._config.data.source}', which returned different batches for worker {worker} and "
-                    f"step {step} when called twice; make the batch depend on these two alone, with a torch.Generator seeded "
-                    "from them"
-                )
-        return batch
+        with rng.TURN:
+            batch = self._batch(worker, step)
+            if worker not in self._checked:
+                self._checked.add(worker)
+                if not _equal(batch, self._batch(worker, step)):
+                    raise ConfigError(
+                        f"{KEYS['data']} is '{self._config.data.source}', which returned different batches for worker {worker} "
+                        f"and step {step} when called twice; make the batch depend on these two alone, with a torch.Generator "
+                        "seeded from them"
+                    )
+            return batch
 
     def validation(self, num_batches: int) -> list[Any]:
         """See `Batches.validation`: the user's own, or what would come after the last inner step."""
