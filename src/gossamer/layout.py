@@ -1,9 +1,11 @@
 """One flat buffer per worker: the model's parameters become views of it, in one canonical order."""
 
+import weakref
 from collections.abc import Callable, Container, Sequence
 from itertools import groupby, pairwise
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +15,7 @@ __all__ = [
     "Layout",
     "Leaf",
     "Pattern",
+    "Reused",
     "arrange",
     "attach",
     "flat_gradients",
@@ -242,3 +245,30 @@ def views(model: nn.Module, layout: Layout, buffer: Tensor) -> dict[nn.Parameter
     """A view of another flat buffer `[P]` for every parameter, such as for optimizer state that is sent to peers."""
     parameters = dict(model.named_parameters())
     return {parameters[leaf.name]: buffer[leaf.start : leaf.stop].view(leaf.shape) for leaf in layout.leaves}
+
+
+class Reused:
+    """Host memory for flat tensors, reused once nobody holds a view of it: to touch fresh memory costs as much as to copy it.
+
+    Args: `keep_bytes` bounds what waits to be used again.
+    """
+
+    def __init__(self, keep_bytes: int) -> None:
+        self._free: dict[int, list[np.ndarray]] = {}
+        self._keep_bytes = keep_bytes
+
+    def take(self, size: int) -> Tensor:
+        """An uninitialised uint8 buffer of this many bytes."""
+        if size == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        try:  # threads take, and any of them may give back at any place, so that there is no lock
+            block = self._free[size].pop()
+        except (KeyError, IndexError):
+            block = np.empty(size, np.uint8)  # in large pages, where the system has them
+        lease = block[:]  # torch keeps this alive, and only this, until the last view of the tensor is gone
+        weakref.finalize(lease, self._give_back, block).atexit = False
+        return torch.from_numpy(lease)
+
+    def _give_back(self, block: np.ndarray) -> None:
+        if block.nbytes + sum(size * len(blocks) for size, blocks in [*self._free.items()]) <= self._keep_bytes:
+            self._free.setdefault(block.nbytes, []).append(block)

@@ -7,10 +7,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["SLAB", "absmax", "absmax_bf16", "as_blocks", "num_blocks", "spans", "storable"]
+from gossamer.layout import Reused
+
+__all__ = ["SLAB", "absmax", "absmax_bf16", "as_blocks", "empty", "num_blocks", "spans", "storable"]
 
 SLAB = 1 << 16  # elements; fp32 temporaries of this size stay in the cache
 _BF16_MAX = torch.finfo(torch.bfloat16).max
+_MAPPED_BYTES = 1 << 24  # smaller blocks are reused by the C library, which maps larger ones anew each time
+_MEMORY = Reused(keep_bytes=1 << 28)
+
+
+def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised memory for what a codec makes, which is reused where it is large: at most 256 MiB wait for that."""
+    if device.type != "cpu" or numel * dtype.itemsize < _MAPPED_BYTES:
+        return torch.empty(numel, dtype=dtype, device=device)
+    return _MEMORY.take(numel * dtype.itemsize).view(dtype)
 
 
 def num_blocks(numel: int, block: int) -> int:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer import rng
+from gossamer.codecs.blocks import empty
 from gossamer.codecs.codec import Codec, fitted
 from gossamer.layout import Layout, Leaf
 from gossamer.tree import Tree
@@ -66,7 +67,7 @@ def by_part(codec: Codec, part_of: Callable[[str], int]) -> Codec:
         def decode(payload: Tree, like: Tensor) -> Tensor:
             if like.numel() != layout.numel:
                 return codec.decode(payload, like)
-            x = torch.empty_like(like)
+            x = empty(like.numel(), like.dtype, like.device)
             for part, own in zip(parts, payload, strict=True):
                 part.decode(own, x)
             return x

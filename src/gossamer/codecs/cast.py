@@ -1,7 +1,9 @@
 """Codecs that send every element in a narrower float format."""
 
 import torch
+from torch import Tensor
 
+from gossamer.codecs.blocks import empty
 from gossamer.codecs.codec import Codec
 from gossamer.settings.options import factory
 
@@ -44,9 +46,13 @@ def fp16() -> Codec:
 
 def _cast(dtype: torch.dtype, contraction: float | None) -> Codec:
     return Codec(
-        lambda x, key: x.to(dtype),
-        lambda payload, like: payload.to(like.dtype),
+        lambda x, key: _as(x, dtype),
+        lambda payload, like: _as(payload, like.dtype),
         contraction=contraction,
         blockwise=1,
         payload_bytes=lambda numel: 2 * numel,
     )
+
+
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else empty(x.numel(), dtype, x.device).copy_(x)

@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from gossamer.codecs.blocks import num_blocks, spans
+from gossamer.codecs.blocks import empty, num_blocks, spans
 from gossamer.codecs.codec import Codec
 from gossamer.codecs.topk import Kept, ValueFormat, topk, value_dtype
 from gossamer.settings.options import Interval, factory
@@ -43,8 +43,9 @@ def dct_topk(k: Annotated[int, Interval(f"[1, {_TILE}]")] = 64, values: ValueFor
     inner = topk(k, _TILE, values)
 
     def encode(x: Tensor, key: int) -> Kept:
-        coefficients = torch.zeros(num_blocks(x.numel(), _TILE) * _TILE, device=x.device)
+        coefficients = empty(num_blocks(x.numel(), _TILE) * _TILE, torch.float32, x.device)
         coefficients[: x.numel()] = x
+        coefficients[x.numel() :] = 0.0
         _transform(coefficients, dct(x.device))
         kept = inner.encode(coefficients, key)
         return Kept(kept.indices, kept.values.to(value_dtype(values, x)))

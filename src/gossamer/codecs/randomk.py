@@ -5,7 +5,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.codecs.blocks import num_blocks
+from gossamer.codecs.blocks import empty, num_blocks
 from gossamer.codecs.codec import Codec
 from gossamer.codecs.packing import num_bytes, pack_codes, unpack_codes
 from gossamer.codecs.quantize import Block, Quantized, int4
@@ -61,7 +61,7 @@ def randomk(one_in: Run = 64, scaled: bool = False, values: ValueFormat = "same"
         return Drawn(_key(key, x), _chosen(x, one_in, key).to(value_dtype(values, x)))
 
     def decode(payload: Drawn, like: Tensor) -> Tensor:
-        x = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+        x = empty(like.numel(), like.dtype, like.device).zero_()
         drawn = payload.values.to(like.dtype)
         if scaled:
             factors = torch.full_like(drawn, one_in)
@@ -126,7 +126,7 @@ def cocktail(one_in: Run = 10, k: PerChunk = 256, chunk: PerChunk = 1280, block:
                 f"a cocktail payload marks {sent.numel()} of {drawn} elements as sent, but has values for {kept}: the sender "
                 "is faulty or runs another version, so stop it or install the same gossamer version everywhere"
             )
-        x = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+        x = empty(like.numel(), like.dtype, like.device).zero_()
         values = inner.decode(payload.values, torch.empty(kept, device=like.device))
         x[_places(like, one_in, int(payload.key))[sent]] = values.to(like.dtype)
         return x

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.codecs.blocks import SLAB, spans
+from gossamer.codecs.blocks import SLAB, empty, spans
 from gossamer.codecs.codec import Codec
 from gossamer.settings.options import factory
 
@@ -43,7 +43,7 @@ def int8_statistical() -> Codec:
     """
 
     def encode(x: Tensor, key: int) -> BinMeans:
-        codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+        codes = empty(x.numel(), torch.uint8, x.device)
         totals = torch.zeros(2, 256, dtype=torch.float64, device=x.device)
         mean = sum(float(part.sum(dtype=torch.float64)) for part in _parts(x)) / max(x.numel(), 1)
         squares = sum(float((part - mean).double().square().sum()) for part in _parts(x))
@@ -59,7 +59,7 @@ def int8_statistical() -> Codec:
         return BinMeans(codes, codebook.float() if math.isfinite(spread) else codebook.float().fill_(math.nan))
 
     def decode(payload: BinMeans, like: Tensor) -> Tensor:
-        x = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        x = empty(like.numel(), like.dtype, like.device)
         for start, stop in spans(x, SLAB):
             x[start:stop] = payload.codebook.index_select(0, payload.codes[start:stop].int())
         return x

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from gossamer.codecs import cut
-from gossamer.codecs.blocks import num_blocks, storable
+from gossamer.codecs.blocks import empty, num_blocks, storable
 from gossamer.codecs.codec import Codec
 from gossamer.codecs.cut import Cut
 from gossamer.codecs.packing import num_bytes, pack_codes, pack_indices, unpack_codes, unpack_indices
+from gossamer.codecs.passes import passes_for
 from gossamer.errors import TransportError
 from gossamer.layout import Layout
 from gossamer.settings.options import Interval, check_option, factory
@@ -224,15 +225,19 @@ def _gather(x: Tensor, plan: Cut, k: int, chunk: int) -> tuple[Tensor, Tensor]:
     values = torch.empty(total, dtype=x.dtype, device=x.device)
     for view in plan.views(x):
         rows = view.flatten(2).flatten(0, 1)
-        found = _largest(rows, num_blocks(rows.shape[1] * k, chunk))
-        own = slice(start, start := start + found.numel())
+        count = num_blocks(rows.shape[1] * k, chunk)
+        own = slice(start, start := start + rows.shape[0] * count)
+        if (passes := passes_for(rows)) is not None:
+            passes("select_largest", rows, *rows.shape, count, indices[own], values[own])
+            continue
+        found = _largest(rows, count)
         indices[own] = found.view(-1)
         values[own] = rows.gather(1, found).view(-1)
     return indices, values
 
 
 def _place(indices: Tensor, values: Tensor, like: Tensor, plan: Cut, k: int, chunk: int) -> Tensor:
-    x, start = torch.zeros(like.shape, dtype=like.dtype, device=like.device), 0
+    x, start = empty(like.numel(), like.dtype, like.device).zero_(), 0
     for view in plan.views(x):
         rows = view.flatten(2).flatten(0, 1)  # of tiles a copy, and zeros as x is
         shape = rows.shape[0], num_blocks(rows.shape[1] * k, chunk)

@@ -22,20 +22,20 @@ On NCCL tags do not exist, and each transfer waits on the device for those befor
 start tickets in the same order on all workers.
 """
 
+import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gossamer.errors import PeerError, TransportError, first_line
+from gossamer.layout import Reused
 from gossamer.transport import wire
 from gossamer.transport.contract import Delivery, Reduce, Ticket, Wait
 from gossamer.transport.processes.backend import backend_of, block, hold, poll
@@ -102,23 +102,6 @@ class _Exchange:
         """The peer of the first transfer that failed, and its error."""
 
 
-class _Memory:
-    """Host memory for messages, reused once nobody holds a view of it."""
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[np.ndarray]] = {}
-
-    def take(self, size: int) -> Tensor:
-        """An uninitialised uint8 buffer of this many bytes."""
-        if size == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        free = self._free.setdefault(size, [])
-        block = free.pop() if free else np.empty(size, np.uint8)
-        lease = block[:]  # torch keeps this alive, and only this, until the last view of the tensor is gone
-        weakref.finalize(lease, free.append, block).atexit = False
-        return torch.from_numpy(lease)
-
-
 class GroupTransport:
     """The transport of this process over a process group of all workers; see `gossamer.transport.contract.Transport`.
 
@@ -157,7 +140,7 @@ class GroupTransport:
         self._device = member.device
         self._carrier = self._device if self._batched else torch.device("cpu")
         self._patience = PeerWait(member, timeout_s)
-        self._memory = _Memory()
+        self._memory = Reused(sys.maxsize)
         self._exchanges: dict[Ticket, _Exchange] = {}
         self._deliveries: deque[Delivery] = deque(maxlen=1 << 14)  # nobody may ask for them, nor for waits
         self._waits: deque[Wait] = deque(maxlen=1 << 14)

@@ -1,0 +1,99 @@
+"""The functions of `passes.c`, compiled once on a machine that has a C compiler: codecs then pass over memory once each way.
+
+The bits are those of the plain form in Python, which is taken where there is no compiler, off the CPU, for other dtypes than fp32
+and for short tensors. The compiled file is kept in a folder of this user's alone, because who could write there could run code.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["LONG", "Passes", "compile_to", "passes_for"]
+
+LONG = 1 << 14
+"""Elements from which a tensor is worth the call."""
+_SOURCE = Path(__file__).with_suffix(".c")
+# Products and sums stay apart, as they round apart in Python; and no option that allows other numbers.
+_FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-ffp-contract=off", "-fwrapv", "-fno-math-errno")
+log = logging.getLogger("gossamer")
+
+
+class Passes:
+    """The functions of a compiled file, called with tensors and whole numbers; they release the interpreter's lock."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+
+    def __call__(self, name: str, *given: Tensor | int) -> None:
+        function: Any = getattr(self._library, name)
+        function(*(ctypes.c_int64(x) if isinstance(x, int) else ctypes.c_void_p(x.data_ptr()) for x in given))
+
+
+def passes_for(x: Tensor) -> Passes | None:
+    """What passes over this tensor; None where the plain form shall.
+
+    Cost: a second at the first call on a machine, where it is compiled.
+    """
+    long = x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() >= LONG and x.is_contiguous()
+    return _compiled() if long else None
+
+
+@functools.cache
+def _compiled() -> Passes | None:
+    compiler = next(
+        (found for name in (os.environ.get("CC"), "cc", "gcc", "clang") if (found := shutil.which(name or ""))), ""
+    )
+    if not compiler or sys.byteorder != "little" or sys.platform == "win32":
+        log.warning(
+            "no C compiler (cc) was found: codecs are several times slower, with the same numbers; install gcc or clang"
+        )
+        return None
+    try:
+        return _loaded(compiler)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = (
+            error.stderr.strip().splitlines()[:1] if isinstance(error, subprocess.CalledProcessError) else [str(error)]
+        )
+        log.warning(
+            f"{compiler} did not compile the codecs ({' '.join(said)}): they are several times slower, with the same numbers"
+        )
+        return None
+
+
+def _loaded(compiler: str) -> Passes:
+    key = repr((_SOURCE.read_text(encoding="utf-8"), _FLAGS, compiler, platform.machine(), platform.platform()))
+    name = f"passes-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gossamer"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        stat = folder.stat()
+        own = stat.st_uid == os.getuid() and not stat.st_mode & 0o022 and os.access(folder, os.W_OK)
+    except (OSError, RuntimeError):
+        own = False
+    with tempfile.TemporaryDirectory(dir=folder if own else None) as new:
+        kept = folder / name if own else Path(new, name)
+        if not kept.exists():
+            began = time.perf_counter()
+            compile_to(Path(new, "passes.so"), compiler)
+            os.replace(Path(new, "passes.so"), kept)  # at once, as several processes may compile it
+            log.info(f"compiled the codecs in {time.perf_counter() - began:.1f} s, kept in {kept}")
+        return Passes(kept)  # once open, it needs its file no more
+
+
+def compile_to(target: Path, compiler: str, *more: str) -> None:
+    """Compiles `passes.c`, with more flags. Raises: OSError, CalledProcessError."""
+    words = [compiler, *_FLAGS, *more, "-o", str(target), str(_SOURCE)]
+    subprocess.run(words, check=True, capture_output=True, text=True, timeout=120)
