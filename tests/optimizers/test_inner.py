@@ -17,6 +17,7 @@ from gossamer.models.sizes import ModelConfig
 from gossamer.optimizers import InnerOptimizer, Joined, SpectralMuon
 from gossamer.optimizers.inner import InnerConfig, build_optimizer, clip_gradients, lr_scale
 from gossamer.optimizers.spectral_muon import orthogonalized
+from gossamer.optimizers.uncompiled import uncompiled
 from gossamer.run.config.document import with_settings
 from gossamer.run.config.run_file import parse
 
@@ -81,6 +82,24 @@ def test_adamw_and_sgd_are_plain_torch_optim_without_decay_on_vectors(config: In
     train(theirs, plain(config, theirs))
     assert torch.allclose(vector(ours), vector(theirs), rtol=1e-5, atol=1e-7)
     assert not torch.allclose(vector(ours), vector(small()), atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Muon])
+def test_an_optimizer_without_the_compiler_takes_the_steps_of_torchs_to_the_last_bit(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    found = []
+    for one in (kind, uncompiled(kind)):
+        model = small(flat=False)
+        weights = [model.up.weight, model.down.weight]
+        optimizer = one([{"params": [w]} for w in weights], lr=0.01)
+        train(model, optimizer)
+        assert torch.is_grad_enabled() and optimizer.step(lambda: 2.0) == 2.0
+        again = one([{"params": [w]} for w in weights], lr=0.5)
+        again.load_state_dict(optimizer.state_dict())
+        found.append([vector(model), *(value for s in again.state.values() for value in s.values())])
+    assert len(found[0]) == len(found[1]) > 1 or kind is torch.optim.SGD
+    assert all(map(torch.equal, *found))
 
 
 def test_muon_is_plain_muon_on_hidden_matrices_and_plain_adamw_on_the_rest() -> None:

@@ -200,8 +200,7 @@ def _worker_here(config: "ResolvedRun") -> int:
 def import_early(*more: str) -> None:
     """Starts the process that the workers will be forks of (`gossamer.transport.processes.local`), which imports while we do.
 
-    torch imports its compiler in the first step of any optimizer, which takes as long as importing the rest. `more` are other
-    modules that it imports.
+    Args: `more` are other modules that it imports.
     """
     if sys.platform == "linux":
         work = [
@@ -212,7 +211,7 @@ def import_early(*more: str) -> None:
             "gossamer.run.served.server",
             "gossamer.run.served.served_worker",
         ]
-        multiprocessing.set_forkserver_preload(["gossamer.transport.processes.local", "torch._dynamo", *work, *more])
+        multiprocessing.set_forkserver_preload(["gossamer.transport.processes.local", *work, *more])
         forkserver.ensure_running()
 
 

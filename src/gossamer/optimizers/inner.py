@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW, Muon
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.optimizers import GPA, AccumAdamW, InnerOptimizer, Joined, SpectralMuon
+from gossamer.optimizers.uncompiled import uncompiled
 from gossamer.settings.fields import AtLeastOne, AtLeastZero, Changeable, OneOf
 from gossamer.settings.schema import settings
 from gossamer.settings.user_code import is_code
@@ -133,12 +134,12 @@ def _stepper(config: InnerConfig, model: nn.Module) -> InnerOptimizer:
         # Nesterov's look-ahead along a momentum of zero is no look-ahead, and torch.optim refuses to be asked for it.
         nesterov = config.nesterov and config.momentum > 0
         groups = _groups(trainable, config.weight_decay)
-        return SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov, fused=True)
+        return uncompiled(SGD)(groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov, fused=True)
     if config.optimizer == "adamw":
         return _adamw(config, trainable)
     if config.optimizer == "accum_adamw":
         groups = _groups(trainable, config.weight_decay)
-        return AccumAdamW(groups, config.lr, config.betas, config.eps, moments_every=config.moments_every)
+        return uncompiled(AccumAdamW)(groups, config.lr, config.betas, config.eps, moments_every=config.moments_every)
     hidden = _hidden_matrices(model)
     if not hidden:
         raise ConfigError(
@@ -148,16 +149,16 @@ def _stepper(config: InnerConfig, model: nn.Module) -> InnerOptimizer:
     chosen = set(map(id, hidden))
     shared = {"weight_decay": config.weight_decay, "momentum": config.momentum, "nesterov": config.nesterov}
     if config.optimizer == "muon":
-        muon = Muon(hidden, lr=config.lr, adjust_lr_fn="match_rms_adamw", **shared)
+        muon = uncompiled(Muon)(hidden, lr=config.lr, adjust_lr_fn="match_rms_adamw", **shared)
     else:
-        muon = SpectralMuon(hidden, lr=config.lr, **shared)
+        muon = uncompiled(SpectralMuon)(hidden, lr=config.lr, **shared)
     rest = [p for p in trainable if id(p) not in chosen]
     return Joined(muon=muon, adamw=_adamw(config, rest)) if rest else muon
 
 
 def _adamw(config: InnerConfig, parameters: list[nn.Parameter]) -> AdamW:
     groups = _groups(parameters, config.weight_decay)
-    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return uncompiled(AdamW)(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def _groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

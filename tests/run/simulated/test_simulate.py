@@ -2,7 +2,10 @@
 
 import json
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -236,3 +239,21 @@ def test_resuming_without_a_checkpoint_or_over_another_run_is_refused(tmp_path):
 def test_alpha_auto_settles_on_a_stable_step(tmp_path, caplog):
     simulate(single(run__steps=2, workers=8, rule__alpha="auto", rule__momentum=0.9), tmp_path / "run")
     assert "momentum" not in caplog.text
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_that_compiles_nothing_imports_no_compiler(optimizer: str, tmp_path: Path) -> None:
+    program = f"""
+import sys, gossamer
+inner, rounds = {{"optimizer": "{optimizer}"}}, {{"steps": 2, "local_steps": 1}}
+run = {{"workers": 2, "run": rounds, "inner": inner, "model": {{"size": "0.2m"}}}}
+for rule in ("gasloc", "diloco"):
+    simulation = gossamer.simulate(run, sys.argv[1] + rule, method=rule)
+    assert sum(p.numel() for p in simulation.model(0).parameters()) > 1 << 14
+slow = [name for name in ("torch._dynamo", "torch._inductor", "sympy", "transformers", "datasets") if name in sys.modules]
+assert not slow, slow
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "x")], capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stderr

@@ -64,7 +64,7 @@ class Apart:
 
     def __enter__(self) -> "Apart":
         if self._jobs > 1 and sys.platform == "linux":  # which imports once, and not for each run
-            multiprocessing.set_forkserver_preload([__name__, "torch._dynamo"])
+            multiprocessing.set_forkserver_preload([__name__])
             forkserver.ensure_running()
         return self
 

@@ -9,6 +9,7 @@ import torch
 from torch.optim import AdamW
 
 from gossamer.models.stacked import stacked_losses
+from gossamer.optimizers.uncompiled import uncompiled
 from gossamer.rounds.exchange import Each
 from gossamer.run.worker.compiled import made_ready
 from gossamer.run.worker.replica import LocalPhase, Replica, must_be_finite
@@ -35,7 +36,7 @@ class Stack:
         }
         self._losses = made_ready(stacked_losses, like.config)
         names = {p: name for name, p in like.model.named_parameters()}
-        self._optimizer = AdamW(
+        self._optimizer = uncompiled(AdamW)(
             {**group, "params": [self._weights[names[p]] for p in group["params"]]}
             for group in like.optimizer.param_groups
         )
