@@ -73,7 +73,7 @@ class Outer(Generic[M]):
         or another of these, with what each has.
     Cost: the rule's state, one message, and those received from the peers; the exchange blocks, and its receives are posted a
         whole local phase before. At the start a hash of all frozen numbers (1 GB/s), and until the first exchange
-        two checksums of the parameters (6 GB/s). Buffers such as batch-norm statistics
+        two checksums of the parameters. Buffers such as batch-norm statistics
         stay each worker's own after the start. Parameters in bf16 or fp16 are sent as such and have an outer state in fp32:
         twice the bytes for the rule's copies, and one fp32 copy of the parameters more where the rule does not keep the start
         of the round (as `gossip` and `local_sgd`).

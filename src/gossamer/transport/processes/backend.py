@@ -4,8 +4,10 @@ What is said of NCCL here comes from its documentation: nothing in this package 
 """
 
 import contextlib
+import queue
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Literal
 
@@ -16,12 +18,52 @@ from gossamer.errors import ConfigError
 from gossamer.rng import key
 from gossamer.transport.processes.board import THREADS
 
-__all__ = ["Backend", "backend_of", "block", "carrier_in", "hang_up", "hold", "poll"]
+__all__ = ["Backend", "backend_of", "block", "carrier_in", "follow", "hang_up", "hold", "poll"]
 
 Backend = Literal["gloo", "nccl"]
 FOREVER = timedelta(days=365)
 LIFELINE = key(0, "lifeline") >> 32
 """The tag of the receive that nobody answers."""
+
+
+class _Followers:
+    """Threads that wait inside torch, each for one transfer after the other: to start one takes longer than a small message."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock, self._idle, self._closed = threading.Lock(), 0, 0
+
+    def start(self, task: Callable[[], None]) -> None:
+        """Does it in a thread that is idle, or in a new one."""
+        with self._lock:
+            if self._idle:
+                self._idle -= 1
+                self._tasks.put(task)
+                return
+            thread = threading.Thread(target=self._work, args=(task, self._closed), name=THREADS, daemon=True)
+        thread.start()
+
+    def close(self) -> None:
+        """Ends the threads: idle ones at once, others after what they do."""
+        with self._lock:
+            for _ in range(self._idle):
+                self._tasks.put(None)
+            self._idle, self._closed = 0, self._closed + 1
+
+    def _work(self, task: Callable[[], None] | None, closed: int) -> None:
+        while task is not None:
+            task()
+            task = None  # its memory is free now
+            with self._lock:
+                if self._closed != closed:
+                    return
+                self._idle += 1
+            task = self._tasks.get()
+
+
+_FOLLOWERS = _Followers()
+follow = _FOLLOWERS.start
+"""Waits for transfers in a thread, until `hang_up`."""
 
 
 def backend_of(group: dist.ProcessGroup | None = None) -> Backend:
@@ -63,6 +105,7 @@ def hang_up(group: dist.ProcessGroup | None = None, limit_s: float = 2.0) -> boo
             # none: so every peer has its turn. A receive on a closed connection fails at once.
             with contextlib.suppress(RuntimeError):
                 hold(peer, group).wait(timedelta(milliseconds=1))
+    _FOLLOWERS.close()
     deadline = time.monotonic() + limit_s
     threads = [thread for thread in threading.enumerate() if thread.name == THREADS]
     for thread in threads:

@@ -22,11 +22,12 @@ On NCCL tags do not exist, and each transfer waits on the device for those befor
 start tickets in the same order on all workers.
 """
 
+import functools
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Literal, NamedTuple
 
@@ -38,7 +39,7 @@ from gossamer.errors import PeerError, TransportError, first_line
 from gossamer.layout import Reused
 from gossamer.transport import wire
 from gossamer.transport.contract import Delivery, Reduce, Ticket, Wait
-from gossamer.transport.processes.backend import backend_of, block, hold, poll
+from gossamer.transport.processes.backend import backend_of, block, follow, hold, poll
 from gossamer.transport.processes.board import THREADS
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.waiting import PeerWait
@@ -114,7 +115,7 @@ class GroupTransport:
         group: the process group; the default one when None. `hang_up` closes its connections.
 
     Cost: no copy of a message that is one contiguous frame, one copy of any other; with gloo and a device, one copy each
-    way between device and host. Two short-lived threads per peer and ticket, and one per peer that lives on.
+    way between device and host. Two threads per peer of a ticket, which are used again, and one per peer.
     """
 
     keeps_frames = False
@@ -236,7 +237,7 @@ class GroupTransport:
         assert peer != self.worker and (way, peer) not in exchange.pending, (ticket, way, peer)
         if peer not in self._lifelines and not self._batched:
             self._lifelines.add(peer)
-            _start(self._hold_lifeline, peer)
+            threading.Thread(target=self._hold_lifeline, args=(peer,), name=THREADS, daemon=True).start()
         transfer = dist.irecv if way == "from" else dist.isend
         rank = self._member.rank_of(peer)
         header_tag, payload_tag = wire.tags(self._run, ticket, payload.numel(), self._member.part)
@@ -261,7 +262,7 @@ class GroupTransport:
         except RuntimeError as error:  # gloo raises at once when the connection was lost before
             self._settle(exchange, transfers, error)
             return
-        _start(self._follow, exchange, transfers, landings, works, batch)
+        follow(functools.partial(self._follow, exchange, transfers, landings, works, batch))
 
     def _follow(
         self,
@@ -350,7 +351,3 @@ def all_reduce(timeout_s: float, group: dist.ProcessGroup | None = None) -> Redu
             ) from error
 
     return reduce
-
-
-def _start(target: Callable[..., None], *args: object) -> None:
-    threading.Thread(target=target, args=args, name=THREADS, daemon=True).start()
