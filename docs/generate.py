@@ -58,7 +58,9 @@ def write(folder: Path) -> None:
     """Writes the source of the site into a folder, which is emptied first."""
     shutil.rmtree(folder, ignore_errors=True)
     pages = folder / "docs"
-    shutil.copytree(DOCS, pages, ignore=shutil.ignore_patterns("*.py", "generators", "__pycache__", "*.jsonl"))
+    shutil.copytree(
+        DOCS, pages, ignore=shutil.ignore_patterns("*.py", "generators", "numbers", "__pycache__", "*.jsonl")
+    )
     for path, text in _made():
         (pages / path).parent.mkdir(parents=True, exist_ok=True)
         (pages / path).write_text(text, encoding="utf-8")
@@ -88,10 +90,10 @@ def _made() -> Iterator[tuple[str, str]]:
     for folder, title, about in EXPERIMENTS:
         if _in_folder(folder):
             yield f"{folder}/index.md", _list_of(folder, title, about)
-    for name in ("CHANGELOG", "CONTRIBUTING"):
+    for name, page in (("README", "index"), ("CHANGELOG", "changelog"), ("CONTRIBUTING", "contributing")):
         text = (ROOT / f"{name}.md").read_text(encoding="utf-8")
         text = re.sub(r"\]\(docs/", "](", text)  # from the root to this folder
-        yield f"{name.lower()}.md", re.sub(r"\[([^\]]*)\]\((?!https?:|#)[^)]*\.(?:py|toml)\)", r"\1", text)
+        yield f"{page}.md", re.sub(r"\[([^\]]*)\]\((?!https?:|#)[^)]*\.(?:py|toml|ipynb)\)", r"\1", text)
 
 
 def _relinked(text: str) -> str:

@@ -15,6 +15,7 @@ import gossamer
 from commands import Command
 from gossamer import cli
 from gossamer.cli import main
+from gossamer.errors import installs
 from gossamer.report.results import read_results
 from gossamer.run.config.run_file import dump
 from gossamer.run.simulated.simulate import simulate
@@ -413,4 +414,5 @@ def test_without_the_extras_a_run_is_trained_and_reported_and_one_sentence_names
     refusals = [("tensorboard", "simulate"), ("wandb", "simulate"), ("plots", "utilisation")]
     assert told[5::2] == [f"{verb} exits with 2" for _, verb in refusals]
     for sentence, (extra, _) in zip(told[4::2], refusals, strict=True):
-        assert f"run pip install 'gossamer[{extra}]', or " in sentence, sentence
+        assert f"the extra '{extra}'" in sentence and f"run {installs(extra)}, or " in sentence, sentence
+        assert "gossamer[" not in sentence, "nobody has published that name"

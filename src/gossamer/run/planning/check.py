@@ -11,7 +11,7 @@ from gossamer.clock import SERVER
 from gossamer.clock.durations import Durations
 from gossamer.data.documents import found_at
 from gossamer.data.tokenizer import Tokenizer, local_tokenizer, vocabulary
-from gossamer.errors import ConfigError, DataError, GossamerError
+from gossamer.errors import ConfigError, DataError, GossamerError, installs
 from gossamer.layout import Layout
 from gossamer.network.pricing import price
 from gossamer.optimizers.inner import InnerConfig, without_momentum
@@ -370,7 +370,7 @@ def _lacking(run: RunSettings) -> Iterator[str]:
         needed[f"data.tokenizer '{run.data.tokenizer}'"] = ("tokenizers", "data")
     for key, (package, extra) in needed.items():
         if importlib.util.find_spec(package) is None:
-            yield f"{key} needs the package '{package}', which is not installed; pip install 'gossamer[{extra}]'"
+            yield f"{key} needs the package '{package}', which is not installed; run {installs(extra)}"
 
 
 def _stages(run: ResolvedRun, layout: Layout, kept: Sequence[Copies]) -> tuple[StageSize, ...]:
