@@ -327,7 +327,7 @@ def sharded(say: Say) -> None:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2,))
-    refused(say, "sharded", lambda: local_sgd(fully_shard(net(), mesh=mesh)))
+    refused(say, "sharded", lambda: say(f"sharded over all: {local_sgd(fully_shard(net(), mesh=mesh))}"))
     model = net()
     with contextlib.closing(local_sgd(model)) as loop:
         fully_shard(model, mesh=mesh)
@@ -387,9 +387,9 @@ def test_wrapped_unlike_and_moved_models_are_refused_or_mended_by_all_workers(li
             for framework in ("Accelerate", "Hugging Face Trainer", "Lightning"):
                 assert framework in said(when)
         assert said("wrapped in a worker").endswith("agree True")
-        for when in ("sharded", "sharded later"):
-            assert "the model is in FSDPModule, which leaves each process a shard" in said(when)
-            assert "train as one" not in said(when) and "let each worker be one process" in said(when)
+        assert f"shard={rank} of 2, worker=0 of 1" in said("sharded over all")
+        assert any("all 2 processes hold one model together, so there is one worker" in line for line in lines)
+        assert "'0.weight' became a DTensor after Outer was made" in said("sharded later")
         assert "on workers 1, 2 of 4 tensors and first '0.0.weight'" in said("unlike")
         assert said("broadcast").endswith(": 0 0")
         assert said("own").endswith(f": {rank} {rank}")

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from gossamer.errors import ConfigError, PeerError
+from gossamer.library.dtensors import as_dtensor, bare_name, local
 
 __all__ = ["Rest", "broadcast", "fingerprints", "must_be_alike", "must_be_trainable", "must_not_be_wrapped", "rest_of"]
 
@@ -19,7 +20,7 @@ Rest = Literal["compare", "broadcast", "own"]
 """What is done at the start with frozen parameters and buffers, which are never exchanged: compared, taken from worker 0, or
 left as each worker has them."""
 IN_STEP = ("DistributedDataParallel", "DeepSpeedEngine")
-SHARDED = ("FullyShardedDataParallel", "FSDPModule")
+SHARDED = "FullyShardedDataParallel"
 UNWRAPPED = (
     "train the module itself; with the Hugging Face Trainer, Accelerate or Lightning, call gossamer.integrations.as_worker() "
     "before anything of the framework is made, so that it counts one process"
@@ -28,7 +29,7 @@ MOST_FINGERPRINTS = 4096
 
 
 def must_be_trainable(model: object, owner: str = "Outer") -> None:
-    """Raises ConfigError for what is no module, is wrapped for training in step or sharded, or does not fit a flat buffer."""
+    """Raises ConfigError for what is no module, is wrapped for training in step, or does not fit a flat buffer."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{owner} got a {type(model).__name__} as model; it takes a torch.nn.Module: give the module")
     _refuse_wrapper_in(model)
@@ -57,11 +58,12 @@ def _not_flat(p: Tensor) -> str:
         return f"sparse ({p.layout})"
     if p.is_complex():
         return f"complex ({p.dtype})"
-    return f"a {type(p.data).__name__}" if type(p.data) is not Tensor else ""  # a subclass keeps its numbers elsewhere
+    # A subclass keeps its numbers elsewhere.
+    return f"a {type(p.data).__name__}" if type(p.data) is not Tensor and as_dtensor(p) is None else ""
 
 
 def must_not_be_wrapped(model: nn.Module, workers: Collection[int]) -> None:
-    """Finds a DistributedDataParallel around the model's parameters, whenever and by whomever it was put on, or sharding inside.
+    """Finds a DistributedDataParallel around the model's parameters, whenever and by whomever it was put on.
 
     Args: `workers` are the global ranks of all workers; a wrapper over the processes of one worker alone is in order.
     Raises: ConfigError that says how three frameworks train without it.
@@ -90,11 +92,10 @@ def _refuse_wrapper_in(model: nn.Module) -> None:
         for kind in type(module).__mro__:
             if kind.__module__.partition(".")[0] not in ("torch", "deepspeed"):
                 continue
-            if kind.__name__ in SHARDED:
+            if kind.__name__ == SHARDED:
                 raise ConfigError(
-                    f"the model is in {kind.__name__}, which leaves each process a shard of it, and Outer of this version needs "
-                    "all parameters of a worker in one process, also where the processes of a site shard one worker; let each "
-                    "worker be one process with the whole model"
+                    f"the model is in {kind.__name__}, whose flat parameters nobody can tell apart; shard it over the processes "
+                    "of one worker with torch.distributed.fsdp.fully_shard (FSDP2) instead, which Outer finds by itself"
                 )
             if kind.__name__ in IN_STEP:
                 raise ConfigError(
@@ -104,9 +105,9 @@ def _refuse_wrapper_in(model: nn.Module) -> None:
 
 
 def rest_of(model: nn.Module) -> dict[str, Tensor]:
-    """Frozen parameters and buffers, by name: what is never exchanged."""
-    frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
-    return {**frozen, **dict(model.named_buffers())}
+    """Frozen parameters and buffers, or what this process has of them, by name: what is never exchanged."""
+    frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+    return {bare_name(name): local(t) for name, t in [*frozen, *model.named_buffers()]}
 
 
 def fingerprints(tensors: Mapping[str, Tensor], *, numbers: bool) -> list[str]:
@@ -144,7 +145,7 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup, carrier: torch.device) -
         )
     if tensor.numel():
         data = _bytes_of(tensor).to(carrier)
-        dist.broadcast(data, group=group, group_src=0)
+        group.broadcast(data, 0).wait()
         tensor.detach().copy_(data.to(tensor.device).view(tensor.dtype).view(tensor.shape))
 
 

@@ -5,7 +5,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Annotated, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,15 @@ from torch import nn
 from gossamer import rng
 from gossamer.codecs import Codec
 from gossamer.errors import CheckpointError, ConfigError, PeerError
-from gossamer.layout import arrange, attach, keep_attached, layout_of
+from gossamer.library.dtensors import local, mesh_of, reshard
+from gossamer.library.flat import flat_of, must_carry_copies
 from gossamer.library.guard import Rest, must_be_trainable, must_not_be_wrapped, rest_of
+from gossamer.library.lane import lane_in
 from gossamer.library.metrics import Meter, OuterMetrics
 from gossamer.library.parts import LOCAL_STEPS, OuterMethod, Reduction, knows_its_words, ranks_of, settled_parts
 from gossamer.library.peers import Peers, common_of
 from gossamer.library.saved import FORMAT, OuterState, must_be_of, must_continue_alike, what_it_is_of
+from gossamer.library.siblings import Siblings
 from gossamer.library.watch import Watch, explained, warn_of_phases
 from gossamer.rounds.compatibility.combine import method_of, settled_rule, warnings_of
 from gossamer.rounds.loop import OuterLoop
@@ -28,8 +31,10 @@ from gossamer.rounds.schedule import Schedule, Stop
 from gossamer.rules import Rule
 from gossamer.settings.options import Count, Interval, Positive, check_option
 from gossamer.topologies import Topology
-from gossamer.transport.wire import checksum
 from gossamer.tree import leaves, must_fit
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Outer"]
 
@@ -69,6 +74,9 @@ class Outer(Generic[M]):
             Outer's own.
         rest: what is done at the start with frozen parameters and buffers, which are never exchanged: "compare" refuses
             workers that differ, "broadcast" takes those of worker 0, "own" leaves them.
+        mesh: the processes of one worker that hold its model together, as FSDP2, HSDP or tensor parallelism leave it; by default
+            the mesh of its parameters. All workers have equal meshes. Process s of a worker exchanges its shard with process s
+            of its peers, and all processes of a worker take an update or none does. A codec sees one shard at a time.
     Raises: ConfigError and PairingError for what cannot work; PeerError when workers disagree on model, rule, topology, codec
         or another of these, with what each has.
     Cost: the rule's state, one message, and those received from the peers; the exchange blocks, and its receives are posted a
@@ -106,7 +114,7 @@ class Outer(Generic[M]):
         self, model: M, rule: str | Rule | OuterMethod, *, topology: str | Topology | None = None,
         local_steps: int | None = None, seed: int = 0, codec: str | Codec | None = None, schedule: Schedule | None = None,
         reduction: Reduction = "ordered", timeout_s: float = 300.0, compile: bool = False,
-        process_group: dist.ProcessGroup | None = None, rest: Rest = "compare",
+        process_group: dist.ProcessGroup | None = None, rest: Rest = "compare", mesh: "DeviceMesh | None" = None,
     ) -> None:  # fmt: skip
         must_be_trainable(model)
         for name, given, kind in (
@@ -115,11 +123,18 @@ class Outer(Generic[M]):
             ("rest", rest, Rest),
         ):  # fmt: skip
             check_option("Outer", name, given, kind)
-        self.ranks = ranks_of(process_group)
-        """The workers, as ranks of the default process group; one of them alone without a group."""
-        self.worker, self.n = self.ranks.index(dist.get_rank() if dist.is_initialized() else 0), len(self.ranks)
+        reshard(model)
+        mesh = mesh_of(model.named_parameters(), mesh)
+        self._lane = lane_in(ranks_of(process_group), mesh, timeout_s)
+        self.worker, self.n, self.shard = self._lane.worker, self._lane.n, self._lane.shard
+        if self.n == 1 < self._lane.shards:
+            log.warning(
+                "all %d processes hold one model together, so there is one worker and nobody to exchange with; shard each model "
+                "over the processes of one site, as with fully_shard(model, mesh=mesh['shard'])",
+                self._lane.shards,
+            )
         facts = settled_parts(
-            rule, topology, codec, schedule, local_steps, reduction=reduction, n=self.n, seed=seed
+            rule, topology, codec, schedule, local_steps, reduction=reduction, n=self.n, seed=seed, shards=self._lane.shards
         )  # fmt: skip
         facts = facts._replace(rule=settled_rule(facts))
         self.method = method_of(facts, compile=compile)
@@ -127,34 +142,38 @@ class Outer(Generic[M]):
             log.warning(sentence)
         assert isinstance(facts.local_steps, int)
         self.local_steps, self.seed, self.model = facts.local_steps, seed, model
-        self.layout, spans = arrange(layout_of(model), self.method.schedule.fragments, self.method.schedule.pattern)
-        self.x = attach(model, self.layout)
+        self._flat = flat_of(model, mesh, self.method.schedule)
+        must_carry_copies(self.method.codec, self._flat, self._lane.shards)
+        self.layout, self.x = self._flat.layout, self._flat.x
         self.rounds: int = 0
         self.steps: int = 0
         self._closed = self._mean_is_in = False
+        self._failed: Exception | None = None
         self._watched = True  # until the first round has ended, for a wrapper that is put on later
         self._meter = Meter()
         common = common_of(
-            self.method, self.layout, self.x.dtype, reduction=reduction, rest=rest, local_steps=self.local_steps, seed=seed
+            self.method, self.layout, self.x.dtype, reduction=reduction, rest=rest, local_steps=self.local_steps, seed=seed,
+            shard=self._flat.words,
         )  # fmt: skip
-        if dist.is_initialized():
-            self._peers = Peers.of(process_group, self.ranks, common, self.x, rest_of(model), timeout_s=timeout_s)
-        else:
-            self._peers = Peers.none()
-        self._is_of = what_it_is_of(
-            common, self.method.rule, worker=self.worker, workers=self.n, local_steps=self.local_steps
-        )  # fmt: skip
+        self._siblings = Siblings(self._lane, timeout_s)
+        with self._siblings.all_or_none("the start of Outer"):
+            if dist.is_initialized():
+                self._peers = Peers.of(process_group, self._lane, common, self.x, rest_of(model), timeout_s=timeout_s)
+            else:
+                self._peers = Peers.none()
+        self._flat.write()
+        self._is_of = what_it_is_of(common, self.method.rule, self._lane, local_steps=self.local_steps)
         self._loaded: str | None = None
         self._agreed = False  # whether all workers continue from the same, which none of them can know by itself
-        parts = [(self.x[a:b], self.layout.slice(a, b)) for a, b in spans]
+        parts = [(self.x[a:b], self.layout.slice(a, b)) for a, b in self._flat.spans]
         self._loop = OuterLoop(
             self.method, self._peers.transport, parts, local_steps=self.local_steps, full_steps=self.local_steps,
-            seed=seed, reduce=self._peers.timed_reduce(self._meter.add_waiting),
+            seed=seed, reduce=self._peers.timed_reduce(self._meter.add_waiting), shard=self.shard,
         )  # fmt: skip
         self._stops: list[Stop] = []
-        self._before: int | None = self._checksum()
+        self._before: int | None = self._flat.checksum()
         """Of the parameters, until the first exchange has seen whether training changes them."""
-        self._watch = Watch(self.worker, self.x, _checksum, self.local_steps)
+        self._watch = Watch(self.worker, self._flat.checksum, self.local_steps)
         self._forgotten = weakref.finalize(self, self._watch.end)  # of an Outer that is dropped without close()
         self.lr: Callable[[], float] | None = None
         """Tells the learning rate of the inner optimizer, where somebody knows it, so that workers can compare theirs."""
@@ -169,14 +188,17 @@ class Outer(Generic[M]):
         Outer(gossip() on random(peers=1), local_steps=5, worker=0 of 1, rounds=0, steps=0)
         """
         at = f"worker={self.worker} of {self.n}, rounds={self.rounds}, steps={self.steps}"
-        return f"Outer({self.method.rule} on {self.method.topology}, local_steps={self.local_steps}, {at})"
+        shard = f"shard={self.shard} of {self._lane.shards}, " if self._lane.shards > 1 else ""
+        return f"Outer({self.method.rule} on {self.method.topology}, local_steps={self.local_steps}, {shard}{at})"
 
     @property
     def steps_taken(self) -> int:
         """Inner steps of this worker since the start, those before a resume included."""
         return self.rounds * self.local_steps + self.steps
 
-    def drawing(self, batch: int | None = None) -> contextlib.AbstractContextManager[None]:
+    def drawing(
+        self, batch: int | None = None, *, part: int | None = None
+    ) -> contextlib.AbstractContextManager[None]:  # fmt: skip
         """Lets what runs inside draw its random numbers, such as those of dropout, by seed, worker and inner step.
 
             with outer.drawing():
@@ -188,6 +210,8 @@ class Outer(Generic[M]):
         Args:
             batch: the number of the batch since the start; by default `steps_taken`. With k micro-batches to a step, give
                 `steps_taken * k + micro`.
+            part: in a worker of several processes, the number of those that see the same samples: 0 for all where only tensor
+                parallelism is, and the data-parallel rank in general; by default each process sees its own, as with FSDP2.
         Cost: some 20 µs; other threads that draw in such a context wait.
 
         >>> import gossamer, torch
@@ -197,7 +221,9 @@ class Outer(Generic[M]):
         >>> bool(torch.equal(first, again))
         True
         """
-        return rng.drawing(self.x.device, self.seed, self.worker, self.steps_taken if batch is None else batch, "model")
+        part = self.shard if part is None else part
+        path = (self.worker, self.steps_taken if batch is None else batch, "model")
+        return rng.drawing(self.x.device, self.seed, *path, *((part,) if part else ()))
 
     def step(self) -> bool:
         """Counts one inner step; and exchanges after every `local_steps` of them. Returns whether a round ended.
@@ -209,19 +235,24 @@ class Outer(Generic[M]):
         self._watch.called = True
         self._agree()
         if self._watched and self.steps == 0:
-            must_not_be_wrapped(self.model, self.ranks)
+            must_not_be_wrapped(self.model, self._lane.across)
         if not self._stops:  # only when a step follows, so that nothing is announced after the last exchange
             self._stops = [stop for stop in self._loop.stops(self.rounds) if stop.step > self.steps]
             self._loop.announce(self.rounds, self._stops[0])
         self.steps += 1
         with torch.no_grad():
-            self._loop.advance()
+            self._advance()
             while self._stops and self._stops[0].step == self.steps:
                 stop = self._stops.pop(0)
-                self._look()
                 with self._meter.exchanging(), self._explaining():
-                    self._meter.count(self._loop.post(self.rounds, stop))
+                    with self._all_or_none(f"round {self.rounds}", self.rounds, self.steps):
+                        self._look()
+                        self._meter.count(self._loop.post(self.rounds, stop))
+                        for due in self._loop.due(self.rounds, stop):
+                            if due in self._loop.in_flight:
+                                self._loop.in_flight[due].receive()
                     self._loop.receive(self.rounds, stop)
+                    self._flat.write()
                 if self._stops:
                     self._loop.announce(self.rounds, self._stops[0])
         if self._stops:
@@ -240,10 +271,14 @@ class Outer(Generic[M]):
         self._must_be_open("finish")
         if self._loop.rest():
             self._agree()
-        with torch.no_grad():
-            self._look()
-            with self._meter.exchanging(), self._explaining():
-                self._loop.end()
+        with torch.no_grad(), self._meter.exchanging(), self._explaining():
+            with self._all_or_none("finish()", self.rounds, self.steps):
+                self._look()
+                for exchange in self._loop.in_flight.values():
+                    if exchange.sent is not None:
+                        exchange.receive()
+            self._loop.end()
+            self._flat.write()
         self._watch.end(self.steps)
 
     def common_steps(self, mine: int) -> int:
@@ -266,7 +301,7 @@ class Outer(Generic[M]):
             raise PeerError(
                 f"worker {wrong[0]} does not say how many steps it can take; call common_steps on all workers"
             )
-        return min(said)
+        return self._siblings.fewest(min(said))
 
     def metrics(self) -> OuterMetrics:
         """What the exchanges of this worker cost since the previous call, or since the start; needs no other worker.
@@ -321,34 +356,35 @@ class Outer(Generic[M]):
         ...     answer = mean(torch.ones(2))
         """
         self._must_be_open("mean_model")
-        keep_attached(self.model, self.layout, self.x)
         buffers = dict(self.model.named_buffers())
-        averaged = [self.x, *(t for t in buffers.values() if t.is_floating_point() and t.layout == torch.strided)]
-        saved = [(t, t.detach().clone()) for t in (self.x, *buffers.values())]
+        averaged = [
+            local(t) for t in buffers.values() if t.is_floating_point() and t.layout == torch.strided
+        ]  # fmt: skip
+        saved = [(t, t.detach().clone()) for t in buffers.values()]
         try:
-            means = mean_over_workers(
-                averaged, self._peers.transport, self.n, self.rounds, self._loop.exchanges
-            )  # fmt: skip
+            with self._siblings.all_or_none("mean_model()", self.rounds, self.steps):
+                self._flat.read()
+                mean, *means = mean_over_workers(
+                    [self.x, *averaged], self._peers.transport, self.n, self.rounds, self._loop.exchanges
+                )  # fmt: skip
         except PeerError as error:
             raise PeerError(f"the mean model was not made, as not all workers entered mean_model(): {error}") from error
         self._mean_is_in = True
         try:
-            with torch.no_grad():
-                for t, mean in zip(averaged, means, strict=True):
-                    t.copy_(mean.view(t.shape))
-            del means
-            yield self.model
+            with self._flat.showing(mean):
+                with torch.no_grad():
+                    for t, other in zip(averaged, means, strict=True):
+                        t.copy_(other.view(t.shape))
+                del mean, means
+                yield self.model
         finally:
             self._mean_is_in = False
             with torch.no_grad():
-                try:
-                    keep_attached(self.model, self.layout, self.x)
-                finally:
-                    for t, before in saved:
-                        t.copy_(before)
-                    for name, t in buffers.items():  # one that was replaced comes back
-                        owner, _, key = name.rpartition(".")
-                        self.model.get_submodule(owner)._buffers[key] = t
+                for t, before in saved:
+                    t.copy_(before)
+            for name, t in buffers.items():  # one that was replaced comes back
+                owner, _, key = name.rpartition(".")
+                self.model.get_submodule(owner)._buffers[key] = t
 
     def state_dict(self) -> OuterState:
         """The outer state, to be saved together with your model and optimizer after any step, the same on all workers.
@@ -361,7 +397,7 @@ class Outer(Generic[M]):
             "format": FORMAT,
             "of": dict(self._is_of),
             "start": self._peers.start,
-            "outer": [leaf.clone() for leaf in leaves(self._loop.state)],
+            "outer": [leaf.clone() for leaf in self._outer_state()],
             "under_way": self._loop.state_in_flight(),
             "rounds": self.rounds,
             "steps": self.steps,
@@ -383,7 +419,7 @@ class Outer(Generic[M]):
                 f"a state was given after {self.steps} steps of round {self.rounds}, with {len(self._loop.in_flight)} exchanges "
                 "in flight; load it into a new Outer"
             )
-        mine = leaves(self._loop.state)
+        mine = self._outer_state()
         if isinstance(state, Mapping):
             must_be_of(state, self._is_of)
         try:
@@ -407,9 +443,12 @@ class Outer(Generic[M]):
             own.copy_(other)
         self.rounds, self.steps, self._stops = rounds, steps, []
         self._loaded, self._agreed = state.get("start"), False
-        self._before = None if steps else self._checksum()
+        self._before = None if steps else self._flat.checksum()
         self._watch.begin()
         self._began_at, self._looks = str(self._before), 0 if steps else 3
+
+    def _outer_state(self) -> list[torch.Tensor]:
+        return [*leaves(self._loop.state), *self._flat.kept]
 
     def _sent_by(self, rounds: int, steps: int) -> set[tuple[int, int]]:
         """Round and fragment of what has been sent and not received after so many steps of this round."""
@@ -432,6 +471,7 @@ class Outer(Generic[M]):
         self._closed = True
         self._loop.in_flight.clear()
         self._peers.close()
+        self._siblings.close()
 
     def __enter__(self) -> "Outer[M]":
         return self
@@ -463,8 +503,28 @@ class Outer(Generic[M]):
         until its timeout.
         """
         if not self._agreed:
-            must_continue_alike(self._peers.agree("step", [self.rounds, self.steps, self.local_steps, self._loaded]))
+            with self._siblings.all_or_none("the first step", self.rounds, self.steps):
+                must_continue_alike(
+                    self._peers.agree("step", [self.rounds, self.steps, self.local_steps, self._loaded])
+                )
             self._agreed = True
+
+    def _advance(self) -> None:
+        """Continues what is under way. An error in a shard waits for the next stop, where its siblings learn of it too."""
+        if self._lane.shards == 1:
+            return self._loop.advance()
+        try:
+            self._loop.advance()
+        except Exception as error:
+            self._failed = error
+
+    @contextlib.contextmanager
+    def _all_or_none(self, what: str, *numbers: int) -> Iterator[None]:
+        """As of the siblings; raises within what has failed since the last stop."""
+        with self._siblings.all_or_none(what, *numbers):
+            if self._failed is not None:
+                raise self._failed
+            yield
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
@@ -479,15 +539,15 @@ class Outer(Generic[M]):
         """What must hold whenever the flat buffer is sent or overwritten."""
         if self._watched and not self._stops:
             self._watched = False
-            must_not_be_wrapped(self.model, self.ranks)
-        keep_attached(self.model, self.layout, self.x)
+            must_not_be_wrapped(self.model, self._lane.across)
+        self._flat.read()
         if self._looks and self._before is None:
             # Not at the first exchange itself: the others may not have come to its end yet.
             said = self._peers.told("phase")
             self._looks = 0 if warn_of_phases(said, self.n, self._began_at) else self._looks - 1
         if self._before is None:
             return
-        now, lr = self._checksum(), None if self.lr is None else self.lr()
+        now, lr = self._flat.checksum(), None if self.lr is None else self.lr()
         self._peers.tell("phase", [str(now), lr])
         if self._before == now and self._watch.called:
             log.warning(
@@ -497,10 +557,3 @@ class Outer(Generic[M]):
                 self.worker, self.steps,
             )  # fmt: skip
         self._before = None
-
-    def _checksum(self) -> int:
-        return _checksum(self.x)
-
-
-def _checksum(x: torch.Tensor) -> int:
-    return checksum(x.view(torch.uint8))

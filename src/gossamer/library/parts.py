@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, ParamSpec
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec
 
 import torch.distributed as dist
 from typing_extensions import TypedDict
@@ -16,6 +16,9 @@ from gossamer.rounds.compatibility.combine import FITTING
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Rule, make_rule
 from gossamer.topologies import Topology, make_topology
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["LOCAL_STEPS", "OuterMethod", "OuterOptions", "Reduction", "knows_its_words", "ranks_of", "settled_parts"]
 
@@ -38,6 +41,7 @@ class OuterOptions(TypedDict, total=False):
     compile: bool
     process_group: dist.ProcessGroup | None
     rest: Rest
+    mesh: "DeviceMesh | None"
 
 
 _ELSEWHERE = {
@@ -93,7 +97,7 @@ def knows_its_words(init: Callable[P, None]) -> Callable[P, None]:
 
 def settled_parts(
     rule: object, topology: object, codec: object, schedule: object, local_steps: int | None, *, reduction: Reduction,
-    n: int, seed: int,
+    n: int, seed: int, shards: int = 1,
 ) -> Combination:  # fmt: skip
     """The parts that run, with everything that was not given filled in: by the method, or by what fits the rule.
 
@@ -112,7 +116,7 @@ def settled_parts(
     rule = _rule(rule)
     return Combination(
         driver="library", workers=n, rule=rule, topology=_topology(topology, rule, n, seed), codec=_codec(codec),
-        schedule=_schedule(schedule), local_steps=local_steps or LOCAL_STEPS, reduction=reduction,
+        schedule=_schedule(schedule), local_steps=local_steps or LOCAL_STEPS, reduction=reduction, shards=shards,
     )  # fmt: skip
 
 

@@ -21,10 +21,11 @@ from gossamer.codecs import Codec
 from gossamer.errors import PeerError
 from gossamer.layout import Layout
 from gossamer.library.guard import Rest, broadcast, fingerprints, must_be_alike
+from gossamer.library.lane import Lane, outer_store
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.transport.contract import Reduce, Ticket, Transport
 from gossamer.transport.memory import MemoryNetwork
-from gossamer.transport.processes.backend import backend_of, hang_up
+from gossamer.transport.processes.backend import Backend, backend_of, gloo_group, hang_up
 from gossamer.transport.processes.group import GroupTransport, all_reduce
 from gossamer.transport.processes.launch import agree
 from gossamer.transport.processes.member import Member
@@ -51,16 +52,18 @@ class Common(NamedTuple):
 
 
 def common_of(
-    m: Method, layout: Layout, dtype: torch.dtype, *, reduction: str, rest: Rest, local_steps: int, seed: int
+    m: Method, layout: Layout, dtype: torch.dtype, *, reduction: str, rest: Rest, local_steps: int, seed: int, shard: str = ""
 ) -> Common:  # fmt: skip
     """What a worker of this configuration must have in common with the others.
 
     Numbers of local steps may differ, except where messages in flight are counted in steps.
+
+    Args: `shard` says how the parameters lie on the processes of a worker, where it has several.
     """
     shapes = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
     same_steps = m.schedule.overlap_steps or m.rule.delay_rounds
     return Common(
-        f"{len(layout.leaves)} tensors of {layout.numel} numbers in {dtype}, whose names and shapes hash to {shapes}",
+        f"{len(layout.leaves)} tensors of {layout.numel} numbers in {dtype}, whose names and shapes hash to {shapes}{shard}",
         _words(m.rule.name, m.rule.options),
         _words(m.topology.name, m.topology.options),
         f"{_codec(m.codec)}{f' and back {_codec(m.codec.back)}' if m.codec.back else ''}",
@@ -132,23 +135,20 @@ class Peers:
 
     @classmethod
     def of(
-        cls, theirs: dist.ProcessGroup | None, ranks: Sequence[int], common: Common, x: Tensor, others: Mapping[str, Tensor],
+        cls, theirs: dist.ProcessGroup | None, lane: Lane, common: Common, x: Tensor, others: Mapping[str, Tensor],
         *, timeout_s: float,
     ) -> "Peers":  # fmt: skip
         """Meets the other workers: checks that all have the same configuration, and broadcasts what worker 0 starts from.
 
         Args:
             theirs: the user's group, which only says which backend to use.
-            ranks: the workers, as ranks of the default group.
+            lane: of this process; it meets those that hold the same shard of the other workers.
             x: the parameters; they become those of worker 0.
             others: frozen parameters and buffers, compared or broadcast as `common.rest` says.
         Raises: PeerError when workers differ or do not come.
         """
-        backend, place = backend_of(theirs), hashlib.sha256(repr([*ranks]).encode()).hexdigest()[:16]
-        # Groups of the same processes have one place in the store; others never read what these write.
-        store = PrefixStore(f"outer/{place}", dist.distributed_c10d._get_default_store())  # it has no public name
-        worker = ranks.index(dist.get_rank())
-        member = Member.at(worker, len(ranks), x.device, store, secret=environment_secret())
+        backend, store = backend_of(theirs), outer_store(lane.across)
+        member = Member.at(lane.worker, lane.n, x.device, store, secret=environment_secret())
         rest = fingerprints(others, numbers=common.rest == "compare") if common.rest != "own" else []
         said = agree(member, "gossamer.Outer", [common, rest, secrets.token_hex(8)], timeout_s=timeout_s)
         must_agree([one[0] if isinstance(one, list) and len(one) == 3 else None for one in said], common)
@@ -156,13 +156,7 @@ class Peers:
         start = str(said[0][2])
         # Of a part of the store for this start: what an earlier Outer of the same workers reported there is not of this one.
         member = member._replace(store=PrefixStore(start, store))
-        group = dist.new_group(  # connections of our own, which `close` may close
-            [*ranks],
-            timedelta(seconds=timeout_s),
-            backend,
-            use_local_synchronization=len(ranks) < dist.get_world_size(),
-        )
-        assert isinstance(group, dist.ProcessGroup)  # every worker is in it
+        group = _group_of(backend, member, lane, timeout_s)
         run = int(hashlib.sha256(repr(common).encode()).hexdigest()[:16], 16)
         transport = GroupTransport(member, run=run, timeout_s=timeout_s, group=group)
         reduce = all_reduce(timeout_s, group) if common.reduction == "all_reduce" else None
@@ -222,8 +216,20 @@ class Peers:
         self._hang_up()
 
     def _hang_up(self) -> None:
-        if self._group is not None and dist.is_initialized():
+        if self._group is not None and (backend_of(self._group) == "gloo" or dist.is_initialized()):
             hang_up(self._group)
-            dist.destroy_process_group(self._group)
+            if backend_of(self._group) == "nccl":
+                dist.destroy_process_group(self._group)
         self._group = None
         atexit.unregister(self._hang_up)
+
+
+def _group_of(backend: Backend, member: Member, lane: Lane, timeout_s: float) -> dist.ProcessGroup:
+    """Connections of our own, which `close` may close."""
+    if backend == "gloo":
+        return gloo_group(PrefixStore("lane", member.store), member.worker, member.workers, timeout_s)
+    group = dist.new_group(
+        [*lane.across], timedelta(seconds=timeout_s), backend, use_local_synchronization=lane.n < dist.get_world_size()
+    )
+    assert isinstance(group, dist.ProcessGroup)  # every worker is in it
+    return group

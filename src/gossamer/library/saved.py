@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 from torch import Tensor
 
 from gossamer.errors import CheckpointError, PeerError
+from gossamer.library.lane import Lane
 from gossamer.library.peers import Common
 from gossamer.rounds.loop import InFlight
 from gossamer.rules import Rule
@@ -37,15 +38,16 @@ class OuterState(TypedDict):
     """Inner steps since the last round ended."""
 
 
-def what_it_is_of(common: Common, rule: Rule, *, worker: int, workers: int, local_steps: int) -> dict[str, str]:
+def what_it_is_of(common: Common, rule: Rule, lane: Lane, *, local_steps: int) -> dict[str, str]:
     """What must be the same where a state is saved and where it is loaded, in words."""
     return {
+        **({"shard": f"{lane.shard} of {lane.shards}"} if lane.shards > 1 else {}),
         "model": common.model,
         "rule": rule.name,
         **{f"rule option {key}": repr(value) for key, value in rule.options.items()},
         "topology": common.topology,
-        "workers": str(workers),
-        "worker": str(worker),
+        "workers": str(lane.n),
+        "worker": str(lane.worker),
         "codec": common.codec,
         "schedule": common.schedule,
         "local steps": str(local_steps),
@@ -76,7 +78,11 @@ def must_be_of(state: Mapping[str, Any], mine: Mapping[str, str]) -> None:
             f"the outer state names the start it is of by {start!r:.40}, and Outer.state_dict by a short text; load one that was "
             "saved whole"
         )
-    for key in [*mine, *(key for key in theirs if key not in mine)]:
+    for key in [
+        "shard",
+        *mine,
+        *(key for key in theirs if key not in mine),
+    ]:  # that first, as it changes what a model is
         had, has = theirs.get(key, "none"), mine.get(key, "none")
         if had != has and key != _CHANGEABLE:
             raise CheckpointError(

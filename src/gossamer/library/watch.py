@@ -4,8 +4,6 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
-
 from gossamer.errors import PeerError
 
 __all__ = ["Watch", "explained", "warn_of_phases"]
@@ -19,20 +17,20 @@ class Watch:
     It knows nothing of its `Outer`, so that it can look on when that is forgotten and collected.
 
     Args:
-        checksum: of the parameters.
+        checksum: takes that of the parameters as they are.
         local_steps: of a round.
     """
 
-    def __init__(self, worker: int, x: Tensor, checksum: Callable[[Tensor], int], local_steps: int) -> None:
-        self._worker, self._x, self._checksum, self._local_steps = worker, x, checksum, local_steps
-        self._start = checksum(x)
+    def __init__(self, worker: int, checksum: Callable[[], int], local_steps: int) -> None:
+        self._worker, self._checksum, self._local_steps = worker, checksum, local_steps
+        self._start = checksum()
         self.quiet = False
         """Whether nothing more is to be said: it has been, or an error ends the loop."""
         self.exchanged = self.called = False
 
     def begin(self) -> None:
         """Looks at the parameters again, which somebody has loaded."""
-        self._start = self._checksum(self._x)
+        self._start = self._checksum()
 
     def end(self, steps: int = 0) -> None:
         """Warns once when training ended with steps that were never exchanged, or never counted.
@@ -49,7 +47,7 @@ class Watch:
                 self._worker, steps, self._local_steps,
                 "" if self.exchanged else ", and no round ended at all, so that it has trained apart from the others",
             )  # fmt: skip
-        elif not self.called and self._checksum(self._x) != self._start:
+        elif not self.called and self._checksum() != self._start:
             self.quiet = True
             log.warning(
                 "the parameters of worker %d have changed and outer.step() was never called, so that it has trained apart from "

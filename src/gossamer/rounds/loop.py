@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
+from gossamer import rng
 from gossamer.codecs import exact, fitted
 from gossamer.codecs.message import owners_share
 from gossamer.layout import Layout
@@ -59,15 +60,17 @@ class OuterLoop:
             be changed between two rounds.
         reduce: the backend's own sum over all workers, see `Setup`.
         together: takes means once for all workers, where all are in this process, see `Setup`.
+        shard: which of its worker's shards the vectors are of; codecs draw other numbers for each.
     """
 
     def __init__(
         self, m: Method, transport: Transport, parts: Sequence[tuple[Tensor, Layout]], *, local_steps: int, full_steps: int,
-        seed: int, reduce: Reduce | None = None, together: Together | None = None,
+        seed: int, reduce: Reduce | None = None, together: Together | None = None, shard: int = 0,
     ):  # fmt: skip
         self.method, self.worker = m, transport.worker
         self.local_steps, self.full_steps = local_steps, full_steps
         self._updates, self._topology_of = topology_of_updates(m.rule, m.topology.n, seed), m.topology_of(seed)
+        draws = rng.key(seed, shard, "shard") if shard else seed
         averaging = local_sgd() if m.topology.everyone else gossip()
         halves = m.rule.site == "parameters" and parts[0][0].dtype in HALVES
         rule = with_master(m.rule) if halves else m.rule
@@ -83,11 +86,11 @@ class OuterLoop:
                 overlap_steps = rule.delay_rounds * full_steps + m.schedule.overlap_steps
                 codec = fitted(m.codec, layout)
                 setup = Setup(
-                    rule, codec, transport, part, seed, m.kernel, reduce, together, overlap_steps, m.schedule.merge,
+                    rule, codec, transport, part, draws, m.kernel, reduce, together, overlap_steps, m.schedule.merge,
                     m.schedule.merge_strength,
                 )  # fmt: skip
             else:
-                setup = Setup(averaging, exact(), transport, part, seed, m.kernel, reduce, together)
+                setup = Setup(averaging, exact(), transport, part, draws, m.kernel, reduce, together)
             mixing = m.topology.mixing(0, self.alive(0, p))
             s = initial_state(setup.rule, mixing, x, self._context(0, part, mixing))
             self.fragments.append(setup._replace(part=part._replace(s=s)))

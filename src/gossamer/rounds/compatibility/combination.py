@@ -58,6 +58,8 @@ class Combination(NamedTuple):
     """As in `run.ghost_rounds`."""
     stages: int = 1
     """As in `pipeline.stages`."""
+    shards: int = 1
+    """Processes of each worker in somebody else's loop, as in `Outer(mesh=...)`."""
     partly: bool = False
     """Whether `pipeline.workers` leaves some replicas whole."""
     scattered: bool = False

@@ -15,6 +15,7 @@ from gossamer.rounds.compatibility.combination import INSTEAD, Combination, Inco
 from gossamer.rounds.compatibility.elastic_runs import ELASTIC
 from gossamer.rounds.compatibility.expert_models import EXPERTS
 from gossamer.rounds.compatibility.foreign_loops import OWN_LOOP
+from gossamer.rounds.compatibility.sharded_workers import SHARDS
 from gossamer.rounds.compatibility.staged_models import STAGES
 from gossamer.topologies.mixing import pull
 
@@ -440,6 +441,6 @@ _ASYNCHRONOUS = (
 )
 
 INCOMPATIBILITIES: tuple[Incompatibility, ...] = (
-    *_TABLES, *OWN_LOOP, *_ASYNCHRONOUS, *ELASTIC, *STAGES, *BATCHED, *EXPERTS, *ADAPTING, *_SCHEDULE, *_RULES,
+    *_TABLES, *OWN_LOOP, *_ASYNCHRONOUS, *ELASTIC, *STAGES, *SHARDS, *BATCHED, *EXPERTS, *ADAPTING, *_SCHEDULE, *_RULES,
 )  # fmt: skip
 """Every combination that cannot work; if several apply, the first is reported."""

@@ -13,15 +13,29 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from gossamer.errors import ConfigError
 from gossamer.rng import key
 from gossamer.transport.processes.board import THREADS
 
-__all__ = ["Backend", "backend_of", "block", "carrier_in", "follow", "hang_up", "hold", "poll"]
+__all__ = [
+    "Backend",
+    "backend_of",
+    "block",
+    "carrier_in",
+    "follow",
+    "gloo_group",
+    "hang_up",
+    "hold",
+    "poll",
+    "whole_of",
+]
 
 Backend = Literal["gloo", "nccl"]
 FOREVER = timedelta(days=365)
+OWN = "gossamer's own"
+"""Describes the groups of `gloo_group`, which torch's registry does not know."""
 LIFELINE = key(0, "lifeline") >> 32
 """The tag of the receive that nobody answers."""
 
@@ -68,7 +82,33 @@ follow = _FOLLOWERS.start
 
 def backend_of(group: dist.ProcessGroup | None = None) -> Backend:
     """What carries the messages of a group, however it was made; `carrier_in` says how it is chosen."""
+    if group is not None and group.group_desc == OWN:
+        return "gloo"
     return carrier_in(dist.get_backend_config(group))
+
+
+def whole_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group itself, or the default one; torch's functions take registered groups only, and its groups have their methods."""
+    whole = group or dist.group.WORLD
+    assert whole is not None
+    return whole
+
+
+def gloo_group(store: Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
+    """A group of gloo that nobody else knows, of processes that have a store in common and need not be in one world.
+
+    torch's `new_group` names a group of some ranks by how many groups a process is in, so that processes with unlike pasts wait
+    for each other in vain.
+
+    Args: `store` is for this group alone.
+    Raises: RuntimeError when the others do not come within `timeout_s`.
+    """
+    backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    group._set_group_desc(OWN)
+    return group
 
 
 def carrier_in(config: str) -> Backend:
@@ -100,7 +140,8 @@ def hang_up(group: dist.ProcessGroup | None = None, limit_s: float = 2.0) -> boo
         was lost amid its bytes never comes back.
     """
     if backend_of(group) == "gloo":
-        for peer in set(range(dist.get_world_size(group))) - {dist.get_rank(group)}:
+        whole = whole_of(group)
+        for peer in {*range(whole.size())} - {whole.rank()}:
             # A wait that times out closes all connections, but one that ends because this peer has just left closes
             # none: so every peer has its turn. A receive on a closed connection fails at once.
             with contextlib.suppress(RuntimeError):
@@ -115,9 +156,7 @@ def hang_up(group: dist.ProcessGroup | None = None, limit_s: float = 2.0) -> boo
 
 def hold(peer: int, group: dist.ProcessGroup | None) -> dist.Work:
     """A receive that nobody answers; it fails when the connection to this peer, a rank of the group, is lost."""
-    lifeline = dist.irecv(torch.empty(1, dtype=torch.uint8), group=group, tag=LIFELINE, group_src=peer)
-    assert lifeline is not None
-    return lifeline
+    return whole_of(group).recv([torch.empty(1, dtype=torch.uint8)], peer, LIFELINE)
 
 
 def block(work: dist.Work) -> None:

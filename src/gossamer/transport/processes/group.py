@@ -39,7 +39,7 @@ from gossamer.errors import PeerError, TransportError, first_line
 from gossamer.layout import Reused
 from gossamer.transport import wire
 from gossamer.transport.contract import Delivery, Reduce, Ticket, Wait
-from gossamer.transport.processes.backend import backend_of, block, follow, hold, poll
+from gossamer.transport.processes.backend import backend_of, block, follow, hold, poll, whole_of
 from gossamer.transport.processes.board import THREADS
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.waiting import PeerWait
@@ -90,13 +90,22 @@ class _Landing(NamedTuple):
             )
 
 
+class _Transfer(NamedTuple):
+    """One tensor on its way."""
+
+    way: Way
+    tensor: Tensor
+    rank: int
+    tag: int
+
+
 class _Exchange:
     """The transfers of one ticket."""
 
     def __init__(self) -> None:
         self.landings: dict[int, _Landing] = {}
         self.pending: set[tuple[Way, int]] = set()
-        self.batch: list[dist.P2POp] = []
+        self.batch: list[_Transfer] = []
         self.gathered: set[tuple[Way, int]] = set()
         """Transfers that will start together; `batch` has their operations."""
         self.failure: tuple[int, Exception] | None = None
@@ -238,15 +247,14 @@ class GroupTransport:
         if peer not in self._lifelines and not self._batched:
             self._lifelines.add(peer)
             threading.Thread(target=self._hold_lifeline, args=(peer,), name=THREADS, daemon=True).start()
-        transfer = dist.irecv if way == "from" else dist.isend
         rank = self._member.rank_of(peer)
         header_tag, payload_tag = wire.tags(self._run, ticket, payload.numel(), self._member.part)
         with self._news:
             exchange.pending.add((way, peer))
         exchange.gathered.add((way, peer))
-        exchange.batch.append(dist.P2POp(transfer, header, None, self._group, header_tag, rank))
+        exchange.batch.append(_Transfer(way, header, rank, header_tag))
         if payload.numel():
-            exchange.batch.append(dist.P2POp(transfer, payload, None, self._group, payload_tag, rank))
+            exchange.batch.append(_Transfer(way, payload, rank, payload_tag))
         if not self._batched:
             self._launch(exchange)
 
@@ -258,11 +266,22 @@ class GroupTransport:
             return
         landings = [exchange.landings[peer] for way, peer in transfers if way == "from"]
         try:
-            works = dist.batch_isend_irecv(batch)
+            works = self._together(batch) if self._batched else [self._alone(transfer) for transfer in batch]
         except RuntimeError as error:  # gloo raises at once when the connection was lost before
             self._settle(exchange, transfers, error)
             return
         follow(functools.partial(self._follow, exchange, transfers, landings, works, batch))
+
+    def _alone(self, transfer: _Transfer) -> dist.Work:
+        way, tensor, rank, tag = transfer
+        group = whole_of(self._group)
+        return group.recv([tensor], rank, tag) if way == "from" else group.send([tensor], rank, tag)
+
+    def _together(self, batch: Sequence[_Transfer]) -> list[dist.Work]:
+        ways = {"from": dist.irecv, "to": dist.isend}
+        return dist.batch_isend_irecv(
+            [dist.P2POp(ways[way], tensor, None, self._group, tag, rank) for way, tensor, rank, tag in batch]
+        )
 
     def _follow(
         self,
@@ -270,7 +289,7 @@ class GroupTransport:
         transfers: set[tuple[Way, int]],
         landings: list[_Landing],
         works: list[dist.Work],
-        _memory: list[dist.P2POp],
+        _memory: list[_Transfer],
     ) -> None:
         """Waits for transfers and checks what arrives; keeps their memory alive as long as it may be written to."""
         try:
@@ -337,15 +356,15 @@ def all_reduce(timeout_s: float, group: dist.ProcessGroup | None = None) -> Redu
     Cost: a global barrier; 2(n-1)/n of the frames per worker where the backend uses a ring.
     """
 
+    whole = whole_of(group)
+
     def reduce(frames: Sequence[Tensor], ticket: Ticket) -> None:
         try:
             for frame in frames:
-                work = dist.all_reduce(frame, group=group, async_op=True)
-                assert work is not None
-                work.wait(timedelta(seconds=timeout_s))
+                whole.allreduce(frame).wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise PeerError(
-                f"the all-reduce of round {ticket.round} failed on worker {dist.get_rank(group)} "
+                f"the all-reduce of round {ticket.round} failed on worker {whole.rank()} "
                 f'({first_line(error)}); look at the logs of the others, or set reduction = "ordered" to '
                 "learn which worker fails"
             ) from error

@@ -1,0 +1,97 @@
+"""Parameters that processes share as DTensors: local parts and meshes, without an import that costs all others a second."""
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, cast
+
+from torch import Tensor, nn
+
+from gossamer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["as_dtensor", "bare_name", "copied_over", "local", "mesh_of", "processes_of", "reshard"]
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What torch.compile and activation checkpointing put into the names of parameters."""
+
+
+def as_dtensor(t: Tensor) -> "DTensor | None":
+    """The tensor, if it is a DTensor; there are none where nobody has imported their module."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return cast("DTensor", t) if module is not None and isinstance(t, module.DTensor) else None
+
+
+def local(t: Tensor) -> Tensor:
+    """What this process has of a tensor, in the same memory and without a gradient."""
+    shared = as_dtensor(t)
+    return (t if shared is None else shared.to_local()).detach()
+
+
+def bare_name(name: str) -> str:
+    """The name of a parameter without wrappers, which some processes may have and others not.
+
+    >>> bare_name("_orig_mod.layers.0._checkpoint_wrapped_module.up.weight")
+    'layers.0.up.weight'
+    """
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def copied_over(t: Tensor) -> tuple[int, ...]:
+    """The dimensions of its mesh along which processes have copies of the same part; none for a plain tensor."""
+    shared = as_dtensor(t)
+    if shared is None:
+        return ()
+    sizes = shared.device_mesh.shape
+    return tuple(d for d, place in enumerate(shared.placements) if place.is_replicate() and sizes[d] > 1)
+
+
+def reshard(model: nn.Module) -> None:
+    """Lets FSDP2 forget what it has gathered: after a forward pass without a backward that is kept, and would be old."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    if module is not None:
+        for one in model.modules():
+            if isinstance(one, module.FSDPModule):
+                cast("FSDPModule", one).reshard()
+
+
+def processes_of(mesh: "DeviceMesh") -> list[int]:
+    """The ranks of a mesh, row by row."""
+    return [int(rank) for rank in mesh.mesh.flatten().tolist()]
+
+
+def mesh_of(parameters: Iterable[tuple[str, Tensor]], given: "DeviceMesh | None") -> "DeviceMesh | None":
+    """The mesh of one worker: what was given, or the largest of its parameters; None for a worker that is one process.
+
+    Raises: ConfigError for a given mesh that this process is not in, or a parameter that lies on other processes too.
+    """
+    found = given
+    shared = [(name, d) for name, t in parameters if (d := as_dtensor(t)) is not None]
+    for _, t in shared if given is None else ():
+        if found is None or t.device_mesh.size() > found.size():
+            found = t.device_mesh
+    if found is None:
+        return None
+    if found.get_coordinate() is None:
+        raise ConfigError(
+            f"Outer got a mesh of the processes {processes_of(found)}, and this process is none of them; give the mesh of its "
+            "own worker, such as mesh['shard']"
+        )
+    own = {*processes_of(found)}
+    for name, t in shared:
+        if not own.issuperset(theirs := processes_of(t.device_mesh)):
+            raise ConfigError(
+                f"parameter '{name}' lies on the processes {theirs}, and the mesh of its worker has {sorted(own)}; give "
+                "Outer(mesh=...) the mesh of all processes of one worker"
+            )
+        if any(place.is_partial() for place in t.placements):
+            raise ConfigError(
+                f"parameter '{name}' is a sum that no process has whole ({t.placements}); redistribute it to Shard or Replicate "
+                "before Outer is made"
+            )
+    return found

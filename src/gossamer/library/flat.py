@@ -1,0 +1,293 @@
+"""What an `Outer` holds of a model: one flat vector, which is the memory of its parameters, or a copy of them."""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gossamer.codecs import Codec
+from gossamer.errors import ConfigError
+from gossamer.layout import Layout, Leaf, arrange, attach, keep_attached, layout_of
+from gossamer.library.dtensors import as_dtensor, bare_name, copied_over, local, reshard
+from gossamer.rounds.schedule import Schedule
+from gossamer.transport.wire import checksum
+
+__all__ = ["Flat", "flat_of", "must_carry_copies"]
+
+
+class Flat(Protocol):
+    """The trainable parameters of a model as one flat vector."""
+
+    x: Tensor
+    layout: Layout
+    spans: tuple[tuple[int, int], ...]
+    """The slices of `x` that are the fragments of a schedule."""
+    words: str
+    """How the parameters lie on the processes of a worker, to be compared between workers; empty for a worker of one."""
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """What belongs to the outer state beside that of the rule."""
+        ...
+
+    def read(self) -> None:
+        """Lets `x` be what the parameters are now. Raises: ConfigError for a model that is not what it was."""
+        ...
+
+    def write(self) -> None:
+        """Lets the parameters be what `x` is now."""
+        ...
+
+    def showing(self, other: Tensor) -> contextlib.AbstractContextManager[None]:
+        """Lets the parameters be another flat vector for a while; then they are what they were, to the last bit."""
+        ...
+
+    def checksum(self) -> int:
+        """Of the parameters."""
+        ...
+
+
+def flat_of(model: nn.Module, mesh: DeviceMesh | None, schedule: Schedule) -> Flat:
+    """Views where one vector can be the memory of all parameters, else copies: of shards, and of parameters of several dtypes."""
+    kinds = {(p.dtype, as_dtensor(p) is None) for p in model.parameters() if p.requires_grad}
+    if mesh is None and len(kinds) <= 1:
+        return _Views(model, schedule)
+    return _Copies(model, mesh, schedule)
+
+
+def must_carry_copies(codec: Codec, held: Flat, shards: int) -> None:
+    """Raises ConfigError for a lossy codec where processes of a worker may each exchange a copy of the same: they would part."""
+    alike = codec.exact or (codec.blockwise == 1 and not codec.draws)
+    plain = held.plain if isinstance(held, _Copies) else []
+    if shards > 1 and plain and not alike:
+        raise ConfigError(
+            f"codec '{codec.name}' cuts or draws what each of the {shards} processes of a worker sends, and {len(plain)} "
+            f"parameters are plain tensors (the first is '{plain[0]}'), of which processes may have copies that would part; "
+            "shard or replicate all as DTensors, or use a codec such as 'exact' or 'bf16'"
+        )
+
+
+class _Views:
+    """The memory of the parameters, which become views of it."""
+
+    def __init__(self, model: nn.Module, schedule: Schedule) -> None:
+        self._model = model
+        self.layout, self.spans = arrange(layout_of(model), schedule.fragments, schedule.pattern)
+        self.x = attach(model, self.layout)
+        self.words = ""
+        self.kept = list[Tensor]()
+
+    def read(self) -> None:
+        """Takes back parameters that have left the vector."""
+        for name, p in self._model.named_parameters():
+            if as_dtensor(p) is not None:
+                raise ConfigError(
+                    f"parameter '{name}' became a DTensor after Outer was made, which counts this process as a whole worker; "
+                    "shard the model before Outer is made"
+                )
+        keep_attached(self._model, self.layout, self.x)
+
+    def write(self) -> None:
+        """Nothing: they are the same."""
+
+    @contextlib.contextmanager
+    def showing(self, other: Tensor) -> Iterator[None]:
+        """As of `Flat`."""
+        before = self.x.clone()
+        try:
+            with torch.no_grad():
+                self.x.copy_(other)
+            yield
+        finally:
+            with torch.no_grad():
+                try:
+                    self.read()
+                finally:
+                    self.x.copy_(before)
+
+    def checksum(self) -> int:
+        """As of `Flat`."""
+        return checksum(self.x.view(torch.uint8))
+
+
+class _Copies:
+    """A flat vector beside the parameters, whose memory belongs to somebody else, as that of FSDP2's shards does.
+
+    It has the local part of each parameter, in their dtype, or in fp32 (fp64) where they have several; then it also keeps what
+    parameters in half precision were before they were rounded. What several processes of the worker have copies of is
+    exchanged by the first of them alone, so that it crosses between workers once, and given to the others inside the worker.
+
+    Args:
+        mesh: of the worker; None for one that is a single process.
+    Cost: one copy of the local parts, and one of those in half precision among others; at each stop two copies of them.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh | None, schedule: Schedule) -> None:
+        self._model = model
+        reshard(model)
+        self._parameters = {bare_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+        if not self._parameters:
+            layout_of(model)  # which says so
+        shapes = list[Leaf]()
+        for name, p in self._parameters.items():
+            start = shapes[-1].stop if shapes else 0
+            shapes.append(Leaf(name, tuple(p.shape), start, start + p.numel()))
+        # Fragments follow from whole tensors: all processes of a worker put the parts of one into the same.
+        whole, spans = arrange(Layout(tuple(shapes), shapes[-1].stop), schedule.fragments, schedule.pattern)
+        self._names = [leaf.name for leaf in whole.leaves]
+        parts = [self._own_part(name) for name in self._names]
+        ends = [0, *accumulate(part.numel() for part in parts)]
+        leaves = [
+            Leaf(name, tuple(part.shape), a, b) for name, part, (a, b) in zip(self._names, parts, pairwise(ends), strict=True)
+        ]  # fmt: skip
+        self.layout = Layout(tuple(leaves), ends[-1])
+        last = [max((k + 1 for k, leaf in enumerate(whole.leaves) if leaf.stop <= b), default=0) for _, b in spans]
+        self.spans = tuple((ends[a], ends[b]) for a, b in pairwise([0, *last]))
+        devices, dtypes = {p.device for p in self._parameters.values()}, {p.dtype for p in self._parameters.values()}
+        if len(devices) > 1:
+            raise ConfigError(
+                f"the trainable parameters of {type(model).__name__} are on {len(devices)} devices ({devices}) in this process; "
+                "one flat buffer needs one: move the model to one, or shard it over processes of one device each"
+            )
+        wide = torch.float64 if torch.float64 in dtypes else torch.float32
+        dtype = dtypes.pop() if len(dtypes) == 1 else wide
+        self.x = torch.empty(ends[-1], dtype=dtype, device=devices.pop())
+        self._views = self._cut(self.x)
+        self._rounded = [k for k, name in enumerate(self._names) if self._parameters[name].dtype != dtype]
+        self.kept = [torch.empty_like(self._views[k]) for k in self._rounded]
+        """What was last written to parameters that round it."""
+        with torch.no_grad():
+            self._copy(self._views, parts)
+            self._keep()
+        self.words = self._in_words(mesh)
+
+    @property
+    def plain(self) -> list[str]:
+        """The parameters that are no DTensors, of which nobody knows whether the processes of a worker have copies or parts."""
+        return [name for name, p in self._parameters.items() if as_dtensor(p) is None]
+
+    def read(self) -> None:
+        """Copies the local parts into the vector."""
+        self._look()
+        with torch.no_grad():
+            parts = [self._own_part(name) for name in self._names]
+            if not self._rounded:
+                return self._copy(self._views, parts)
+            for view, part in zip(self._views, parts, strict=True):
+                view.copy_(part)
+            for k, before in zip(self._rounded, self.kept, strict=True):
+                # What was trained since, added to what it was before it was rounded.
+                self._views[k].copy_(before + (self._views[k] - before.to(parts[k].dtype).to(before.dtype)))
+
+    def write(self) -> None:
+        """Copies the vector into the local parts, and what is gathered of them is forgotten."""
+        with torch.no_grad():
+            self._keep()
+            self._put(self._views)
+
+    @contextlib.contextmanager
+    def showing(self, other: Tensor) -> Iterator[None]:
+        """As of `Flat`."""
+        before = [local(self._parameters[name]).clone() for name in self._names]
+        try:
+            with torch.no_grad():
+                self._put(self._cut(other))
+            yield
+        finally:
+            with torch.no_grad():
+                self._look()
+                self._copy([local(self._parameters[name]) for name in self._names], before)
+                reshard(self._model)
+
+    def checksum(self) -> int:
+        """As of `Flat`."""
+        parts = [self._own_part(name).reshape(-1).contiguous().view(torch.uint8) for name in self._names]
+        return checksum(torch.cat(parts)) if parts else 0
+
+    def _own_part(self, name: str) -> Tensor:
+        """What this process exchanges of a parameter: its local part, or nothing of one that a process before it has too."""
+        p = self._parameters[name]
+        part, shared = local(p), as_dtensor(p)
+        if shared is not None:
+            place = shared.device_mesh.get_coordinate()
+            if place is None or any(place[d] for d in copied_over(shared)):
+                return part.new_empty(0)
+        return part
+
+    def _cut(self, flat: Tensor) -> list[Tensor]:
+        return [flat[leaf.start : leaf.stop].view(leaf.shape) for leaf in self.layout.leaves]
+
+    def _keep(self) -> None:
+        for k, before in zip(self._rounded, self.kept, strict=True):
+            before.copy_(self._views[k])
+
+    def _put(self, views: Sequence[Tensor]) -> None:
+        self._copy([self._own_part(name) for name in self._names], views)
+        self._give_copies()
+        reshard(self._model)
+
+    @staticmethod
+    def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        torch._foreach_copy_([*targets], [*sources])  # pyright: ignore[reportPrivateImportUsage]
+
+    def _give_copies(self) -> None:
+        """Gives the other processes of the worker what this one, or another, has exchanged for all of them."""
+        same = dict[tuple[DeviceMesh, tuple[int, ...], torch.dtype], list[Tensor]]()
+        for name in self._names:
+            shared = as_dtensor(self._parameters[name])
+            if shared is not None and (along := copied_over(shared)):
+                same.setdefault((shared.device_mesh, along, shared.dtype), []).append(local(shared))
+        for (mesh, along, _), parts in same.items():
+            together = torch.cat([part.reshape(-1) for part in parts])
+            for d in along:  # after the first dimension all whose places in the others are zero have it
+                dist.broadcast(together, group=mesh.get_group(d), group_src=0)
+            pieces = together.split([part.numel() for part in parts])
+            self._copy(parts, [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)])
+
+    def _look(self) -> None:
+        """Takes parameters that replaced others, as `load_state_dict(assign=True)` does, and refuses what cannot be one."""
+        reshard(self._model)  # else plain tensors are in the place of what is gathered
+        for name, p in self._model.named_parameters():
+            name = bare_name(name)
+            own = self._parameters.get(name)
+            if own is p:
+                continue
+            if own is None:
+                if p.requires_grad:
+                    raise ConfigError(
+                        f"parameter '{name}' is trainable and was not when Outer was made, so it is not exchanged; make it "
+                        "trainable before Outer is made, and freeze it afterwards for as long as you like"
+                    )
+                continue
+            if _form(p) != _form(own):
+                raise ConfigError(
+                    f"parameter '{name}' is {_form(p)}, and was {_form(own)} when Outer was made; convert, move, resize or "
+                    "shard the model before Outer is made"
+                )
+            self._parameters[name] = p
+
+    def _in_words(self, mesh: DeviceMesh | None) -> str:
+        if mesh is None:
+            return ""
+        places, seen = set[str](), hashlib.sha256()
+        for name in self._names:
+            shared = as_dtensor(self._parameters[name])
+            how = "plain" if shared is None else " ".join(map(str, shared.placements))
+            places.add(how)
+            where = None if shared is None else (tuple(shared.device_mesh.shape), shared.device_mesh.get_coordinate())
+            seen.update(repr((name, tuple(self._parameters[name].shape), how, where)).encode())
+        return (
+            f" at {mesh.get_coordinate()} of a mesh of {[*mesh.shape]}, placed {', '.join(sorted(places))}, hash "
+            f"{seen.hexdigest()[:8]}"
+        )
+
+
+def _form(p: Tensor) -> str:
+    shared = as_dtensor(p)
+    return f"{p.dtype} {[*p.shape]} on {p.device}{'' if shared is None else f' placed {shared.placements}'}"

@@ -1,0 +1,499 @@
+"""Workers of several processes: FSDP2, HSDP and tensor parallelism inside a worker, rounds between workers."""
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import gossamer
+from commands import Command, in_forks
+from gossamer.errors import GossamerError, PeerError
+from gossamer.library.dtensors import local
+from gossamer.rounds.compatibility.combination import Combination
+from gossamer.rounds.compatibility.incompatibilities import faults
+from gossamer.rounds.exchange import Exchange
+from gossamer.rules import RULES
+from gossamer.run.config.recipes import missing
+from gossamer.transport.processes.local import loopback
+
+LOCAL_STEPS = 4
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.silu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Blocks with a tied, a frozen and an uneven tensor, and a buffer."""
+
+    def __init__(self, width: int = 13) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Block(width, 2 * width + 1) for _ in range(3))
+        self.inward, self.outward = nn.Linear(width, width), nn.Linear(width, width)
+        self.outward.weight = self.inward.weight
+        self.layers[1].norm.weight.requires_grad_(False)
+        self.head = nn.Linear(width, 1)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inward(x.to(self.inward.weight.dtype))
+        for layer in self.layers:
+            x = layer(x.to(layer.up.weight.dtype))
+        return self.head(self.outward(x.to(self.outward.weight.dtype)))
+
+
+class Case(NamedTuple):
+    """What is trained, and how it is exchanged."""
+
+    rule: str = "diloco"
+    optimizer: str = "adamw"
+    same: bool = False
+    """Whether both processes of a worker train on the same samples."""
+    options: Mapping[str, Any] = MappingProxyType({})
+    rounds: int = 3
+    half: tuple[str, ...] = ()
+    """Modules that are converted to bf16."""
+    evaluates: bool = False
+    clip: float = 0.0
+    compiles: bool = False
+    mesh: tuple[int, ...] = (2,)
+
+
+CASES = {
+    "diloco, adamw": Case(),
+    "gasloc, sgd": Case("gasloc", "sgd"),
+    "gasloc, adamw, the same samples": Case("gasloc", same=True),
+    "fragments that overlap": Case("gasloc", options={"schedule": gossamer.Schedule(fragments=2, overlap_steps=1)}),
+    "merged": Case(options={"schedule": gossamer.Schedule(fragments=3, overlap_steps=2, merge=0.5)}),
+    "compiled": Case("gossip", compiles=True),
+    "bf16": Case(half=("layers", "inward", "outward", "head")),
+    "some in bf16": Case("gasloc", half=("layers.0", "layers.1")),
+    "codec of elements": Case(options={"codec": "bf16"}),
+    "evaluated between the steps": Case(evaluates=True),
+    "late": Case("eager"),
+    "replicas of shards": Case(mesh=(2, 1), same=True),
+}
+"""These end with the bits of two workers of one process each."""
+NEAR = {"clipped": Case("gasloc", "sgd", clip=0.1, rounds=10)}
+"""The norm of gradients is summed in another order."""
+
+
+def shard(model: Model, mesh: DeviceMesh) -> None:
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def made(case: Case, mesh: DeviceMesh | None = None) -> Model:
+    model = Model()
+    for name in case.half:
+        model.get_submodule(name).to(torch.bfloat16)
+    if case.compiles:
+        model.layers[0].compile(backend="aot_eager")
+    if mesh is not None:
+        shard(model, mesh)
+    return model
+
+
+def optimizer_of(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if case.optimizer == "sgd":
+        return torch.optim.SGD(trained, 1e-2, momentum=0.9)
+    return torch.optim.AdamW(trained, 1e-2, weight_decay=0.1)
+
+
+def train(
+    case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, outer: gossamer.Outer[Any], turns: list[int], steps: range
+) -> None:  # fmt: skip
+    """Steps of one process: it sees the samples of one shard, or those of both, as two halves of a batch."""
+    for step in steps:
+        for turn in turns:
+            draw = torch.Generator().manual_seed(1000 * step + 10 * outer.worker + (0 if case.same else turn))
+            x = torch.randn(8, 13, generator=draw)
+            ((model(x) - x.sin().sum(1, keepdim=True)).square().mean() / len(turns)).backward()
+        if case.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        if case.evaluates:  # FSDP2 leaves the root's parameters gathered
+            with torch.no_grad():
+                model(torch.ones(1, 13))
+        outer.step()
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters()}
+    return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for name, p in named.items()}
+
+
+def outer_of(case: Case, model: nn.Module, **more: Any) -> gossamer.Outer[Any]:
+    return gossamer.Outer(model, case.rule, **{"local_steps": LOCAL_STEPS, "timeout_s": 60, **case.options, **more})
+
+
+class Stage(NamedTuple):
+    """One of four processes: shard 0 or 1 of worker 0 or 1; the first two are also two workers of one process each."""
+
+    rank: int
+    mesh: DeviceMesh
+    two: dist.ProcessGroup
+    folder: Path
+
+    def keep(self, what: str, worker: int, found: object) -> None:
+        torch.save(found, self.folder / f"{what}-{worker}.pt")
+
+    def say(self, words: str) -> None:
+        os.write(1, f"{self.rank} {words}\n".encode())
+
+    def refused(self, what: str, act: Callable[[], object]) -> None:
+        try:
+            act()
+            self.say(f"{what}: let in")
+        except GossamerError as error:
+            self.say(f"{what}: {error}")
+
+
+def same_as_two(stage: Stage, name: str, case: Case) -> None:
+    """The case with sharded workers, and with two of one process each."""
+    steps, site = range(LOCAL_STEPS * case.rounds), stage.mesh["shard"]
+    if len(case.mesh) > 1:
+        site = init_device_mesh("cpu", (2, *case.mesh), mesh_dim_names=("worker", "replica", "shard"))[
+            "replica", "shard"
+        ]
+    model = made(case, site)
+    with outer_of(case, model) as outer:
+        train(case, model, optimizer_of(case, model), outer, [outer.shard], steps)
+        outer.finish()
+        found = whole(model)
+        if outer.shard == 0:
+            stage.keep(name, outer.worker, found)
+        stage.say(f"{name}: sends {outer.metrics().bytes_sent} bytes")
+    if stage.rank < 2:
+        model = made(case)
+        with outer_of(case, model, process_group=stage.two) as outer:
+            train(case, model, optimizer_of(case, model), outer, [0, 1], steps)
+            outer.finish()
+            stage.keep(f"{name}, whole", outer.worker, whole(model))
+            stage.say(f"{name}, whole: sends {outer.metrics().bytes_sent} bytes")
+    dist.barrier()
+
+
+def tensor_parallel(stage: Stage) -> None:
+    """Weights are split, norms are copies: these cross between workers once."""
+    case, steps = Case("gasloc", "sgd", same=True, rounds=10), range(LOCAL_STEPS * 10)
+
+    def small() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Block(13, 26) for _ in range(2)), nn.Linear(13, 1))
+
+    model = small()
+    for block in model[:2]:
+        parallelize_module(block, stage.mesh["shard"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    stage.refused("plain and lossy", lambda: outer_of(case, model, codec="int8"))
+    with outer_of(case, model) as outer:
+        train(case, model, optimizer_of(case, model), outer, [0], steps)
+        if (found := whole(model)) and outer.shard == 0:
+            stage.keep("tensor parallel", outer.worker, found)
+    if stage.rank < 2:
+        model = small()
+        with outer_of(case, model, process_group=stage.two) as outer:
+            train(case, model, optimizer_of(case, model), outer, [0], steps)
+            stage.keep("tensor parallel, whole", outer.worker, whole(model))
+
+
+def pipeline(stage: Stage) -> None:
+    """The processes of a worker have different parameters, which are no DTensors."""
+    shard = stage.mesh.get_local_rank("shard")
+    model = nn.ModuleDict({f"stage{shard}": nn.Linear(3 + shard, 2)})
+    with outer_of(Case("local_sgd"), model, mesh=stage.mesh["shard"], local_steps=1) as outer:
+        with torch.no_grad():
+            for p in model.parameters():
+                p += outer.worker
+        outer.step()
+        stage.keep("pipeline", stage.rank, whole(model))
+
+
+def resumed(stage: Stage) -> None:
+    """Saved within a round, with exchanges in flight, and loaded into new objects."""
+    for name, case in {
+        "resumed": Case("gasloc", options={"schedule": gossamer.Schedule(fragments=2, overlap_steps=3)}),
+        "resumed, some in bf16": Case(half=("layers.0",), options={"schedule": gossamer.Schedule(overlap_steps=2)}),
+    }.items():
+        ends = []
+        model = made(case, stage.mesh["shard"])
+        optimizer = optimizer_of(case, model)
+        with outer_of(case, model) as outer:
+            turns = [outer.shard]
+            train(case, model, optimizer, outer, turns, range(6))
+            saved = copy.deepcopy(
+                {"outer": outer.state_dict(), "optimizer": optimizer.state_dict(), "model": model.state_dict()}
+            )
+            train(case, model, optimizer, outer, turns, range(6, 15))
+            outer.finish()
+            ends.append(whole(model))
+        model = made(case, stage.mesh["shard"])
+        optimizer = optimizer_of(case, model)
+        with outer_of(case, model) as outer:
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            outer.load_state_dict(saved["outer"])
+            train(case, model, optimizer, outer, turns, range(6, 15))
+            outer.finish()
+            ends.append(whole(model))
+        stage.keep(f"{name}, went on", stage.rank, ends[0])
+        stage.keep(name, stage.rank, ends[1])
+        with contextlib.closing(outer_of(case, made(case), process_group=dist.group.WORLD)) as alone:
+            stage.refused(f"{name} by another number", partial(alone.load_state_dict, saved["outer"]))
+
+
+def lent(stage: Stage) -> None:
+    """The mean model is evaluated, and everything is as it was, although FSDP2 has gathered the mean."""
+    case = Case(half=("layers.1",))
+    model = made(case, stage.mesh["shard"])
+    with outer_of(case, model) as outer:
+        train(case, model, optimizer_of(case, model), outer, [outer.shard], range(2))
+        before = whole(model)
+        stage.keep("before the mean", outer.worker, before)
+        with outer.mean_model() as mean, torch.no_grad():
+            mean(torch.ones(1, 13))
+            model.reshard()
+            stage.keep("mean", stage.rank, whole(model))
+            mean(torch.ones(1, 13))
+        after = whole(model)
+        stage.say(f"as before the mean: {all(torch.equal(before[name], after[name]) for name in before)}")
+        steps = outer.common_steps(10 + stage.rank)
+        stage.say(f"common steps: {steps}")
+
+
+def torn(stage: Stage) -> None:
+    """One process loses its peer, in the exchange or between two of them, and no other takes the update."""
+    receive, advance = Exchange.receive, Exchange.advance
+
+    def lost(self: Exchange) -> bool:
+        raise PeerError("the peer of one lane is gone")
+
+    for name, change in {"torn": "receive", "torn before": "advance"}.items():
+        case = Case("gasloc", options={"schedule": gossamer.Schedule(overlap_steps=2)})
+        model = made(case, stage.mesh["shard"])
+        with outer_of(case, model) as outer:
+            optimizer, turns = optimizer_of(case, model), [outer.shard]
+            train(case, model, optimizer, outer, turns, range(4))
+            if stage.rank == 1:
+                setattr(Exchange, change, lost)
+            train(case, model, optimizer, outer, turns, range(4, 5))
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            before = [local(p).clone() for p in model.parameters()]
+            stage.refused(name, outer.step)
+            after = [local(p) for p in model.parameters()]
+            stage.say(f"{name}, updated: {not all(map(torch.equal, before, after))}")
+            dist.barrier()
+        Exchange.receive, Exchange.advance = receive, advance
+
+
+def unlike(stage: Stage) -> None:
+    """What is refused at the start."""
+    refused, case, shards = stage.refused, Case(), stage.mesh["shard"]
+    refused("rule of whole tensors", lambda: gossamer.Outer(made(case, shards), "sparta"))
+    refused("all-reduce", lambda: outer_of(case, made(case, shards), reduction="all_reduce"))
+    refused("chosen", lambda: outer_of(case, made(case, shards), schedule=gossamer.Schedule(fragments=2, sends=2)))
+    first = stage.rank < 2
+    refused("sharded on one side", lambda: outer_of(case, made(case, shards if first else None), timeout_s=5))
+
+    def by_columns() -> nn.Module:
+        torch.manual_seed(0)
+        place = None if first else lambda p: torch.distributed.tensor.Shard(p.ndim - 1)
+        return fully_shard(nn.Linear(12, 12), mesh=shards, shard_placement_fn=place)
+
+    refused("sharded otherwise", lambda: outer_of(case, by_columns()))
+    refused("beyond its mesh", lambda: outer_of(case, made(case, shards), mesh=stage.mesh["worker"]))
+    group = stage.two if first else None
+    if first:
+        refused("beyond its group", lambda: outer_of(case, made(case, stage.mesh["worker"]), process_group=group))
+    dist.barrier()
+    model = made(case, shards)
+    with contextlib.closing(outer_of(case, model)) as outer:
+        model.head = nn.Linear(13, 1)
+        optimizer = torch.optim.SGD(model.layers.parameters(), 0.1)
+        refused("replaced by a plain one", lambda: train(case, model, optimizer, outer, [0], range(4)))
+    dist.barrier()
+    unfrozen = made(case, shards)
+    with contextlib.closing(outer_of(case, unfrozen)) as outer:
+        unfrozen.layers[1].norm.weight.requires_grad_(True)
+        refused("made trainable", lambda: train(case, unfrozen, optimizer_of(case, unfrozen), outer, [0], range(4)))
+
+
+def dying(stage: Stage) -> None:
+    """One process ends, and all others say so within the timeout; the last that happens."""
+    case = Case()
+    model = made(case, stage.mesh["shard"])
+    outer = outer_of(case, model, timeout_s=20)
+    optimizer = optimizer_of(case, model)
+    train(case, model, optimizer, outer, [outer.shard], range(7))
+    if stage.rank == 3:
+        os._exit(0)
+    stage.refused("died", outer.step if stage.rank != 2 else outer.finish)
+    os._exit(0)
+
+
+def one_of_four(rank: int, port: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=PrefixStore("four", store), rank=rank, world_size=4)
+    two = dist.new_group([0, 1])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("worker", "shard"))
+    stage = Stage(rank, mesh, two, folder)
+    for name, case in {**CASES, **NEAR}.items():
+        same_as_two(stage, name, case)
+    for act in (tensor_parallel, pipeline, resumed, lent, torn, unlike, dying):
+        act(stage)
+        dist.barrier()
+
+
+def four(argv: list[str]) -> int:
+    return in_forks(4, lambda rank: one_of_four(rank, int(argv[0]), Path(argv[1])))
+
+
+class Told(NamedTuple):
+    lines: list[str]
+    folder: Path
+
+    def of(self, rank: int, what: str) -> str:
+        [line] = [line for line in self.lines if line.startswith(f"{rank} {what}: ")]
+        return line.partition(": ")[2]
+
+    def kept(self, what: str, worker: int) -> dict[str, torch.Tensor]:
+        return torch.load(self.folder / f"{what}-{worker}.pt", weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """What four processes print and keep that go through all this."""
+    store, folder = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), tmp_path_factory.mktemp("four")
+    code, output = Command(store.port, folder, work=four, GLOO_SOCKET_IFNAME=loopback()).finish()
+    assert code == 0, output
+    return Told(output.splitlines(), folder)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_workers_of_two_shards_end_with_the_bits_of_workers_of_one_process(told, name):
+    for worker in range(2):
+        sharded, one = told.kept(name, worker), told.kept(f"{name}, whole", worker)
+        assert sharded.keys() == one.keys()
+        assert [key for key in one if not torch.equal(sharded[key], one[key])] == []
+    start = dict(made(CASES[name]).named_parameters())
+    assert not torch.equal(one["head.weight"], start["head.weight"])
+
+
+@pytest.mark.parametrize("name", [*NEAR, "tensor parallel"])
+def test_workers_whose_sums_have_another_order_stay_within_rounding(told, name):
+    for worker in range(2):
+        sharded, one = told.kept(name, worker), told.kept(f"{name}, whole", worker)
+        scale = max(float(t.abs().max()) for t in one.values())
+        assert max(float((sharded[key] - one[key]).abs().max()) for key in one) < 1e-6 * scale
+
+
+def test_processes_with_different_parameters_meet_those_that_have_the_same(told):
+    for shard in range(2):
+        one, other = told.kept("pipeline", shard), told.kept("pipeline", 2 + shard)
+        assert all(name.startswith(f"stage{shard}") and torch.equal(t, other[name]) for name, t in one.items())
+
+
+def test_lanes_together_send_the_bytes_of_one_worker_and_replicas_nothing(told):
+    def sent(rank: int, name: str) -> int:
+        return int(told.of(rank, name).split()[1])
+
+    for name in ("diloco, adamw", "gasloc, sgd", "replicas of shards"):
+        assert sent(0, name) + sent(1, name) == sent(0, f"{name}, whole") > 0
+    assert sent(1, "replicas of shards") == sent(3, "replicas of shards") == 0
+
+
+@pytest.mark.parametrize("name", ["resumed", "resumed, some in bf16"])
+def test_shards_resume_within_a_round_to_the_same_bits_and_only_on_their_own_place(told, name):
+    for rank in range(4):
+        again, first = told.kept(name, rank), told.kept(f"{name}, went on", rank)
+        assert [key for key in first if not torch.equal(again[key], first[key])] == []
+        said = told.of(rank, f"{name} by another number")
+        assert f"has shard {rank % 2} of 2 and this Outer none" in said
+
+
+def test_the_mean_model_of_shards_is_that_of_all_and_leaves_nothing_gathered(told):
+    one, other, mean = told.kept("before the mean", 0), told.kept("before the mean", 1), told.kept("mean", 3)
+    for name in one:
+        torch.testing.assert_close(mean[name], (one[name] + other[name]) / 2, rtol=1e-2, atol=1e-3)
+    assert any(not torch.equal(one[name], mean[name]) for name in one)
+    for rank in range(4):
+        assert told.of(rank, "as before the mean") == "True"
+        assert told.of(rank, "common steps") == "10"
+
+
+@pytest.mark.parametrize("name", ["torn", "torn before"])
+def test_a_lane_that_loses_its_peer_keeps_the_update_from_all_shards_of_its_worker(told, name):
+    assert "the peer of one lane is gone" in told.of(1, name)
+    assert "failed in another process of worker 0" in told.of(0, name)
+    assert [told.of(rank, f"{name}, updated") for rank in range(2)] == ["False", "False"]
+
+
+def test_a_process_that_ends_is_missed_by_all_others(told):
+    assert "worker 1" in told.of(1, "died") and "gone" in told.of(2, "died")
+    assert "let in" not in told.of(0, "died")
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        (
+            "rule of whole tensors",
+            "rule 'sparta' looks at whole tensors or at all of them, of which each process has its shard",
+        ),
+        ("all-reduce", "reduction is 'all_reduce', which overwrites one shard before its siblings know"),
+        ("chosen", "schedule.sends is 2, but processes would choose"),
+        (
+            "sharded on one side",
+            "process 0 has a mesh of [2] and process 2 one process; give all workers the same number",
+        ),
+        ("sharded otherwise", "workers 1 differ from worker 0 in model"),
+        ("beyond its mesh", "lies on the processes [0, 1], and the mesh of its worker has [0, 2]"),
+        ("beyond its group", "is on the processes [0, 2], and the process group has [0, 1] only"),
+        ("replaced by a plain one", "parameter 'head.weight' is torch.float32 [1, 13] on cpu, and was"),
+        ("made trainable", "parameter 'layers.1.norm.weight' is trainable and was not when Outer was made"),
+        ("plain and lossy", "codec 'int8' cuts or draws what each of the 2 processes"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_in_a_sentence(told, what, sentence):
+    assert sentence in told.of(0, what)
+
+
+@pytest.mark.parametrize("name", [name for name, make in RULES.items() if not missing(make)])
+def test_every_rule_runs_on_shards_or_is_refused_by_its_name(name):
+    rule = RULES[name]()
+    said = [one for one in faults(Combination(driver="library", rule=rule, shards=2)) if "mesh of 2 processes" in one]
+    assert bool(said) == (not rule.elementwise)
+    assert all(f"rule '{name}'" in one for one in said)
+
+
+def test_parameters_of_several_dtypes_train_with_their_outer_state_in_fp32():
+    case = Case("gasloc", half=("layers.0", "layers.1"), options={"codec": None})
+    model = made(case)
+    with outer_of(case, model) as outer:
+        train(case, model, optimizer_of(case, model), outer, [0, 1], range(9))
+        assert outer.x.dtype == torch.float32 and outer.rounds == 2
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16, torch.float32}
