@@ -187,7 +187,9 @@ def test_a_corrupt_and_a_foreign_checkpoint_are_refused(tmp_path, capsys):
     refused(["simulate", "--resume", tmp_path / "run"], capsys, "run.toml has changed", "restore it", "--out")
     refused(["evaluate", tmp_path / "run"], capsys, "run.toml has changed", "restore it")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    refused(["evaluate", tmp_path / "run"], capsys, "checkpoints of all 3 workers")
+    refused(
+        ["evaluate", tmp_path / "run"], capsys, "is sound for all 3 workers", "worker 0, 1, 2 has no checkpoint of it"
+    )
     refused(["evaluate", tmp_path / "nowhere"], capsys, "nowhere")
 
 

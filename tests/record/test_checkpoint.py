@@ -23,7 +23,7 @@ import dying_saver
 from commands import Command
 from gossamer.errors import CheckpointError
 from gossamer.record import checkpoint
-from gossamer.record.checkpoint import load, newest_common, rewind, rounds, save
+from gossamer.record.checkpoint import load, rewind, rounds, save
 from gossamer.record.tensor_file import TENSOR_TYPES, tensor_bytes, write_tensors
 
 DIGEST = "0123abcd"
@@ -185,7 +185,6 @@ def test_two_generations_of_each_worker_are_kept(tmp_path: Path) -> None:
         for round, worker in [(20, 1), (30, 0), (30, 1), (40, 0)]
         for kind in ("json", "safetensors")
     }
-    assert newest_common([rounds(tmp_path, 0), rounds(tmp_path, 1)]) == 30
 
 
 def test_a_worker_ahead_keeps_all_since_the_round_that_the_slowest_owns(tmp_path: Path) -> None:

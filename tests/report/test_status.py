@@ -21,7 +21,7 @@ from gossamer.record.logs.seconds import RoundSeconds
 from gossamer.record.logs.trace import Entry as TraceEntry
 from gossamer.record.logs.trace import Operation
 from gossamer.report.reading.status import Sighting, run_status, standing_of
-from gossamer.run.bookkeeping.newest_round import to_resume, to_score
+from gossamer.run.bookkeeping.which_round import to_resume, to_score
 from gossamer.run.config.run_file import dump
 from gossamer.run.participant.exit_status import ending
 from gossamer.run.participant.membership_log import changes
@@ -70,8 +70,8 @@ def view_of(answer, size=None, check=None):
 def write_slot(folder, config, slot, rounds, ended=None):
     """What a worker leaves that has trained so many rounds."""
     with (
-        OutcomeWriter(folder, slot) as log,
         RunFolder(folder, dump(config), config.record, worker=slot) as record,
+        OutcomeWriter(folder, slot) as log,
     ):
         log.write(Begun(0, 0, slot, 0, 0))
         for r in range(rounds):

@@ -260,7 +260,7 @@ def test_thousands_of_states_and_facts_of_asynchronous_workers_are_read_or_refus
     state = {
         "x": torch.zeros(2), "outer": [], "inner": {}, "phases": 3, "place": [1, 7, 6], "held": {0: 4}
     }  # fmt: skip
-    fact = ["127.0.0.1:4000", 5, [2, 3, [[0, 4], [1, 6]]]]
+    fact = ["127.0.0.1:4000", 5, [2, 3, [[0, 4], [1, 6]]], [2, [[2, None, None]]]]
     for _ in range(count):
         with contextlib.suppress(CheckpointError):
             found = state_of(swapped(state, draw), 2)

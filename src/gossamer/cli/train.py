@@ -157,7 +157,7 @@ def _train_one(
     elif config.run.elastic:
         from gossamer.run.elastic.elastic_rounds import train_elastic
 
-        train_elastic(config, folder, join=join, resume=resume is not False)
+        train_elastic(config, folder, join=join, resume=resume)
     elif join is not None:
         raise ConfigError(f"--join got '{join}' and run.elastic is false, so nobody can join this run; set it to true")
     elif config.kind == "server":
@@ -175,17 +175,18 @@ def _train_one(
 
 def _result(config: "ResolvedRun", folder: Path, local: int | None, served: ServerOptions) -> dict[str, Any]:
     """The last validations that this process knows of: those of all workers where it has started them, else its own."""
-    from gossamer.record.folder import read_metrics
+    from gossamer.record.branches import read_branches
+    from gossamer.record.folder import newest_evaluation, read_metrics
 
     lines = read_metrics(folder)
     found = {line["worker"]: line["loss"] for line in lines if line["kind"] == "validation" and "worker" in line}
     if local is None:
         me = served.worker if config.kind == "server" else _worker_here(config)
         found = {worker: loss for worker, loss in found.items() if me in (worker, -1)}
-    scored = [line["loss"] for line in lines if line["kind"] == "eval"]
+    scored = newest_evaluation(lines, read_branches(folder))
     return {
         "folder": folder, "name": config.name, "workers": config.workers, "rounds": config.rounds,
-        "loss": scored[-1] if scored else None, "validation": found,
+        "loss": None if scored is None else scored.get("loss"), "validation": found,
     }  # fmt: skip
 
 
@@ -220,18 +221,17 @@ def _start_workers(
 ) -> int:
     """Starts all workers of a run, and its server if it has one, on this machine; or some of them, among those of others."""
     from gossamer.cli import main
-    from gossamer.run.bookkeeping.finished import rounds_in_common
+    from gossamer.run.bookkeeping.which_round import ended, has_ended
     from gossamer.transport.processes.local import run_local, run_served
     from gossamer.transport.secret import folder_secret
 
     goes_on = config.run.elastic or config.kind in ("pair", "no waiting")
     if n != config.workers and not ((goes_on or among) and n < config.workers):
         raise ConfigError(f"--local {n} but the run file has workers = {config.workers}; make them equal")
-    if resume and rounds_in_common(config, folder) == config.rounds:
-        from gossamer.record import checkpoint
+    if resume and has_ended(config, folder):
         from gossamer.record.progress import say
 
-        say(checkpoint.ended(folder, config.rounds))
+        say(ended(folder, config.rounds))
         return 0
     if config.kind == "server":
         again = ["train", str(folder / "run.toml"), "--out", str(folder), "--resume", AUTO]

@@ -1,6 +1,7 @@
 """Branches of a run: what changed when it was resumed with other settings, in `branches.json` of its folder."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ from typing_extensions import TypedDict
 from gossamer.record.whole_files import atomic_write
 from gossamer.settings.schema import RECORD, Records
 
-__all__ = ["Branch", "described", "read_branches", "write_branches"]
+__all__ = ["Branch", "branch_of", "described", "read_branches", "write_branches"]
 
 _FILE = "branches.json"
 
@@ -34,12 +35,22 @@ _BRANCHES = Records[list[Branch]](list[Branch])
 def read_branches(run_folder: Path) -> list[Branch]:
     """The changes of settings of a run, in their order. Raises DataError for a spoilt record."""
     path = run_folder / _FILE
-    return _BRANCHES.parse(path.read_bytes(), str(path)) if path.exists() else []
+    # A link that leads nowhere is a record that cannot be read, and not none.
+    return _BRANCHES.parse(path.read_bytes(), str(path)) if os.path.lexists(path) else []
 
 
 def write_branches(run_folder: Path, branches: Sequence[Branch]) -> None:
     """Puts the changes of settings of a run into its folder, all at once."""
     atomic_write(run_folder / _FILE, json.dumps(branches, indent=1).encode())
+
+
+def branch_of(branches: Sequence[Branch], rounds: int) -> int:
+    """The branch that the last of so many rounds belongs to: how many changes of settings there were before it.
+
+    >>> branch_of([{"round": 4, "digest": "", "changes": {}}], 4), branch_of([{"round": 4, "digest": "", "changes": {}}], 5)
+    (0, 1)
+    """
+    return sum(branch["round"] < rounds for branch in branches)
 
 
 def described(branch: Branch) -> str:

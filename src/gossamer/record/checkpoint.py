@@ -14,7 +14,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import stat
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,18 +34,15 @@ from gossamer.record.whole_files import atomic_write, sync_folder, worker_suffix
 from gossamer.settings.schema import RECORD, Records
 
 __all__ = [
+    "ABSENT",
+    "UNFINISHED",
     "Lineage",
     "check_finite",
-    "common",
     "decoded",
     "encoded",
-    "ended",
     "fault",
+    "faults",
     "load",
-    "newest_common",
-    "newest_sound",
-    "nothing_to_resume",
-    "owned",
     "rewind",
     "rounds",
     "save",
@@ -53,6 +51,12 @@ __all__ = [
 FORMAT = "gossamer checkpoint 1"
 MAX_DEPTH = 100  # of a nested state; an optimizer has five or six
 MAX_MANIFEST_BYTES = 64 << 20  # some 100,000 tensors; a larger one is a mistake or an attack
+ASIDE = "aside"
+"""The folder among the checkpoints with those that a run went back behind because some were damaged."""
+ABSENT = "has no checkpoint of"
+"""What is wrong where one of several that must have saved a generation has not: it may have been stopped before it did."""
+UNFINISHED = "is missing, as if it was lost or its worker was stopped while it saved"
+"""What is wrong with the manifest of a generation that has its tensors."""
 
 
 @with_config(RECORD)
@@ -133,9 +137,8 @@ def save(
         sync_folder(tensor_file.parent)
         atomic_write(manifest, document)
         sync_folder(folder)
-        kept = [
-            *islice((r for r in reversed(_rounds(folder)) if r <= round and _whole(folder, r, worker, digest)), keep)
-        ]
+        before = (r for r in reversed(_rounds(folder)) if r <= round)
+        kept = [*islice((r for r in before if _fault(folder, r, worker, digest) is None), keep)]
         oldest = min(kept) if since is None else min(since, *kept)
         _forget(folder, worker, [r for r in _rounds(folder) if r < oldest])
     except OSError as error:
@@ -158,15 +161,14 @@ def load(folder: Path, round: int, worker: int, digest: str | Lineage) -> Any:
     content = _manifest(manifest, round, worker, digest)
     where = f"checkpoint file '{tensor_file}'"
     instead = f"remove '{manifest}' and resume from an older round"
-    saved = (content["bytes"], content["sha256"])
     try:
-        found = (tensor_file.stat().st_size, _sha256(tensor_file))
+        size, sha256 = _size(tensor_file), _sha256(tensor_file)
     except OSError as error:
-        raise CheckpointError(f"{where} cannot be read: {error.strerror}; {instead}") from error
-    if found != saved:
-        raise CheckpointError(
-            f"{where} has changed: its size in bytes and sha256 were {saved} and now are {found}; {instead}"
-        )
+        raise CheckpointError(f"{where} cannot be read: {error.strerror or error}; {instead}") from error
+    if size != content["bytes"]:
+        raise CheckpointError(f"{where} {_of_another_size(size, content['bytes'])}; {instead}")
+    if sha256 != content["sha256"]:
+        raise CheckpointError(f"{where} has changed: its sha256 was {content['sha256']} and is {sha256}; {instead}")
     try:
         tensors = load_file(tensor_file)
         check_finite(tensors, where)
@@ -182,105 +184,80 @@ def fault(folder: Path, round: int, worker: int, digest: str | Lineage) -> str |
     try:
         load(folder, round, worker, digest)
     except CheckpointError as error:
-        return str(error).partition(";")[0]
+        return _clause(error)
     return None
 
 
-def newest_sound(
-    rounds: Iterable[int], faults: Callable[[int], Sequence[str | None]]
-) -> tuple[int | None, dict[int, str]]:
-    """The newest of these rounds that has no fault, or None; and the first fault of each newer one.
+def faults(folder: Path, worker: int, digest: str | Lineage | None = None) -> dict[int, str | None]:
+    """What is wrong with each generation of which this worker has a file, in one clause that names it, by round, ascending.
 
-    Args: `faults` is called with one round after the other, newest first, until a round has none.
-
-    >>> newest_sound([10, 20, 30], lambda round: [None, "is cut short" if round > 20 else None])
-    (20, {30: 'is cut short'})
+    None stands for one that is complete (of this configuration, if given): it has a sound manifest and a tensor file of the right
+    size, whose content is checked by `load`.
     """
-    skipped: dict[int, str] = {}
-    for round in sorted(rounds, reverse=True):
-        found = next((one for one in faults(round) if one is not None), None)
-        if found is None:
-            return round, skipped
-        skipped[round] = found
-    return None, skipped
+    found = {round: _fault(folder, round, worker, digest) for round in _rounds(folder)}
+    return {round: why for round, why in found.items() if why != ""}
 
 
 def rounds(folder: Path, worker: int, digest: str | Lineage | None = None) -> list[int]:
-    """The rounds of which this worker has a complete generation (of this configuration, if given), ascending.
-
-    Complete means a sound manifest and a tensor file of the right size; its content is checked by `load`.
-    """
-    return [round for round in _rounds(folder) if _whole(folder, round, worker, digest)]
+    """The rounds of which this worker has a complete generation, ascending; see `faults`, which has the others as well."""
+    return [round for round, why in faults(folder, worker, digest).items() if why is None]
 
 
-def _whole(folder: Path, round: int, worker: int, digest: str | Lineage | None) -> bool:
-    """Whether a generation is complete, as `rounds` has it."""
+def _fault(folder: Path, round: int, worker: int, digest: str | Lineage | None) -> str | None:
+    """As `faults` has it; empty where no file is there."""
     manifest, tensor_file = _paths(folder, round, worker)
-    with contextlib.suppress(CheckpointError, OSError):
-        return tensor_file.stat().st_size == _manifest(manifest, round, worker, digest)["bytes"]
-    return False
+    # A link that leads nowhere, as to a disk that is not mounted, is a file that cannot be read, and not none.
+    if not os.path.lexists(manifest):
+        return f"checkpoint file '{manifest}' {UNFINISHED}" if os.path.lexists(tensor_file) else ""
+    try:
+        saved, size = _manifest(manifest, round, worker, digest)["bytes"], _size(tensor_file)
+    except CheckpointError as error:
+        return _clause(error)
+    except OSError as error:
+        return f"checkpoint file '{tensor_file}' cannot be read: {error.strerror or error}"
+    return None if size == saved else f"checkpoint file '{tensor_file}' {_of_another_size(size, saved)}"
 
 
-def common(lists: Sequence[Sequence[int]]) -> list[int]:
-    """The rounds in all of these lists, one per worker, ascending."""
-    return sorted(set(lists[0]).intersection(*lists[1:])) if lists else []
+def _size(path: Path) -> int:
+    """The bytes of a file. Raises OSError, also for what is no file."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError("it is no file")
+    return found.st_size
 
 
-def newest_common(lists: Sequence[Sequence[int]]) -> int | None:
-    """The newest round in all of these lists, one per worker; None when there is none.
-
-    >>> newest_common([[80, 100], [100, 120], [100]]), newest_common([[100], []])
-    (100, None)
-    """
-    return max(common(lists), default=None)
+def _of_another_size(size: int, saved: int) -> str:
+    return (
+        f"is cut short: it has {size} of {saved} bytes" if size < saved else f"has changed from {saved} to {size} bytes"
+    )
 
 
-def owned(folder: Path, owners: Iterable[int], digest: str | Lineage) -> list[list[int]]:
-    """The rounds of this configuration that each owner has a complete generation of here, one list per owner."""
-    return [rounds(folder, owner, digest) for owner in owners]
+def _clause(error: CheckpointError) -> str:
+    """What is wrong, without what to do."""
+    return str(error).partition(";")[0]
 
 
-def nothing_to_resume(
-    folder: Path, owners: Iterable[int], owned: Sequence[Sequence[int]], skipped: Mapping[int, str] | None = None
-) -> CheckpointError:
-    """Why a run cannot be resumed from this folder, where no round of its configuration has checkpoints of all owners.
-
-    Args:
-        owners: those whose checkpoints should be here.
-        owned: the rounds of this configuration, one list per owner, those on other machines too.
-        skipped: the rounds that all owners have, each with its fault.
-    """
-    if skipped:
-        found = "; ".join(f"round {round}: {why}" for round, why in skipped.items())
-        return CheckpointError(
-            f"no checkpoint of '{folder}' is sound ({found}); bring sound files back, or start again with another --out"
-        )
-    if any(owned):
-        return CheckpointError(
-            f"no round has checkpoints of all workers (they own {[*map(list, owned)]}); bring the files of '{folder}' back, or "
-            "start again with another --out"
-        )
-    if any(rounds(folder, owner) for owner in owners):
-        return CheckpointError(
-            f"run.toml has changed since the checkpoints in '{folder}' were written; restore it, or start again with another "
-            "--out"
-        )
-    return CheckpointError(f"'{folder}' has no checkpoints to resume from; start again with another --out")
-
-
-def ended(folder: Path, rounds: int, *, kept: bool = True) -> str:
-    """The message for a resumed run that has already ended, and whose checkpoints were `kept`."""
-    scores = f"gossamer evaluate {folder} scores it" if kept else f"gossamer report {folder} shows it"
-    return f"the run has ended after {rounds} rounds; {scores}"
-
-
-def rewind(folder: Path, round: int, worker: int) -> None:
+def rewind(folder: Path, round: int, worker: int, *, aside: bool = False) -> None:
     """Removes this worker's generations after `round`, from which it resumes.
 
     Otherwise a worker that was ahead would keep such a generation until it reaches that round again, and the next resume could
     combine it with newly computed ones of the others. Call it once all workers know the round that they resume from.
+
+    Args: `aside` moves them into the folder 'aside' instead, where nothing looks for them: what cannot be read today, as its
+        disk is away, may be sound, and with it the generation of all workers.
     """
-    _forget(folder, worker, [r for r in _rounds(folder) if r > round])
+    gone = [r for r in _rounds(folder) if r > round]
+    if not aside:
+        _forget(folder, worker, gone)
+        return
+    for old in gone:
+        for path in _paths(folder, old, worker):
+            if os.path.lexists(path):
+                target = folder / ASIDE / path.parent.name / path.name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(path, target)
+        with contextlib.suppress(OSError):  # as in `_forget`
+            _paths(folder, old, worker)[0].parent.rmdir()
 
 
 def check_finite(tensors: Mapping[str, Tensor], whose: str) -> None:

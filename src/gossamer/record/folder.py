@@ -2,7 +2,7 @@
 
 ```
 run.toml              the resolved configuration
-metrics[-003].jsonl   one JSON object a line; with a worker's number in a real run
+metrics[-003].jsonl   one JSON object a line; with a worker's number in a real run, "evaluated" of `gossamer evaluate`
 trace[-003].jsonl     see `gossamer.record.logs.trace`
 seconds[-003].jsonl   see `gossamer.record.logs.seconds`
 stages[-003-1].jsonl  see `gossamer.record.logs.stage_seconds`
@@ -18,14 +18,15 @@ initial values has round -1 and step 0. A number that is not finite is written a
 * `{"kind":"eval","round":r,"step":s,"tokens":t,"loss":x,"worker_losses":[...],"disagreement":d}`: validation loss of
   the mean model and that of each worker's own, the tokens of all workers, and how far the workers are apart,
   `d = sqrt(mean_i |x_i - x_mean|² / P)` over P parameters; their list is empty without `run.eval_workers`; with `run.eval_js`
-  also `"js_divergence":j`, how far their predictions are apart, in nats.
+  also `"js_divergence":j`, how far their predictions are apart, in nats. That of an evaluation afterwards has `"branch":b`, the
+  number of changes of settings before its round: it counts as long as the run has not gone back behind another change.
 * `{"kind":"validation","round":r,"worker":i,"step":s,"tokens":t,"loss":x}`: the same of a real worker's own model.
 * `{"kind":"alignment","round":r,"alignment":a,"persistence":c}` with `record.alignment`: how far the workers' pseudo-gradients
   Δ_i of a round agree, `a = |mean Δ_i|² / mean |Δ_i|²`, and the cosine of mean Δ_i and that of the round before, or null.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +36,7 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from gossamer.errors import ConfigError
+from gossamer.record.branches import Branch, branch_of, read_branches
 from gossamer.record.dashboards.loggers import Dashboards
 from gossamer.record.dashboards.prometheus import Exporter
 from gossamer.record.jsonl import json_line, json_lines, keep_before
@@ -46,7 +48,18 @@ from gossamer.record.whole_files import Appender, atomic_write, make_folder, wor
 from gossamer.settings.fields import AtLeastOne
 from gossamer.settings.schema import RECORD, Records, settings
 
-__all__ = ["RecordConfig", "RunFolder", "Unrecorded", "finite", "metrics_line", "read_metrics", "run_file"]
+__all__ = [
+    "RecordConfig",
+    "RunFolder",
+    "Unrecorded",
+    "finite",
+    "is_of_its_branch",
+    "metrics_line",
+    "newest_evaluation",
+    "note_evaluation",
+    "read_metrics",
+    "run_file",
+]
 
 
 @settings("record")
@@ -92,6 +105,7 @@ class _Metric(TypedDict):
 
 _LATER = 2**31
 """Above each round."""
+_EVALUATED = "metrics-evaluated.jsonl"
 _METRICS = Records[_Metric](_Metric)
 
 
@@ -130,15 +144,8 @@ class RunFolder:
         self._trace_path = self.path / f"trace{suffix}.jsonl"
         self._seconds_path = self.path / f"seconds{suffix}.jsonl"
         self._machines_path = self.path / f"machines{suffix}.jsonl"
-        # Workers of one run start at different times, so the files of other workers may be there, those of a simulation not.
-        others = "-*" if worker is None else ""
-        foreign = [path for kind in ("metrics", "trace") for path in sorted(self.path.glob(f"{kind}{others}.jsonl"))]
-        for old in (self._metrics_path, self._trace_path, *foreign):
-            if resume_round is None and old.exists():
-                raise ConfigError(
-                    f"the run folder '{self.path}' already holds {old.name}; name a new one with --out, or go on with --resume "
-                    f"{self.path}"
-                )
+        if resume_round is None:
+            self._must_be_new()
         make_folder(self.path)
         self.write_text("run.toml", run_toml)
         self._metrics: Appender
@@ -149,6 +156,20 @@ class RunFolder:
         if self._config.hash:
             with closing(Appender(self._machines_path)) as machines:
                 machines.write(machine_line(resume_round or 0, this_machine()))
+
+    def _must_be_new(self) -> None:
+        """Raises ConfigError where a run has left anything that this one would write over, or be mixed with."""
+        # Workers of one run start at different times, so the files of other workers may be there, those of a simulation not.
+        own, others = worker_suffix(self.worker), "-*" if self.worker is None else ""
+        names = [f"{kind}{suffix}.jsonl" for suffix in (own, others) for kind in ("metrics", "trace")]
+        names += [f"{kind}{own}.jsonl" for kind in ("events", "outcomes", "order")]
+        for old in (
+            path for name in (*names, f"checkpoints/**/round-*/worker{own or '-*'}.*") for path in self.path.glob(name)
+        ):
+            raise ConfigError(
+                f"the run folder '{self.path}' already holds {old.relative_to(self.path)}; name a new one with --out, or go on "
+                f"with --resume {self.path}"
+            )
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -210,6 +231,8 @@ class RunFolder:
         _cut(self._trace_path, round * self._traced_per_round)
         _cut(self._seconds_path, round)
         _cut(self._machines_path, round)
+        # All workers cut this file, to the same content: an evaluation of what is trained again is void.
+        _cut(self.path / _EVALUATED, round or -1)
         if self.worker is None:
             _cut(self.path / STAGES_FILE, round)
         return _cut(self._metrics_path, round or -1, self._void)  # who starts again validates its initial values again
@@ -263,14 +286,60 @@ def metrics_line(kind: str, **fields: Any) -> str:
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
     """The metrics of a run from all its `metrics*.jsonl`, by round; inside a round file by file, metrics.jsonl first.
 
+    Evaluations of a branch that the run has gone back behind are left out.
+
     Raises: DataError for a line that is not a JSON object with a kind and a round.
     """
-    lines: list[dict[str, Any]] = []
+    branches = read_branches(Path(run_folder))
+    found = [line for name, line in _lines(run_folder) if name != _EVALUATED or is_of_its_branch(line, branches)]
+    return sorted(found, key=lambda line: line["round"])
+
+
+def _lines(run_folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The lines of all files of metrics, each with the name of its file."""
     for path in sorted(Path(run_folder).glob("metrics*.jsonl"), key=lambda path: path.stem):
         for where, value in json_lines(path):
             _METRICS.of(value, where)
-            lines.append(value)
-    return sorted(lines, key=lambda line: line["round"])
+            yield path.name, value
+
+
+def is_of_its_branch(line: Mapping[str, Any], branches: Sequence[Branch]) -> bool:
+    """Whether the line of an evaluation is of the branch to which its round belongs; those of 0.1.0 do not say it."""
+    return line.get("branch") in (None, branch_of(branches, line["round"] + 1))
+
+
+def newest_evaluation(lines: Iterable[Mapping[str, Any]], branches: Sequence[Branch] = ()) -> Mapping[str, Any] | None:
+    """The newest evaluation of the mean model of a run that is trained, from its metrics; None without one.
+
+    One of a round before the last change of settings is that of another run, unless no round has been trained since.
+
+    >>> lines = [{"kind": "eval", "round": 3, "loss": 2.5}, {"kind": "train", "round": 4, "worker": 0}]
+    >>> newest_evaluation(lines)["loss"], newest_evaluation(lines, [{"round": 4, "digest": "", "changes": {}}])
+    (2.5, None)
+    """
+    first = max((branch["round"] for branch in branches), default=0)
+    found, trained = None, 0
+    for line in lines:
+        if line["kind"] == "train":
+            trained = max(trained, line["round"] + 1)
+        elif line["kind"] == "eval" and "worker" not in line and line["round"] >= 0:
+            found = line if found is None or line["round"] >= found["round"] else found
+    return found if found is not None and (found["round"] + 1 > first or found["round"] + 1 >= trained) else None
+
+
+def note_evaluation(run_folder: Path, *, round: int, **figures: Any) -> None:
+    """Puts what an evaluation has found of a round in the place of what an earlier one has.
+
+    Nothing is written of a round that the run has validated itself. Raises: DataError for a spoilt record; DiskError.
+    """
+    branches, kept = read_branches(run_folder), list[str]()
+    for name, line in _lines(run_folder):
+        if name == _EVALUATED and line["round"] != round and is_of_its_branch(line, branches):
+            kept.append(json_line(line))
+        elif name != _EVALUATED and (line["kind"], line["round"]) == ("eval", round) and "loss" in line:
+            return
+    new = metrics_line("eval", round=round, branch=branch_of(branches, round + 1), **figures)
+    atomic_write(run_folder / _EVALUATED, "".join([*kept, new]).encode())
 
 
 def run_file(folder: Path) -> Path:

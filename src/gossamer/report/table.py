@@ -40,7 +40,8 @@ _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 def summary_rows(runs: Mapping[str, Path], networks: Mapping[str, Network] | None) -> list[dict[str, Any]]:
     """One row per run: its last losses, the bytes it sent and the time it takes on each network, or on those of its own run file.
 
-    Keys: `method`; `loss`, `worst_loss`, `disagreement` and `js_divergence` of the last evaluation; `alignment` and `persistence`
+    Keys: `method`; `loss`, `worst_loss`, `disagreement` and `js_divergence` of the newest evaluation, if the settings have not
+    changed since; `round`, the rounds that were over then, and `rounds`, those of the record; `alignment` and `persistence`
     of the pseudo-gradients, means over the rounds; `sent_bytes`, the mean over the workers; `wall_s` and `utilisation`, each by
     name of network; `loss_at_s`, by name of network pairs of the seconds when the last worker ended an evaluated round, and the
     loss then; `loss_at_bytes` and `loss_at_round`, such pairs with the bytes that a worker had sent and the rounds that were
@@ -136,13 +137,18 @@ def _line(row: Mapping[str, Any], networks: Sequence[str], compared: bool) -> li
     wall_s, utilisation = row["wall_s"], row["utilisation"]
     return [
         row["method"],
-        number_text(row["loss"], ".4f"),
+        number_text(row["loss"], ".4f") + _when(row.get("round"), row.get("rounds")),
         number_text(row["worst_loss"], ".4f"),
         number_text(row["disagreement"], ".3g"),
         *([number_text(row.get("js_divergence"), ".3g")] if compared else []),
         DASH if row["sent_bytes"] is None else _bytes_text(row["sent_bytes"]),
         *(_time_text(wall_s[name], utilisation[name]) if name in wall_s else DASH for name in networks),
     ]
+
+
+def _when(round: int | None, rounds: int | None) -> str:
+    """After which round a loss was found, where the run has gone on since."""
+    return "" if round is None or rounds is None or round >= rounds else f" (round {round} of {rounds})"
 
 
 def _time_text(seconds: float, utilisation: float) -> str:

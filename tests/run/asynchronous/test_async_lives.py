@@ -19,7 +19,7 @@ from gossamer.report.reading.status import run_status
 from gossamer.run.asynchronous.async_state import AsyncSeat, async_seat, newest_state
 from gossamer.run.asynchronous.gossip_process import GossipParticipant
 from gossamer.run.asynchronous.pair_process import PairParticipant
-from gossamer.run.config.resolve import InPairs, resolve
+from gossamer.run.config.resolve import InPairs, resolve, settings_of
 from gossamer.run.config.run_file import digest
 from gossamer.run.config.user_parts import own_parts
 from gossamer.run.replay.asynchronous import replay_asynchronous
@@ -143,7 +143,7 @@ def test_a_worker_comes_back_into_its_slot_and_the_record_gives_the_bits_of_both
     with contextlib.nullcontext() if leaves else pytest.raises(Died):
         fleet.running[2].result(LIMIT_S)
     standings.append([one.standing for one in run_status(folder).workers])
-    saved = newest_state(folder, 2, Lineage(digest(config)))
+    saved, _ = newest_state(settings_of(config), folder, 2, Lineage(digest(config)))
     newcomer = fleet.join(come_back)
     assert newcomer.slot == 2
     fleet.finish()

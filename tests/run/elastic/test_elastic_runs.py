@@ -158,6 +158,6 @@ def test_only_an_elastic_run_is_scored_where_a_checkpoint_is_missing_and_starts_
         code, output = run("evaluate", folder, "--json")
         assert code == 0 and ('"round": 2, "workers": [0, 2]' if elastic else '"round": 1') in output
         code, output = run("evaluate", folder, "--round", 7)
-        assert code == 2 and ("no worker has a checkpoint of round 7" if elastic else "round 7 lacks some") in output
+        assert code == 2 and ("round 7 has no checkpoint of any worker" if elastic else "round 7 lacks some") in output
     code, output = run("train", "--resume", folder, "--local", 2)
     assert code == 2 and "--local 2 but the run file has workers = 3" in output

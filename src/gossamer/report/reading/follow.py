@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from gossamer.errors import DataError
+from gossamer.record.branches import Branch, read_branches
+from gossamer.record.folder import is_of_its_branch
 from gossamer.report.reading.lines import KINDS_OF_FILES, RunFile, line_of_kind, run_file_of
 from gossamer.report.reading.tail import Marks, Tail
 from gossamer.report.reading.thinning import Grid, KeptLines
@@ -49,6 +51,7 @@ class FollowedRun:
         self.marks: dict[tuple[str, str | None], Marks] = {}
         """Where rounds begin, by file and, in a file of seconds, by network."""
         self.complaints: dict[str, None] = {}
+        self._branches: list[Branch] = []
         self._forget()
 
     def _forget(self) -> None:
@@ -155,6 +158,10 @@ class FollowedRun:
         return self.file is not None
 
     def _find(self) -> None:
+        try:
+            self._branches = read_branches(self.folder)
+        except (DataError, OSError) as error:
+            self.complain(f"{self.label}: {error}")
         for path in sorted(self.folder.iterdir()):
             if path.name not in self.tails and _NAME.fullmatch(path.name):
                 self.tails[path.name] = Tail(path)
@@ -224,7 +231,7 @@ class FollowedRun:
             self.validations.put(round, worker, _number(line.get("loss")))
         elif line["kind"] == "alignment":
             self.aligned[round] = {key: _number(line.get(key)) for key in ("alignment", "persistence")}
-        elif line["kind"] == "eval" and worker is None:
+        elif line["kind"] == "eval" and worker is None and is_of_its_branch(line, self._branches):
             # Of the workers only the worst is shown, and a run of many workers has many numbers.
             own = line.pop("worker_losses", None)
             if isinstance(own, list) and own:

@@ -11,7 +11,7 @@ from gossamer.errors import DataError
 from gossamer.network.links import Network, from_options
 from gossamer.network.timeline import Timeline
 from gossamer.record.branches import described, read_branches
-from gossamer.record.folder import read_metrics
+from gossamer.record.folder import newest_evaluation, read_metrics
 from gossamer.record.logs.events import EventTotals, read_events
 from gossamer.record.logs.trace import read_trace, trace_files
 from gossamer.report.reading.prices import prices_of
@@ -26,6 +26,10 @@ class RunData(NamedTuple):
     label: str
     evals: list[dict[str, Any]]
     """Evaluations of the mean model, one a round, by round; that of the initial values has round -1."""
+    newest: Mapping[str, Any] | None
+    """The one that says how good the run is: the newest, if the settings have not changed since."""
+    rounds: int
+    """Rounds that its record has."""
     sent_bytes: float | None
     """Mean over the workers; None where nothing was recorded."""
     timelines: dict[str, Timeline]
@@ -58,7 +62,7 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
         raise DataError(
             f"run '{label}' should be in {folder}, which is not a folder; give the folder of a finished or running run"
         )
-    metrics = read_metrics(folder)
+    metrics, branches = read_metrics(folder), read_branches(folder)
     evals = {line["round"]: line for line in metrics if line["kind"] == "eval" and "worker" not in line}
     trained = [line["round"] for line in metrics if line["kind"] == "train"]
     config = _read_text(folder / "run.toml")
@@ -78,12 +82,14 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
     return RunData(
         label,
         list(evals.values()),
+        newest_evaluation(metrics, branches),
+        1 + max(trained, default=-1),
         sent_bytes,
         timelines,
         config,
         _read_text(folder / "sample.txt"),
         networks,
-        tuple(map(described, read_branches(folder))),
+        tuple(map(described, branches)),
         sent_until,
         per_round,
         tuple(line for line in metrics if line["kind"] == "alignment"),
@@ -131,7 +137,7 @@ def _as_number(value: object, key: str, round: int) -> float:
 def summary_row(run: RunData) -> dict[str, Any]:
     """The run's row of `gossamer.report.table.summary_rows`."""
     run = run._replace(evals=[line for line in run.evals if line["round"] >= 0])
-    last: dict[str, Any] = run.evals[-1] if run.evals else {"round": -1}
+    last: Mapping[str, Any] = run.newest or {"round": -1}
     losses = last.get("worker_losses", [])
     if not isinstance(losses, list):
         raise DataError(
@@ -141,6 +147,8 @@ def summary_row(run: RunData) -> dict[str, Any]:
     return {
         "method": run.label,
         "loss": _number(last, "loss"),
+        "round": None if run.newest is None else last["round"] + 1,
+        "rounds": run.rounds,
         # max() would lose a NaN among finite losses.
         "worst_loss": math.nan if any(map(math.isnan, worst)) else max(worst, default=None),
         "disagreement": _number(last, "disagreement"),

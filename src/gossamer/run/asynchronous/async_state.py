@@ -4,7 +4,6 @@ Workers resume from their own newest sound checkpoints, which may be of differen
 steps of the other slots its parameters contain: a worker does not take those again that it has lost and another one holds.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -15,11 +14,21 @@ from gossamer.errors import CheckpointError, PeerError
 from gossamer.record import checkpoint
 from gossamer.record.addresses import Address, write_address
 from gossamer.record.checkpoint import Lineage
-from gossamer.run.bookkeeping.resume import Resume, history, must_go_on
+from gossamer.run.bookkeeping.resume import Resume, history
+from gossamer.run.bookkeeping.which_round import (
+    ChosenRound,
+    KeptRounds,
+    heard,
+    newest_of_any,
+    newest_of_own,
+    said,
+    to_go_on,
+)
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.participant.agreement import limits_of
 from gossamer.run.participant.seat import arrived, is_address, joined, warn_of_loopback
 from gossamer.run.worker.replica import Replica
+from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.transport.alike import short_settings
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
 from gossamer.transport.processes.launch import agree, part
@@ -40,8 +49,6 @@ __all__ = [
     "phases_behind",
     "state_of",
 ]
-
-log = logging.getLogger("gossamer")
 
 _MOST = 1 << 31
 Core = TypeVar("Core", GossipWorker, PairWorker)
@@ -127,15 +134,23 @@ def adopt(state: AsyncState, core: GossipWorker | PairWorker, replica: Replica) 
     replica.restore({**content, "data": data})
 
 
-def newest_state(folder: Path, slot: int, line: Lineage) -> AsyncState | None:
-    """That of the newest sound checkpoint of a slot; None without one. Those that are spoilt are named and skipped."""
+def newest_state(
+    config: RunSettings, folder: Path, slot: int, line: Lineage, before: RunSettings | None = None
+) -> tuple[AsyncState | None, ChosenRound]:  # fmt: skip
+    """That of the newest sound checkpoint of a slot, with what was found of others; None without one."""
     store = folder / "checkpoints"
-    for round in reversed(checkpoint.rounds(store, slot, line)):
+
+    def read(round: int) -> str | None:
         try:
-            return state_of(checkpoint.load(store, round, slot, line), round)
+            state_of(checkpoint.load(store, round, slot, line), round)
         except CheckpointError as error:
-            log.warning("worker %d skips its round %d: %s", slot, round, error)
-    return None
+            return str(error).partition(";")[0]
+        return None
+
+    choice = newest_of_own(Store(config, folder), slot, line, before, read)
+    if not choice.round and read(0) is not None:  # else it has left before the first round was over
+        return None, choice
+    return state_of(checkpoint.load(store, choice.round, slot, line), choice.round), choice
 
 
 def async_seat(
@@ -148,23 +163,28 @@ def async_seat(
     """
     if join is not None:
         seat = joined(config, folder, run, nonce, join)
-        own = newest_state(folder, seat.members.me, seat.line)
+        own, _ = newest_state(config, folder, seat.members.me, seat.line)
         return AsyncSeat(seat.members, seat.endpoint, seat.line, own, seat.members.me, True)
     member, listener, address = arrived(config)
     me, past = member.worker, history(config, folder) if resume else None
-    own = None if past is None else newest_state(folder, me, past.lineage)
-    if own is not None and own.after == 0:  # it has left before the first round was over
+    own, choice = (None, None) if past is None else newest_state(config, folder, me, past.lineage, past.before)
+    if own is not None and own.after == 0:
         own = None
     brought = None if own is None else [own.after, own.phases, [[slot, steps] for slot, steps in own.held.items()]]
     settings, wait_s = short_settings(config.decisive), config.run.timeout_s
-    said = agree(member, f"{run:016x} calls", [address, nonce, brought], settings=settings, timeout_s=wait_s)
+    has = said(KeptRounds({}) if choice is None else choice.kept[me])
+    stated = agree(member, f"{run:016x} calls", [address, nonce, brought, has], settings=settings, timeout_s=wait_s)
     part(member, wait_s)
-    facts = [fact_of(slot, value, config.workers) for slot, value in enumerate(said)]
+    facts = [fact_of(slot, value, config.workers) for slot, value in enumerate(stated)]
     warn_of_loopback(address, [fact.address for fact in facts])
     line, after = Lineage(config.digest), max(fact.after for fact in facts)
-    if past is not None:
-        must_go_on(config, folder, [[fact.after] if fact.after else [] for fact in facts], after, auto=resume == "auto")
-        checkpoint.rewind(folder / "checkpoints", -1 if own is None else own.after, me)
+    if past is not None and choice is not None:
+        kept = {slot: fact.kept for slot, fact in enumerate(facts)}
+        # Each has read its own, and has told what is wrong with them.
+        to_go_on(
+            past, Store(config, folder), kept, lambda _: {}, auto=resume == "auto", pick=newest_of_any, speaks=False
+        )
+        checkpoint.rewind(folder / "checkpoints", -1 if own is None else own.after, me, aside=choice.damaged)
         line = past.go_on(folder, after)
     held = {slot: max((fact.held.get(slot, 0) for fact in facts), default=0) for slot in range(config.workers)}
     entries = [_entry(slot, facts, held[slot], config.local_steps_of(slot)) for slot in range(config.workers)]
@@ -182,17 +202,18 @@ class Fact(NamedTuple):
     after: int
     phases: int
     held: Mapping[int, int]
+    kept: KeptRounds
 
 
 def fact_of(slot: int, value: object, slots: int) -> Fact:
     """What another worker has published. Raises PeerError for anything else."""
     match value:
-        case [str(address), int(nonce), None] if is_address(address, nonce):
-            return Fact(address, nonce, 0, 0, {})
-        case [str(address), int(nonce), [int(after), int(phases), [*pairs]]] if is_address(address, nonce):
+        case [str(address), int(nonce), None, kept] if is_address(address, nonce):
+            return Fact(address, nonce, 0, 0, {}, heard(slot, kept))
+        case [str(address), int(nonce), [int(after), int(phases), [*pairs]], kept] if is_address(address, nonce):
             held = dict(map(_pair, pairs))
             if 0 < after < _MOST and 0 <= phases < _MOST and all(0 <= one < slots for one in held):
-                return Fact(address, nonce, after, phases, held)
+                return Fact(address, nonce, after, phases, held, heard(slot, kept))
     raise PeerError(f"worker {slot} published no address ({value!r:.60}); install the same gossamer version everywhere")
 
 

@@ -147,11 +147,11 @@ class AsyncParticipant(ABC, Generic[Core]):
         cut, before = begun.round if self._seat.goes_on else None, begun.number * self.replica.local_steps
         before_s = recorded_s(folder, slot, cut)
         with (
-            OrderWriter(folder, slot, life=self.life, goes_on=begun != Entered(0, 0, None, 0.0)) as self.log,
-            RunFolder(
+            RunFolder(  # first: it refuses a folder that holds another run
                 folder, config.document, config.record, worker=slot, resume_round=cut,
                 void=lambda line: line.get("kind") == "train" and line.get("step") not in range(before + 1),
             ) as self.record,
+            OrderWriter(folder, slot, life=self.life, goes_on=begun != Entered(0, 0, None, 0.0)) as self.log,
             EventWriter(
                 folder, network=HERE, workers=config.workers, suffix=worker_suffix(slot), resume_round=cut,
                 void=lambda line: line["event"] == "phase" and line["number"] >= begun.number,

@@ -14,19 +14,18 @@ from torch import Tensor, nn
 
 from gossamer import rng
 from gossamer.data.token_files import FileCorpus
-from gossamer.errors import CheckpointError, ConfigError
+from gossamer.errors import ConfigError
 from gossamer.layout import Layout, attach, layout_of, views
 from gossamer.models.export import export, export_state
 from gossamer.models.llama import Llama, logits_of
 from gossamer.models.sample import sample
-from gossamer.record import checkpoint
-from gossamer.record.folder import metrics_line, read_metrics
+from gossamer.record.folder import note_evaluation
 from gossamer.record.progress import say
-from gossamer.record.whole_files import Appender, atomic_write
+from gossamer.record.whole_files import atomic_write
 from gossamer.rounds.exchange import Each
 from gossamer.rounds.mean_model import mean_of
-from gossamer.run.bookkeeping.newest_round import held_by, to_score
 from gossamer.run.bookkeeping.resume import lineage
+from gossamer.run.bookkeeping.which_round import to_evaluate
 from gossamer.run.config.layouts import arranged
 from gossamer.run.config.resolve import settings_in
 from gossamer.run.config.resolved import RunSettings
@@ -289,15 +288,13 @@ def evaluate(
         parts: the user's own, where the run names any.
         source: other text to score it on, as data.source has it: files whole, up to `SCORED_TOKENS` spread evenly over them, and
             of a stream the part that the run keeps for validation.
-    Raises: CheckpointError when no round has the checkpoints of all workers, or, of an elastic run, of any; ConfigError for
+    Raises: CheckpointError when no round has sound checkpoints of all workers, or, of an elastic run, of any; ConfigError for
         other text of a run whose data is a function.
     Cost: holds one model per worker in memory.
     """
     config = settings_in(folder, parts)
-    key = lineage(config, folder)
-    finished, owners = (
-        _whole if config.kind == "server" or not (config.run.elastic or config.event_driven) else _most
-    )(config, folder, key, round)
+    key, store = lineage(config, folder), Store(config, folder)
+    finished, owners = to_evaluate(store, key, round)
     if source is None:
         task = task_of(config)
     else:
@@ -307,7 +304,6 @@ def evaluate(
             say(read.in_words())
         if isinstance(task.data, FileCorpus):
             config = replace(config, run=replace(config.run, eval_batches=task.data.batches_of_all(SCORED_TOKENS)))
-    store = Store(config, folder)
     states = [store.load(task, finished, owner, key) for owner in owners]
     buffers = [state.get("buffers", ()) for state in states]
     vectors = [
@@ -334,66 +330,12 @@ def _on(config: RunSettings, source: str) -> RunSettings:
     )
 
 
-def _most(
-    config: RunSettings, folder: Path, key: checkpoint.Lineage, round: int | None
-) -> tuple[int, Sequence[int]]:  # fmt: skip
-    """The round of an elastic run to score, and the workers whose checkpoints of it are here. Raises CheckpointError."""
-    held = held_by(folder, config.owners, key)
-    chosen = to_score(held) if round is None else round
-    owners = [slot for slot, rounds in held.items() if chosen in rounds]
-    if not owners:
-        found = sorted({r for rounds in held.values() for r in rounds})
-        if round is None or not found:
-            raise checkpoint.nothing_to_resume(folder / "checkpoints", config.owners, [])
-        raise CheckpointError(
-            f"no worker has a checkpoint of round {round}; there are some of: {', '.join(map(str, found))}; name one of them"
-        )
-    if missing := [slot for slot in held if slot not in owners]:
-        log.warning(
-            "round %d has no checkpoint of worker %s; the mean model is that of worker %s",
-            chosen, ", ".join(map(str, missing)), ", ".join(map(str, owners)),
-        )  # fmt: skip
-    return chosen, owners
-
-
-def _whole(config: RunSettings, folder: Path, key: checkpoint.Lineage, round: int | None) -> tuple[int, Sequence[int]]:
-    """The newest round of which all checkpoints are here, or the requested one, and its owners. Raises CheckpointError."""
-    store, owners = folder / "checkpoints", config.owners
-    owned = Store(config, folder).rounds(owners, key)
-    whole = checkpoint.common(owned)
-    if round is not None and whole and round not in whole:
-        raise CheckpointError(
-            f"round {round} lacks some checkpoints; complete are: {', '.join(map(str, whole))}; name one of them"
-        )
-    if not any(owned) and any(checkpoint.rounds(store, owner) for owner in owners):
-        raise checkpoint.nothing_to_resume(store, owners, owned)
-    if not whole and not config.record.keep_checkpoints:
-        raise CheckpointError(
-            f"'{folder}' has no checkpoints, as its record.keep_checkpoints is false; gossamer report {folder} shows its last "
-            "validation, and its mean model is in the folder 'model' if record.export was true"
-        )
-    if not whole:
-        whose = f"all {config.workers} workers" if config.kind != "server" else "the server"
-        whose = f"all stages of {whose}" if any(store.glob("stage-*")) else whose
-        raise CheckpointError(
-            f"'{folder}' has no round with checkpoints of {whose} (owned: {owned}); "
-            "bring the checkpoint folders of all machines together, or train past the first checkpoint"
-        )
-    return whole[-1] if round is None else round, owners
-
-
 def _note(
     config: RunSettings, folder: Path, finished: int, states: Sequence[Mapping[str, Any]], result: Assessment
 ) -> None:  # fmt: skip
-    """Adds an evaluation to the metrics of a run that has none of this round."""
-    if any(
-        line["kind"] == "eval" and line["round"] == finished - 1 and "loss" in line for line in read_metrics(folder)
-    ):
-        return
+    """Adds an evaluation to the metrics of a run."""
     per_round = sum(map(config.local_steps_of, range(config.workers)))
     steps = finished * per_round if config.event_driven else sum(state["steps_taken"] for state in states)
-    line = metrics_line(
-        "eval", round=finished - 1, step=finished * config.full_steps, tokens=config.step_tokens * steps, **result.figures()
+    note_evaluation(
+        folder, round=finished - 1, step=finished * config.full_steps, tokens=config.step_tokens * steps, **result.figures()
     )  # fmt: skip
-    with contextlib.closing(Appender(folder / "metrics-evaluated.jsonl")) as file:
-        file.write(line)

@@ -3,19 +3,11 @@
 from pathlib import Path
 
 from gossamer.errors import ConfigError
-from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
-from gossamer.run.bookkeeping.resume import lineage
 from gossamer.run.config.resolve import settings_in
 from gossamer.run.config.resolved import RunSettings
-from gossamer.run.worker.stages.checkpoints import Store
 
-__all__ = ["is_evaluated", "is_finished", "measures_alike", "must_be_record_of", "rounds_in_common"]
-
-
-def rounds_in_common(config: RunSettings, folder: Path) -> int | None:
-    """The newest round of this run that all owners have checkpoints of here; None without one."""
-    return checkpoint.newest_common(Store(config, folder).rounds(config.owners, lineage(config, folder)))
+__all__ = ["is_evaluated", "is_finished", "measures_alike", "must_be_record_of"]
 
 
 def must_be_record_of(config: RunSettings, recorded: Path) -> None:

@@ -23,6 +23,7 @@ from gossamer.run.bookkeeping.journal import Journal
 from gossamer.run.bookkeeping.resume import Resume
 from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
 from gossamer.run.bookkeeping.text_read import tell_text
+from gossamer.run.bookkeeping.which_round import ended
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import run_key, use_threads
 from gossamer.run.participant.membership_log import say_changes
@@ -56,7 +57,7 @@ def train_elastic(config: ResolvedRun, folder: Path, *, join: str | None = None,
         join: the address of any worker of a running run, "auto" for one that has written its address into `folder`; None to
             start with all others.
         resume: whether a run that starts goes on from its checkpoints, from the round of
-            `gossamer.run.bookkeeping.newest_round.to_resume`. Those without it take the state of one that has it.
+            `gossamer.run.bookkeeping.which_round.to_resume`. Those without it take the state of one that has it.
     Raises: ConfigError, DataError, CheckpointError, TrainingError; PeerError when no worker can be reached to join;
         SlotTakenError when another process has taken the slot of one that has not joined, which asks for another.
     """
@@ -70,7 +71,7 @@ def train_elastic(config: ResolvedRun, folder: Path, *, join: str | None = None,
     if starts and seat.begun.after == config.rounds:
         seat.endpoint.listener.close()
         if seat.members.me == 0:
-            say(checkpoint.ended(folder, config.rounds))
+            say(ended(folder, config.rounds))
         return
     with leaving() as asked:
         while True:
@@ -137,11 +138,11 @@ class _Participant:
             begun = self._begin()
             fresh = not self._seat.resumes
             with (
-                OutcomeWriter(self.folder, self.slot, None if fresh else begun.round) as log,
-                RunFolder(
+                RunFolder(  # which refuses a folder that holds another run, before anything of it is written over
                     self.folder, self.config.document, self.config.record, worker=self.slot,
                     resume_round=None if fresh else begun.round, traced_per_round=self._method.sends_per_round,
                 ) as record,
+                OutcomeWriter(self.folder, self.slot, None if fresh else begun.round) as log,
             ):  # fmt: skip
                 tell_text(record, self._worker.replica.task.data)
                 log.write(begun)

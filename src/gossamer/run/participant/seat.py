@@ -3,7 +3,7 @@
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,10 +12,20 @@ from gossamer.record import checkpoint
 from gossamer.record.addresses import Address, read_addresses, write_address
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.logs.outcomes import Begun
-from gossamer.run.bookkeeping.newest_round import Held, held_by, to_resume
-from gossamer.run.bookkeeping.resume import Resume, history, lineage, must_go_on
+from gossamer.run.bookkeeping.resume import Resume, history, lineage
+from gossamer.run.bookkeeping.which_round import (
+    Held,
+    KeptRounds,
+    heard,
+    kept_by,
+    newest_of_own,
+    said,
+    to_go_on,
+    to_resume,
+)
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.participant.agreement import limits_of
+from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.transport.alike import short_settings
 from gossamer.transport.elastic.members import (
     Members,
@@ -60,23 +70,36 @@ def started(config: RunSettings, folder: Path, run: int, nonce: int, *, resume: 
     wait_s = config.run.timeout_s
     member, listener, address = arrived(config)
     me, past = member.worker, history(config, folder) if resume else None
-    own = {} if past is None else held_by(folder, [me], past.lineage)[me]
-    settings = short_settings(config.decisive)
-    fact = [address, nonce, [[r, None if seen is None else sorted(seen)] for r, seen in own.items()]]
-    said = agree(member, f"{run:016x} elastic", fact, settings=settings, timeout_s=wait_s)
-    part(member, wait_s)
-    facts = [_fact(slot, fact) for slot, fact in enumerate(said)]
-    held = {slot: fact.held for slot, fact in enumerate(facts)}
-    after = to_resume(held, config.run.rejoin_rounds)
-    line = Lineage(config.digest)
-    if past is not None:
-        must_go_on(config, folder, [[*rounds] for rounds in held.values()], after, auto=resume == "auto")
-        checkpoint.rewind(folder / "checkpoints", after, me)
-        line = past.go_on(folder, after)
-    donor = me if after in (0, *own) else next(slot for slot in held if after in held[slot])
+    store = Store(config, folder)
+    own = KeptRounds({}) if past is None else kept_by(store, [me], past.lineage, past.before)[me]
+    settings, common = short_settings(config.decisive), f"{run:016x} elastic"
+    stated = agree(member, common, [address, nonce, said(own)], settings=settings, timeout_s=wait_s)
+    facts = [_fact(slot, fact) for slot, fact in enumerate(stated)]
+    kept, line, after = {slot: fact.kept for slot, fact in enumerate(facts)}, Lineage(config.digest), 0
+
+    def read(round: int) -> dict[int, str | None]:
+        why = store.fault(round, me, line if past is None else past.lineage) if round in own.whole else None
+        whys = agree(member, common, why, timeout_s=wait_s)
+        return {slot: None if why is None else f"{why}" for slot, why in enumerate(whys)}
+
+    try:
+        if past is not None:
+            choice = to_go_on(
+                past, store, kept, read, auto=resume == "auto", speaks=me == 0,
+                pick=lambda held: to_resume(held, config.run.rejoin_rounds),
+            )  # fmt: skip
+            after, kept = choice.round, choice.kept
+            checkpoint.rewind(store.path, after, me, aside=choice.damaged)
+            line = past.go_on(folder, after)
+    finally:  # also where all are refused: each shall say why, and not that the store is gone
+        part(member, wait_s)
+    held = {slot: one.whole for slot, one in kept.items()}
+    donor = me if after in (0, *held[me]) else next(slot for slot in held if after in held[slot])
     endpoint = Endpoint(listener, run, member.secret, wait_s, config.run.round_deadline_s)
     warn_of_loopback(address, [fact.address for fact in facts])
-    members = Members(limits_of(config), me, [_entry(slot, facts, after, config) for slot in range(config.workers)])
+    members = Members(
+        limits_of(config), me, [_entry(slot, facts, held, after, config) for slot in range(config.workers)]
+    )
     write_address(folder, Address(me, address, run))
     return Seat(members, endpoint, line, Begun(after, after, donor, 0, 0), past is not None)
 
@@ -90,12 +113,14 @@ def arrived(config: RunSettings) -> tuple[Member, socket.socket, str]:
     return member, *_listening(os.environ["MASTER_ADDR"])
 
 
-def _entry(slot: int, facts: Sequence["_Fact"], after: int, config: RunSettings) -> SlotEntry:
+def _entry(
+    slot: int, facts: Sequence["_Fact"], held: Mapping[int, Held], after: int, config: RunSettings
+) -> SlotEntry:  # fmt: skip
     """What is known of a slot at the start.
 
     One whose checkpoint is lost goes on behind all inner steps that it can have taken, so that none is trained twice.
     """
-    lost = slot >= len(facts) or after not in facts[slot].held
+    lost = slot >= len(facts) or after not in held[slot]
     steps = after * config.local_steps_of(slot) if lost else 0
     if slot >= len(facts):  # nobody fills it
         return SlotEntry(slot, 0, 0, MemberStatus.LEFT, 0, steps=steps)
@@ -140,8 +165,8 @@ def joined(
             why = f"{address}: {first_line(error)}"
             continue
         members, slot = Members(limits_of(config), offer.slot, offer.entries), offer.slot
-        kept = checkpoint.rounds(folder / "checkpoints", slot, line)
-        begun = Begun(0, kept[-1] if kept else 0, slot, 0, members.own.incarnation)
+        own_round = 0 if config.event_driven else newest_of_own(Store(config, folder), slot, line).round
+        begun = Begun(0, own_round, slot, 0, members.own.incarnation)
         write_address(folder, Address(slot, own, run))
         return Seat(members, Endpoint(listener, run, secret, wait_s, config.run.round_deadline_s), line, begun, True)
     raise PeerError(
@@ -154,15 +179,13 @@ class _Fact(NamedTuple):
 
     address: str
     nonce: int
-    held: Held
+    kept: KeptRounds
 
 
 def _fact(slot: int, value: object) -> _Fact:
     match value:
-        case [str(address), int(nonce), [*held]]:
-            rounds = dict(map(_held, held))
-            if is_address(address, nonce) and None not in rounds:
-                return _Fact(address, nonce, {r: seen for r, seen in rounds.items() if r is not None})
+        case [str(address), int(nonce), kept] if is_address(address, nonce):
+            return _Fact(address, nonce, heard(slot, kept))
     raise PeerError(f"worker {slot} published no address ({value!r:.60}); install the same gossamer version everywhere")
 
 
@@ -180,16 +203,6 @@ def warn_of_loopback(own: str, addresses: Sequence[str]) -> None:
             "loopback address here; give the address of that machine instead of its name",
             own, os.environ.get("MASTER_ADDR", ""),
         )  # fmt: skip
-
-
-def _held(value: object) -> tuple[int | None, frozenset[int] | None]:
-    """A round of which a worker has a checkpoint, with those that took part in it; (None, None) for anything else."""
-    match value:
-        case [int(round), None] if 0 < round < 1 << 31:
-            return round, None
-        case [int(round), [*seen]] if 0 < round < 1 << 31 and all(isinstance(slot, int) for slot in seen):
-            return round, frozenset(slot for slot in seen if isinstance(slot, int))
-    return None, None
 
 
 def _listening(towards: str) -> tuple[socket.socket, str]:

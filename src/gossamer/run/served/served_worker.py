@@ -29,10 +29,12 @@ from gossamer.run.bookkeeping.journal import log_phase
 from gossamer.run.bookkeeping.resume import History, Resume, history, lineage
 from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
 from gossamer.run.bookkeeping.text_read import tell_text
+from gossamer.run.bookkeeping.which_round import kept_by, must_lose_nothing
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.participant.agreement import HERE, limits_of, run_key, run_settings, use_threads
 from gossamer.run.served.protocol import OWNED, Terms, terms_of
 from gossamer.run.worker.replica import LocalPhase, Replica
+from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.run.worker.task import Task, task_of
 from gossamer.transport import wire
 from gossamer.transport.contract import Ticket
@@ -72,18 +74,26 @@ class ServedWorker:
         self.index, self.config = index, config
         self.learner = Replica(index, config, task, device)
         self._store, self._lineage = folder / "checkpoints", line or lineage(config, folder)
+        self._damaged = 0
+        """The newest round of which its checkpoint is damaged."""
         self._terms: Terms
         self._worker: ServerWorker
 
     def owned(self) -> list[int]:
-        """The newest rounds of which it has a sound checkpoint."""
-        found = checkpoint.rounds(self._store, self.index, self._lineage)[-OWNED:]
-        return [r for r in found if checkpoint.fault(self._store, r, self.index, self._lineage) is None]
+        """The newest rounds of which it has a sound checkpoint; it says which are damaged."""
+        found = checkpoint.faults(self._store, self.index, self._lineage)
+        newest = [r for r, why in found.items() if why is None][-OWNED:]
+        found |= {r: checkpoint.fault(self._store, r, self.index, self._lineage) for r in newest}
+        damaged = {r: why for r, why in found.items() if why is not None}
+        for round, why in damaged.items():
+            log.warning("worker %d skips its round %d: %s", self.index, round, why)
+        self._damaged = max(damaged, default=0)
+        return [r for r in newest if found[r] is None]
 
     def join(self, starts: Mapping[int, StartingPoint], terms: Terms) -> None:
         """Begins from the server's reply, and from the own checkpoint that this names. Raises CheckpointError."""
         if terms.again:
-            checkpoint.rewind(self._store, terms.checkpoint, self.index)
+            checkpoint.rewind(self._store, terms.checkpoint, self.index, aside=self._damaged > terms.checkpoint)
             if terms.checkpoint:
                 self.learner.restore(checkpoint.load(self._store, terms.checkpoint, self.index, self._lineage))
         self._terms, self._worker = terms, ServerWorker(self.learner, self.learner.spans, starts)
@@ -173,8 +183,10 @@ def _take_part(
     terms = arrived[-1][1]
     served.join({p: start for p, (start, _) in enumerate(arrived)}, terms)
     cut = terms.cut_round if terms.again else 0 if auto else None
-    if auto and not terms.again:
-        checkpoint.rewind(folder / "checkpoints", 0, worker)
+    if auto and past is not None and not terms.again:
+        store = Store(config, folder)
+        must_lose_nothing(store, kept_by(store, [worker], past.lineage, past.before), past.before)
+        checkpoint.rewind(store.path, 0, worker)
     if past is not None:
         past.go_on(folder, min(terms.cut_round, terms.round))
     void = served.uncounted(terms)

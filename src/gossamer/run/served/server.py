@@ -29,10 +29,12 @@ from gossamer.record import checkpoint
 from gossamer.record.progress import say
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.resume import Resume, history
+from gossamer.run.bookkeeping.which_round import ended, kept_by, to_go_on
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import limits_of, run_key, run_settings, use_threads
 from gossamer.run.served.protocol import OWNED, Terms
 from gossamer.run.served.session import Pushed, Reply, open_session
+from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.run.worker.task import task_of
 from gossamer.transport import wire
 from gossamer.transport.contract import Ticket
@@ -84,16 +86,17 @@ def _first_round(config: ResolvedRun, folder: Path, resume: Resume) -> int | Non
     """The rounds that are over where a server begins; None for a new run, and that of the end is said."""
     if not resume:
         return None
-    store, past, me = folder / "checkpoints", history(config, folder), config.workers
-    start = past.newest(
-        folder, [checkpoint.rounds(store, me, past.lineage)], auto=resume == "auto", owners=[me],
-        faults=lambda round: [checkpoint.fault(store, round, me, past.lineage)],
+    store, past, me = Store(config, folder), history(config, folder), config.workers
+    choice = to_go_on(
+        past, store, kept_by(store, [me], past.lineage, past.before), auto=resume == "auto",
+        read=lambda round: {me: store.fault(round, me, past.lineage)},
     )  # fmt: skip
-    if start == config.rounds:
-        say(checkpoint.ended(folder, start))
-    else:
-        past.go_on(folder, start)
-    return start
+    if choice.round == config.rounds:
+        say(ended(folder, choice.round))
+        return choice.round
+    checkpoint.rewind(store.path, choice.round, me, aside=choice.damaged)
+    past.go_on(folder, choice.round)
+    return choice.round
 
 
 class _WithWorkers:

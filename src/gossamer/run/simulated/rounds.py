@@ -34,6 +34,7 @@ from gossamer.run.bookkeeping.journal import Journal
 from gossamer.run.bookkeeping.resume import Resume, history
 from gossamer.run.bookkeeping.spent_seconds import priced
 from gossamer.run.bookkeeping.text_read import tell_text
+from gossamer.run.bookkeeping.which_round import ended, kept_by, to_go_on
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.simulated.alignment import Alignment
 from gossamer.run.simulated.threads import Lanes
@@ -177,17 +178,18 @@ def _restore(workers: Sequence[Worker], config: RunSettings, folder: Path, *, au
     """
     store, past = Store(config, folder), history(config, folder)
     line, new = past.lineage, Lineage(config.digest)
-    newest = past.newest(
-        folder, store.rounds(config.owners, line), auto=auto, owners=config.owners,
-        faults=lambda round: [store.fault(round, owner, line) for owner in config.owners],
+    choice = to_go_on(
+        past, store, kept_by(store, config.owners, line, past.before), auto=auto,
+        read=lambda round: {owner: store.fault(round, owner, line) for owner in config.owners},
     )  # fmt: skip
+    newest = choice.round
     if newest == config.rounds:
-        say(checkpoint.ended(folder, newest))
+        say(ended(folder, newest))
     for worker in workers:
         if newest:
             worker.restore(store.load(worker.replica.task, newest, worker.index, line))
             store.take_over(worker.index, newest, worker.state(), line, new)
-        checkpoint.rewind(store.path, newest, worker.index)
+        checkpoint.rewind(store.path, newest, worker.index, aside=choice.damaged)
     going_on = past.go_on(folder, newest)
     for worker in workers:
         store.forget_others(worker.index)

@@ -9,12 +9,13 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from gossamer.record import checkpoint
-from gossamer.record.folder import read_metrics
+from gossamer.record.folder import newest_evaluation, read_metrics
 from gossamer.record.progress import say
 from gossamer.report.terminal import Terminal
 from gossamer.run.bookkeeping.evaluate import Result
 from gossamer.run.bookkeeping.finished import is_finished
 from gossamer.run.bookkeeping.resume import Resume
+from gossamer.run.bookkeeping.which_round import ended
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.config.run_file import RunConfig
@@ -79,7 +80,7 @@ def engine_of(config: ResolvedRun, folder: Path, *, resume: Resume) -> Engine:
     kept = config.record.keep_checkpoints
     emptied = not kept and not (folder / "checkpoints").exists()
     if resume and emptied and is_finished(config, folder):
-        say(checkpoint.ended(folder, config.rounds, kept=kept))
+        say(ended(folder, config.rounds, kept=kept))
         return _Ended(config, folder)
     if config.event_driven:
         return Events(config, folder, resume=resume)
@@ -101,7 +102,8 @@ class _Ended:
 
     def result(self) -> Result:
         """The figures of its last validation."""
-        last = [line for line in read_metrics(self.folder) if line["kind"] == "eval"][-1]
+        last = newest_evaluation(read_metrics(self.folder))
+        assert last is not None  # `is_finished` has seen it
         return Result(last["loss"], last["tokens"], 0.0, {})
 
     def models(self) -> list[Tensor]:

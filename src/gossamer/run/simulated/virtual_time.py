@@ -32,9 +32,11 @@ from gossamer.run.bookkeeping.journal import EventJournal, Journal, saver
 from gossamer.run.bookkeeping.resume import Resume, history
 from gossamer.run.bookkeeping.spent_seconds import EventSeconds
 from gossamer.run.bookkeeping.text_read import tell_text
+from gossamer.run.bookkeeping.which_round import ended, kept_by, to_go_on
 from gossamer.run.config.resolved import InPairs, ResolvedRun, RunSettings, WithServer
 from gossamer.run.simulated.threads import Lanes
 from gossamer.run.worker.replica import LocalPhase, Replica, must_start_alike
+from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.run.worker.task import Task, moved, task_of
 from gossamer.transport.processes.launch import one_device
 from gossamer.tree import leaves, must_fit
@@ -164,21 +166,21 @@ _RECORDS: dict[str, type[Record]] = {kind.__name__: kind for kind in (Absence, P
 
 def _found(config: RunSettings, folder: Path, *, auto: bool) -> tuple[int, Lineage]:
     """The round to go on from, 0 to start, and whose checkpoints count. Raises CheckpointError and ConfigError."""
-    store, past, owner = folder / "checkpoints", history(config, folder), config.owners[0]
+    store, past = Store(config, folder), history(config, folder)
     if "run.steps" in past.changes:
         raise ConfigError(
             f"run.steps is {past.changes['run.steps'][0]} in '{folder}' and {config.run.steps} now, but an asynchronous run "
             "keeps it, as its workers have shared its steps out; set it back, or start again with another --out"
         )
-    newest = past.newest(
-        folder, checkpoint.owned(store, config.owners, past.lineage), auto=auto, owners=config.owners,
-        faults=lambda round: [checkpoint.fault(store, round, owner, past.lineage)],
+    choice = to_go_on(
+        past, store, kept_by(store, config.owners, past.lineage, past.before), auto=auto,
+        read=lambda round: {owner: store.fault(round, owner, past.lineage) for owner in config.owners},
     )  # fmt: skip
-    if newest == config.rounds:
-        say(checkpoint.ended(folder, newest))
+    if choice.round == config.rounds:
+        say(ended(folder, choice.round))
     for each in config.owners:
-        checkpoint.rewind(store, newest, each)
-    return newest, past.go_on(folder, newest)
+        checkpoint.rewind(store.path, choice.round, each, aside=choice.damaged)
+    return choice.round, past.go_on(folder, choice.round)
 
 
 def _reported(record: Record) -> Record:

@@ -30,6 +30,16 @@ from gossamer.run.bookkeeping.journal import Journal, Save
 from gossamer.run.bookkeeping.resume import History, Resume, history
 from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
 from gossamer.run.bookkeeping.text_read import tell_text
+from gossamer.run.bookkeeping.which_round import (
+    ChosenRound,
+    KeptRounds,
+    ended,
+    heard,
+    kept_by,
+    said,
+    to_go_on,
+    together,
+)
 from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.pipeline import stage_in
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
@@ -44,7 +54,7 @@ from gossamer.transport.alike import short_settings
 from gossamer.transport.contract import Delivery, Reduce
 from gossamer.transport.processes.board import Board
 from gossamer.transport.processes.group import GroupTransport, all_reduce
-from gossamer.transport.processes.launch import agree, join, leave
+from gossamer.transport.processes.launch import agree, join, leave, part
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.pipe import Pipe
 
@@ -97,20 +107,20 @@ def train_member(config: ResolvedRun, folder: Path, member: Member, *, resume: R
     found = {**{f"rule.{name}": value for name, value in m.rule.options.items()}, **found_by_each(task, config.parts)}
     past = history(config, folder) if resume else None
     store = Store(config, folder, partition_of(config, member.worker), member.part)
-    newest = _agreed_round(store, member, found, past, auto=resume == "auto")
-    if newest == config.rounds:
+    choice = _agreed_round(store, member, found, past, auto=resume == "auto")
+    if choice is not None and choice.round == config.rounds:
         dist.barrier()  # whoever hosts the store must not leave while another still reads it
         if member.rank == 0:
-            say(checkpoint.ended(folder, config.rounds))
+            say(ended(folder, config.rounds))
         return
     with contextlib.ExitStack() as open_:
         pipe = Pipe(member, config.run.timeout_s) if member.parts > 1 else None
         if pipe is not None:
             open_.callback(pipe.close)
         open_.enter_context(quieted(member.part > 0))  # a worker speaks once
-        stopwatch = Stopwatch(member.worker, recorded_s(folder, member.worker, newest))
+        stopwatch = Stopwatch(member.worker, recorded_s(folder, member.worker, choice and choice.round))
         trainer = _trainer(config, task, member, pipe, stopwatch)
-        _train_rounds(trainer, store, member, past, newest, open_)
+        _train_rounds(trainer, store, member, past, choice, open_)
 
 
 class _Trainer(NamedTuple):
@@ -148,13 +158,13 @@ def _trainer(
 
 
 def _train_rounds(
-    trainer: _Trainer, store: Store, member: Member, past: History | None, newest: int | None, open_: contextlib.ExitStack
+    trainer: _Trainer, store: Store, member: Member, past: History | None, choice: ChosenRound | None, open_: contextlib.ExitStack
 ) -> None:  # fmt: skip
-    """Trains from round `newest` to the end, and records it, with files that `open_` closes."""
-    config, worker, stopwatch, first = store.config, trainer.worker, trainer.stopwatch, newest or 0
-    line = Lineage(config.digest)
-    if past is not None and newest is not None:
-        line = _restore(worker, past, store, member, newest)
+    """Trains from the round that was chosen to the end, and records it, with files that `open_` closes."""
+    config, worker, stopwatch, newest = store.config, trainer.worker, trainer.stopwatch, choice and choice.round
+    line, first = Lineage(config.digest), newest or 0
+    if past is not None and choice is not None:
+        line = _restore(worker, past, store, member, choice)
     board = Board(member.entries, member.rank, member.ranks, patience_s=min(2.0, config.run.timeout_s / 4))
     record, log_of_stages = _record(store, member, worker, newest, open_), None
     if trainer.stages is not None:
@@ -249,35 +259,43 @@ def _validator(config: RunSettings, trainer: _Trainer) -> Callable[[], Mapping[s
 
 def _agreed_round(
     store: Store, member: Member, found: Mapping[str, Any], past: History | None, *, auto: bool
-) -> int | None:
+) -> ChosenRound | None:
     """The round to resume from, as all workers agree with one configuration; None for a run that starts.
 
     Args: `found` is what each worker finds on its own and all must have in common.
     Raises: CheckpointError when there is none to resume from, PeerError when workers differ.
     """
     config, me = store.config, member.worker
-    owned = [] if past is None else store.rounds([me], past.lineage)[0]
     common, timeout_s = f"{config.digest} {found}", config.run.timeout_s
     settings = short_settings({**config.decisive, **found})
-    facts = agree(member, common, owned, settings=settings, timeout_s=timeout_s)
+    own = KeptRounds({}) if past is None else kept_by(store, [me], past.lineage, past.before)[me]
+    facts = agree(member, common, said(own), settings=settings, timeout_s=timeout_s)
     if past is None:
         return None
+    owners = [
+        member.owner(rank) for rank in range(member.ranks)
+    ]  # of each process: those of a worker have a stage each
+    kept = {i: together([heard(i, fact) for j, fact in zip(owners, facts, strict=True) if i == j]) for i in {*owners}}
 
-    def faults(round: int) -> list[str | None]:
-        return agree(member, common, store.fault(round, me, past.lineage), timeout_s=timeout_s)
+    def read(round: int) -> dict[int, str | None]:
+        whys = agree(member, common, store.fault(round, me, past.lineage), timeout_s=timeout_s)
+        found: dict[int, str | None] = dict.fromkeys(kept)
+        return found | {i: f"{why}" for i, why in zip(owners, whys, strict=True) if why is not None}
 
-    return past.newest(
-        store.folder, facts, faults, auto=auto, owners=[me], speaks=member.rank == 0, store=store.path
-    )  # fmt: skip
+    try:
+        return to_go_on(past, store, kept, read, auto=auto, speaks=member.rank == 0)
+    except GossamerError:
+        part(member, min(timeout_s, 10.0))  # so that all can say why, and not that the store is gone
+        raise
 
 
-def _restore(worker: Worker, past: History, store: Store, member: Member, round: int) -> Lineage:
+def _restore(worker: Worker, past: History, store: Store, member: Member, choice: ChosenRound) -> Lineage:
     """Restores a worker from its checkpoint of this round, zero being the start; returns whose checkpoints count from now on."""
-    me, line, config = worker.index, past.lineage, store.config
+    me, line, config, round = worker.index, past.lineage, store.config, choice.round
     if round:
         worker.restore(store.load(worker.replica.task, round, me, line))
         store.take_over(me, round, worker.state(), line, Lineage(config.digest))
-    checkpoint.rewind(store.path, round, me)
+    checkpoint.rewind(store.path, round, me, aside=choice.damaged)
     going_on = past.go_on(store.folder, round)
     agree(member, "all have taken over what other stages have saved", timeout_s=config.run.timeout_s)
     store.forget_others(me)

@@ -85,13 +85,19 @@ class Store(NamedTuple):
         """
         found: dict[int, Partition] = {}
         for other in self._others():
-            stages = [checkpoint.rounds(path, worker, line) for path in other.folders(self.folder)]
-            found |= dict.fromkeys(checkpoint.common(stages), other)
+            found |= {r: other for r, why in self._faults(other, worker, line).items() if why is None}
         return found | dict.fromkeys(checkpoint.rounds(self.path, worker, line), self.own)
 
-    def rounds(self, workers: Sequence[int], line: Lineage) -> list[list[int]]:
-        """The rounds that this process can go on from, one list for each worker."""
-        return [sorted(self.sources(worker, line)) for worker in workers]
+    def faults(self, worker: int, line: Lineage) -> dict[int, str | None]:
+        """What is wrong with each round of which anything of a worker is there, as `checkpoint.faults` has it.
+
+        None stands for one that this process can go on from, with the checkpoints of any partition.
+        """
+        found: dict[int, str | None] = {}
+        for one in (*self._others(), self.own):
+            for round, why in self._faults(one, worker, line).items():
+                found[round] = None if found.get(round, "") is None else why
+        return dict(sorted(found.items()))
 
     def fault(self, round: int, worker: int, line: Lineage) -> str | None:
         """Why this round cannot be gone on from, in one clause; None when it can. Cost: that of reading all it needs."""
@@ -129,6 +135,15 @@ class Store(NamedTuple):
                 checkpoint.rewind(path, -1, worker)
                 with contextlib.suppress(OSError):  # other workers may have theirs there
                     path.rmdir()
+
+    def _faults(self, one: Partition, worker: int, line: Lineage) -> dict[int, str | None]:
+        """As `faults`, of the checkpoints of one partition."""
+        stages = {path: checkpoint.faults(path, worker, line) for path in self._paths(one)}
+        found: dict[int, str | None] = {}
+        for round in {round for each in stages.values() for round in each}:
+            whys = (each.get(round, f"'{path}' {checkpoint.ABSENT} worker {worker}") for path, each in stages.items())
+            found[round] = next((why for why in whys if why is not None), None)
+        return found
 
     def _paths(self, source: Partition) -> list[Path]:
         return [self.path] if source == self.own else source.folders(self.folder)

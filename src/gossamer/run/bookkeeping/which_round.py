@@ -1,0 +1,468 @@
+"""Which round of a run counts: the one from which it goes on, and the one that is scored, in every kind of run.
+
+Of a round an owner (a worker, or the server) has nothing, a sound checkpoint or a damaged one, and these are never taken for each
+other: a run whose checkpoints cannot be read does not begin again over them, and one that goes back to an older round says why.
+
+A worker of an elastic run that had died, or was not there yet, has no checkpoint of a round and never will. One that lags has
+none either, and will. What each worker knew of the others when it trained the round tells these apart
+(`gossamer.record.logs.outcomes`).
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from gossamer.errors import CheckpointError, ConfigError, GossamerError, PeerError
+from gossamer.record import checkpoint
+from gossamer.record.checkpoint import Lineage
+from gossamer.record.folder import read_metrics
+from gossamer.record.jsonl import json_lines
+from gossamer.record.logs.outcomes import read_outcomes
+from gossamer.record.whole_files import worker_suffix
+from gossamer.run.bookkeeping.resume import History, lineage
+from gossamer.run.config.document import with_settings
+from gossamer.run.config.resolve import resolve_document
+from gossamer.run.config.resolved import RunSettings
+from gossamer.run.worker.stages.checkpoints import Store
+from gossamer.settings.schema import parse_toml
+
+__all__ = [
+    "ChosenRound",
+    "Held",
+    "KeptRounds",
+    "choose",
+    "ended",
+    "has_ended",
+    "heard",
+    "kept_by",
+    "must_lose_nothing",
+    "newest_of_all",
+    "newest_of_any",
+    "newest_of_own",
+    "said",
+    "to_evaluate",
+    "to_go_on",
+    "to_resume",
+    "to_score",
+    "together",
+]
+
+log = logging.getLogger("gossamer")
+
+Held = Mapping[int, frozenset[int] | None]
+"""The rounds of which a worker has a checkpoint, each with those that took part in its view; None for everyone."""
+_MOST_SAID = 64
+"""Rounds that a worker tells the others of, the newest ones."""
+_LONGEST = 400  # characters of what is wrong with a checkpoint, in a sentence
+
+
+class KeptRounds(NamedTuple):
+    """What an owner has kept of a run."""
+
+    faults: Mapping[int, str | None]
+    """By round of which anything is there: what is wrong with its checkpoint, in a clause that names it; None for nothing."""
+    due: int = 0
+    """The newest round whose checkpoint it must have written, as its record says; 0 for none."""
+    seen: Held = MappingProxyType({})
+    """Of an elastic run, who took part in a round."""
+
+    @property
+    def whole(self) -> Held:
+        """Its rounds with which nothing is wrong."""
+        return {round: self.seen.get(round) for round, why in self.faults.items() if why is None}
+
+
+class ChosenRound(NamedTuple):
+    """The round that counts."""
+
+    round: int
+    """0 where none does."""
+    kept: Mapping[int, KeptRounds]
+    """By owner, with what was found wrong when the checkpoints were read."""
+    skipped: dict[int, str]
+    """The newer rounds, newest first, each with why it does not count."""
+
+    @property
+    def damaged(self) -> bool:
+        """Whether a newer checkpoint is there and damaged."""
+        newer = (why for one in self.kept.values() for r, why in one.faults.items() if r > self.round)
+        return any(why is not None and checkpoint.ABSENT not in why for why in newer)
+
+    def tell(self, who: str = "") -> None:
+        """Warns of the rounds that are skipped, and of damaged checkpoints of this one; `who` begins each sentence."""
+        for round, why in self.skipped.items():
+            instead = f"round {self.round} counts" if self.round else "no older one is sound"
+            log.warning("%sround %d is skipped: %s; %s", who, round, why, instead)
+        for owner, one in self.kept.items():
+            if self.round and (why := one.faults.get(self.round)) is not None:
+                log.warning("%sworker %d has no sound checkpoint of round %d: %s", who, owner, self.round, why)
+
+
+# --- what is there ----------------------------------------------------------------------------------------------------
+
+
+def kept_by(
+    store: Store, owners: Iterable[int], line: Lineage, before: RunSettings | None = None
+) -> dict[int, KeptRounds]:
+    """What each owner has in a run folder. Where the log of outcomes is lost, everyone counts as having taken part.
+
+    Args: `before` are the settings with which what is there was written, if they differ.
+    Raises: DataError for a spoilt record.
+    Cost: reads the metrics.
+    """
+    folder, lives = store.folder, read_outcomes(store.folder)
+    owners = [*owners]
+    due = _due(before or store.config, folder, owners)
+    kept: dict[int, KeptRounds] = {}
+    for owner in owners:
+        seen = {one.round + 1: one.alive for life in lives.get(owner, []) for one in life.rounds}
+        # A worker that leaves before the first round is over saves round 0, for others to see that its slot is free.
+        kept[owner] = KeptRounds({r: why for r, why in store.faults(owner, line).items() if r}, due[owner], seen)
+    return kept
+
+
+def _due(config: RunSettings, folder: Path, owners: Iterable[int]) -> dict[int, int]:
+    """The newest round whose checkpoint each owner must have written.
+
+    A local phase in the round after r others is recorded when what was due after these has been saved.
+    """
+    trained: dict[int, int] = {}
+    for line in read_metrics(folder):
+        if line["kind"] == "train" and isinstance(line.get("worker"), int):
+            trained[line["worker"]] = max(line["round"], trained.get(line["worker"], 0))
+    if (folder / "metrics.jsonl").exists():  # of a simulation, which saves all at once
+        trained = dict.fromkeys(owners, max(trained.values(), default=0))
+    elif config.kind == "server":
+        events = folder / f"events{worker_suffix(config.workers)}.jsonl"
+        lines = json_lines(events) if events.exists() else ()
+        passed = max((r for _, line in lines if isinstance(r := line.get("round"), int)), default=0)
+        # A server saves beside the next rounds, and is done when another checkpoint is due.
+        trained[config.workers] = _newest_due(config, passed) - 1
+    return {owner: _newest_due(config, trained.get(owner, 0)) for owner in owners}
+
+
+def _newest_due(config: RunSettings, passed: int) -> int:
+    every, last = config.run.checkpoint_every, min(passed, config.rounds)
+    return next((r for r in range(last, 0, -1) if config.due(every, r)), 0)
+
+
+def said(one: KeptRounds) -> list[Any]:
+    """What a worker tells the others of what it has, as JSON holds it."""
+    newest = sorted(one.faults)[-_MOST_SAID:]
+    return [one.due, [[r, _clipped(one.faults[r]), _listed(one.seen.get(r))] for r in newest]]
+
+
+def heard(worker: int, value: object) -> KeptRounds:
+    """What another worker has said so. Raises PeerError for anything else."""
+    match value:
+        case [int(due), [*rounds]] if 0 <= due < 1 << 31:
+            found = [_round_heard(one) for one in rounds]
+            known = [one for one in found if one is not None]
+            if len(known) == len(found):
+                faults = {r: why for r, why, _ in known}
+                return KeptRounds(faults, due, {r: seen for r, _, seen in known})
+    raise PeerError(
+        f"worker {worker} does not say which checkpoints it has ({value!r:.60}); install the same gossamer version everywhere"
+    )
+
+
+def _round_heard(value: object) -> tuple[int, str | None, frozenset[int] | None] | None:
+    match value:
+        case [int(r), None | str() as why, None] if 0 < r < 1 << 31:
+            return r, _clipped(why), None
+        case [int(r), None | str() as why, [*slots]] if 0 < r < 1 << 31 and all(isinstance(one, int) for one in slots):
+            return r, _clipped(why), frozenset(one for one in slots if isinstance(one, int))
+    return None
+
+
+def together(processes: Sequence[KeptRounds]) -> KeptRounds:
+    """What a worker has of which each stage is a process of its own: a round is whole where all of them have it.
+
+    >>> together([KeptRounds({10: None, 20: None}), KeptRounds({10: None})]).faults
+    {10: None, 20: 'one of its stages has no checkpoint of it'}
+    """
+    rounds = sorted({r for one in processes for r in one.faults})
+    whys = {r: [one.faults.get(r, f"one of its stages {checkpoint.ABSENT} it") for one in processes] for r in rounds}
+    faults = {r: next((why for why in each if why is not None), None) for r, each in whys.items()}
+    return KeptRounds(faults, max(one.due for one in processes))
+
+
+def _clipped(why: str | None) -> str | None:
+    return why if why is None else why[:_LONGEST]
+
+
+def _listed(slots: frozenset[int] | None) -> list[int] | None:
+    return None if slots is None else sorted(slots)
+
+
+# --- which round counts -----------------------------------------------------------------------------------------------
+
+
+def choose(
+    kept: Mapping[int, KeptRounds],
+    pick: Callable[[Mapping[int, Held]], int],
+    read: Callable[[int], Mapping[int, str | None]],
+) -> ChosenRound:
+    """The round that counts, of which all checkpoints that are whole have been read and are sound.
+
+    Args:
+        pick: chooses among the rounds that each owner has; 0 for none.
+        read: what is wrong with the content of the checkpoints of a round, by owner.
+
+    >>> kept = {0: KeptRounds({10: None, 20: None}), 1: KeptRounds({10: None, 20: None})}
+    >>> choose(kept, newest_of_all, lambda round: {1: "file 'x' has changed" if round == 20 else None})[::2]
+    (10, {20: "file 'x' has changed"})
+    """
+    kept = dict(kept)
+    while round := pick({owner: one.whole for owner, one in kept.items()}):
+        spoilt = {owner: why for owner, why in read(round).items() if why and round in kept[owner].whole}
+        if not spoilt:
+            break
+        for owner, why in spoilt.items():
+            kept[owner] = kept[owner]._replace(faults={**kept[owner].faults, round: why})
+    return ChosenRound(round, kept, _skipped(kept, round, absent=pick is newest_of_all))
+
+
+def _skipped(kept: Mapping[int, KeptRounds], round: int, *, absent: bool) -> dict[int, str]:
+    """The newer rounds, each with what is damaged; with `absent` also what is not there."""
+    lacking = {one.due: owner for owner, one in kept.items() if one.due > max(one.faults, default=0)} if absent else {}
+    newer = {r for one in kept.values() for r in one.faults if r > round} | {r for r in lacking if r > round}
+    found: dict[int, str] = {}
+    for r in sorted(newer, reverse=True):
+        whys = [why for one in kept.values() if (why := one.faults.get(r)) is not None]
+        without = [owner for owner, one in kept.items() if r not in one.faults] if absent else []
+        if without and not whys:
+            whys = [f"worker {', '.join(map(str, without))} {checkpoint.ABSENT} it"]
+        if whys:
+            found[r] = " and ".join(whys[:4]) + (f" and {len(whys) - 4} more" if len(whys) > 4 else "")
+    return found
+
+
+def newest_of_all(held: Mapping[int, Held]) -> int:
+    """The newest round that all owners have; 0 for none.
+
+    >>> newest_of_all({0: {10: None, 20: None}, 1: {10: None}})
+    10
+    """
+    rounds = [set(one) for one in held.values()]
+    return max(set.intersection(*rounds), default=0) if rounds else 0
+
+
+def newest_of_any(held: Mapping[int, Held]) -> int:
+    """The newest round that any owner has; 0 for none.
+
+    >>> newest_of_any({0: {10: None, 20: None}, 1: {10: None}})
+    20
+    """
+    return max((round for one in held.values() for round in one), default=0)
+
+
+def to_resume(held: Mapping[int, Held], tolerance: int = 0) -> int:
+    """The round from which an elastic run goes on; 0 where nobody has any.
+
+    The newest of which everybody has a checkpoint who took part in it, so that a calm run goes on with the same bits; else as
+    `to_score`. Slots without any checkpoint, or that nobody fills, do not count.
+
+    Args: `tolerance` is how many rounds earlier one may be that more workers have, who have left one after the other.
+
+    >>> to_resume({0: {10: None, 20: None}, 1: {10: None}})
+    10
+    >>> to_resume({0: {10: None, 20: frozenset({0, 2})}, 1: {10: None}, 2: {10: None, 20: frozenset({0, 2})}, 3: {}})
+    20
+    >>> to_resume({0: {12: None}, 1: {12: None}, 2: {13: frozenset({2})}}, tolerance=2)
+    12
+    """
+    owners = _owners(held)
+    whole = max((r for r, having in owners.items() if _took_part(held, r) <= having), default=0)
+    near = [r for r in {whole, *_held_by_most(held)} if whole - tolerance <= r <= whole and r]
+    return max(near, key=lambda r: (len(owners[r]), r), default=0) or to_score(held)
+
+
+def to_score(held: Mapping[int, Held]) -> int:
+    """The newest round of which most have a checkpoint who took part in it, else the one that most have; 0 where nobody has any.
+
+    >>> to_score({0: {10: None, 20: None}, 1: {10: None, 20: None}, 2: {10: None}, 3: {10: None}})
+    10
+    >>> to_score({0: {10: None, 20: None}, 1: {10: None, 20: None}, 2: {10: None}})
+    20
+    """
+    owners = _owners(held)
+    return max(_held_by_most(held), default=0) or max(owners, key=lambda r: (len(owners[r]), r), default=0)
+
+
+def _held_by_most(held: Mapping[int, Held]) -> list[int]:
+    return [r for r, having in _owners(held).items() if 2 * len(having) > len(_took_part(held, r))]
+
+
+def _owners(held: Mapping[int, Held]) -> dict[int, set[int]]:
+    return {r: {slot for slot in held if r in held[slot]} for rounds in held.values() for r in rounds}
+
+
+def _took_part(held: Mapping[int, Held], round: int) -> set[int]:
+    """The slots that took part in the round, in the view of anybody who has its checkpoint, as far as they have any at all."""
+    views = [rounds[round] for rounds in held.values() if round in rounds]
+    having = {slot for slot, rounds in held.items() if rounds}
+    return having if None in views else having & {slot for view in views if view is not None for slot in view}
+
+
+# --- going on ---------------------------------------------------------------------------------------------------------
+
+
+def to_go_on(
+    past: History, store: Store, kept: Mapping[int, KeptRounds], read: Callable[[int], Mapping[int, str | None]], *, auto: bool,
+    pick: Callable[[Mapping[int, Held]], int] = newest_of_all, speaks: bool = True,
+) -> ChosenRound:  # fmt: skip
+    """The round from which the run in a folder goes on; round 0 to start.
+
+    Args:
+        kept: by owner, those on other machines too.
+        read: as of `choose`.
+        auto: whether the run may start where there is none.
+        speaks: whether this process says which rounds are skipped.
+    Raises: CheckpointError when there is none, ConfigError when the run would end before it.
+    """
+    choice = choose(kept, pick, read)
+    if not choice.round and not (auto and _may_start(past.before, choice.kept)):
+        raise _none_counts(store, choice)
+    if choice.round > past.config.rounds:
+        raise ConfigError(
+            f"run.steps is {past.config.run.steps}, which ends the run after round {past.config.rounds}, but it is at round "
+            f"{choice.round} already; set at least {choice.round * past.config.full_steps}"
+        )
+    if speaks:
+        choice.tell()
+    return choice
+
+
+def must_lose_nothing(store: Store, kept: Mapping[int, KeptRounds], before: RunSettings) -> None:
+    """Raises CheckpointError where owners have checkpoints here, and whoever leads the run begins it from its start."""
+    if not _may_start(before, kept):
+        newest = max((r for one in kept.values() for r in (*one.faults, one.due)), default=0)
+        raise CheckpointError(
+            f"the server begins the run from its start, but '{store.folder}' holds what worker {', '.join(map(str, kept))} kept "
+            f"up to round {newest}; resume the server where its own checkpoints are, or give this worker another --out"
+        )
+
+
+def _may_start(config: RunSettings, kept: Mapping[int, KeptRounds]) -> bool:
+    """Whether nothing is lost by a start from the beginning: some have never saved, and all others have the first checkpoint."""
+    first = next(r for r in range(1, config.rounds + 1) if config.due(config.run.checkpoint_every, r))
+    return all(_has_never_saved(one) or one.faults.get(first, "") is None for one in kept.values())
+
+
+def _has_never_saved(one: KeptRounds) -> bool:
+    whys = [f"{why}" for why in one.faults.values()]
+    return not one.due and all(checkpoint.UNFINISHED in why or checkpoint.ABSENT in why for why in whys)
+
+
+def _none_counts(store: Store, choice: ChosenRound) -> CheckpointError:
+    """Why no round of a folder counts, what of it is sound, and what to do."""
+    config, kept, where = store.config, choice.kept, f"'{store.folder / 'checkpoints'}'"
+    if not choice.skipped:
+        return CheckpointError(
+            f"{where} has no checkpoints to resume from or to score; train past the first one, or start again with another --out"
+        )
+    whys = "; ".join(f"round {round}: {why}" for round, why in choice.skipped.items())
+    if all(" has digest " in why for why in choice.skipped.values()):
+        return CheckpointError(
+            f"run.toml has changed since the checkpoints in {where} were written, or they are of another run ({whys}); restore "
+            "it, or start again with another --out"
+        )
+    sound = [f"that of worker {owner} after round {max(one.whole)}" for owner, one in kept.items() if one.whole]
+    only = f"only {' and '.join(sound)} is" if sound else "none is"
+    instead = "bring sound files back, and the checkpoint folders of all machines together"
+    if sound and _may_be_elastic(config):
+        instead += f", go on from what is sound with gossamer train --resume {store.folder} --set run.elastic=true"
+    whose = "" if len(kept) == 1 else f" for all {len(kept)} workers"
+    return CheckpointError(
+        f"no checkpoint of {where} is sound{whose} ({whys}), {only}; {instead}, or start again with another --out"
+    )
+
+
+def _may_be_elastic(config: RunSettings) -> bool:
+    """Whether the run could go on without those whose checkpoints are lost."""
+    if config.kind != "rounds" or config.run.elastic:
+        return False
+    document = with_settings(parse_toml(config.document, "a run"), {"run.elastic": True})
+    try:
+        resolve_document(document, config.parts, real=True)
+    except GossamerError:
+        return False
+    return True
+
+
+def newest_of_own(
+    store: Store, owner: int, line: Lineage, before: RunSettings | None = None,
+    read: Callable[[int], str | None] | None = None,
+) -> ChosenRound:  # fmt: skip
+    """The newest sound round of one owner, which goes on from it by itself; it says which newer ones are damaged.
+
+    Args: `before` as of `kept_by`; `read` says what is wrong with the content of its checkpoint of a round.
+    """
+    kept = kept_by(store, [owner], line, before)
+    choice = choose(kept, newest_of_all, lambda r: {owner: store.fault(r, owner, line) if read is None else read(r)})
+    choice.tell(f"worker {owner}: ")
+    return choice
+
+
+def ended(folder: Path, rounds: int, *, kept: bool = True) -> str:
+    """The message for a resumed run that has already ended, and whose checkpoints were `kept`."""
+    scores = f"gossamer evaluate {folder} scores it" if kept else f"gossamer report {folder} shows it"
+    return f"the run has ended after {rounds} rounds; {scores}"
+
+
+def has_ended(config: RunSettings, folder: Path) -> bool:
+    """Whether all owners have sound checkpoints of the last round here. Cost: reads them, if they are there."""
+    store, line = Store(config, folder), lineage(config, folder)
+    if not all(config.rounds in store.sources(owner, line) for owner in config.owners):
+        return False
+    return all(store.fault(config.rounds, owner, line) is None for owner in config.owners)
+
+
+# --- scoring ----------------------------------------------------------------------------------------------------------
+
+
+def to_evaluate(store: Store, line: Lineage, round: int | None) -> tuple[int, list[int]]:
+    """The round of a run to score, and the owners whose checkpoints of it are here and sound.
+
+    Args: `round` is the one that was asked for; None takes the newest of all owners, of an elastic run of most.
+    Raises: CheckpointError when there is none.
+    Cost: reads these checkpoints.
+    """
+    config = store.config
+    every = config.kind == "server" or not (config.run.elastic or config.event_driven)
+    kept = kept_by(store, config.owners, line)
+    asked = lambda held: round if round is not None and any(round in one for one in held.values()) else 0  # noqa: E731
+    pick = asked if round is not None else newest_of_all if every else to_score
+    choice = choose(kept, pick, lambda r: {i: store.fault(r, i, line) for i, one in kept.items() if r in one.whole})
+    having = [owner for owner, one in choice.kept.items() if choice.round in one.whole]
+    if round is not None and (not choice.round or (every and len(having) < len(kept))):
+        raise _does_not_count(round, choice.kept, every=every)
+    if not choice.round and not config.record.keep_checkpoints and not any(one.faults for one in kept.values()):
+        raise CheckpointError(
+            f"'{store.folder}' has no checkpoints, as its record.keep_checkpoints is false; gossamer report {store.folder} shows "
+            "its last validation, and its mean model is in the folder 'model' if record.export was true"
+        )
+    if not choice.round:
+        raise _none_counts(store, choice)
+    choice.tell()
+    if missing := [owner for owner, one in choice.kept.items() if one.whole and owner not in having]:
+        log.warning(
+            "round %d has no checkpoint of worker %s; the mean model is that of worker %s",
+            choice.round, ", ".join(map(str, missing)), ", ".join(map(str, having)),
+        )  # fmt: skip
+    return choice.round, having
+
+
+def _does_not_count(round: int, kept: Mapping[int, KeptRounds], *, every: bool) -> CheckpointError:
+    """Why the round that was asked for cannot be scored."""
+    having = {r: [i for i, one in kept.items() if r in one.whole] for one in kept.values() for r in one.faults}
+    complete = sorted(r for r, some in having.items() if some and (len(some) == len(kept) or not every))
+    whys = [why for one in kept.values() if (why := one.faults.get(round)) is not None]
+    what = "has no checkpoint of any worker" if not every else "lacks some checkpoints"
+    return CheckpointError(
+        f"round {round} {what if not whys else 'is damaged: ' + ' and '.join(whys)}; complete are: "
+        f"{', '.join(map(str, complete)) or 'none'}; name one of these"
+    )

@@ -1,0 +1,208 @@
+"""Which round counts: damaged checkpoints are never taken for none, in any kind of run, and going back is told."""
+
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_resume import flip, parameters, same
+from test_virtual import timed
+
+from commands import run
+from gossamer.cli import main
+from gossamer.errors import CheckpointError, ConfigError
+from gossamer.record.folder import read_metrics
+from gossamer.run.bookkeeping.evaluate import evaluate
+from gossamer.run.bookkeeping.which_round import KeptRounds, choose, newest_of_all, to_resume
+from gossamer.run.config.run_file import RunConfig, dump
+from gossamer.run.simulated.simulate import simulate
+from tiny import single, tiny
+
+SIMULATED: dict[str, RunConfig] = {
+    "rounds": single(run__steps=8, run__checkpoint_every=4),
+    "stages": tiny(run__steps=8, run__checkpoint_every=4, pipeline__stages=2, model__layers=2, data__accumulate=2),
+    "server": timed(server={"name": "heloco"}, run__steps=8, run__checkpoint_every=4),
+    "no waiting": timed(run__wait=False, run__steps=8, run__checkpoint_every=4),
+    "pairs": timed(pair={"name": "ad_psgd"}, run__steps=8, run__checkpoint_every=4),
+}
+REAL: dict[str, dict[str, Any]] = {
+    "rounds": {},
+    "elastic": {"run__elastic": True},
+    "server": {"server__name": "heloco", "run__timeout_s": 4.0},
+    "no waiting": {"run__wait": False},
+    "pairs": {"pair__name": "ad_psgd", "topology__name": "complete"},
+    "stages": {"pipeline__stages": 2, "model__layers": 2, "data__accumulate": 2},
+}
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in ("report.html", "report.md") and "addresses" not in path.name
+    }
+
+
+def truncate_tensors(folder: Path) -> None:
+    for path in folder.glob("checkpoints/**/*.safetensors"):
+        path.write_bytes(path.read_bytes()[:100])
+
+
+@pytest.mark.parametrize("kind", SIMULATED)
+@pytest.mark.parametrize("damage", ["tensors", "manifests of one", "all files of one"])
+def test_a_simulation_whose_checkpoints_are_damaged_does_not_begin_again_over_them(
+    kind: str, damage: str, tmp_path: Path
+) -> None:
+    config = SIMULATED[kind]
+    simulate(config, tmp_path, until=7 // config.full_steps)
+    owner = config.workers if kind == "server" else 0
+    if damage == "tensors":
+        truncate_tensors(tmp_path)
+    for path in () if damage == "tensors" else tmp_path.glob(f"checkpoints/*/worker-{owner:03}.*"):
+        if path.suffix == ".json" and damage == "manifests of one":
+            path.write_bytes(path.read_bytes()[:100])
+        elif damage == "all files of one":
+            path.unlink()
+    before = contents(tmp_path)
+    for resume in ("auto", True):
+        with pytest.raises(CheckpointError) as refused:
+            simulate(config, tmp_path, resume=resume)
+        said = str(refused.value)
+        what = {"tensors": "is cut short: it has 100 of ", "manifests of one": "is cut short"}.get(
+            damage, f"worker {owner} has no checkpoint of it"
+        )
+        assert what in said and ("round 2: " in said) and "another --out" in said, said
+        if damage != "all files of one":
+            assert f"worker-{owner:03}." in said
+    assert contents(tmp_path) == before, "nothing was written over"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", REAL)
+def test_a_real_run_whose_checkpoints_are_damaged_does_not_begin_again_over_them(
+    kind: str, tmp_path: Path, forks: None
+) -> None:
+    config = (tiny if kind == "stages" else single)(
+        **{"workers": 2, "run__steps": 6, "run__timeout_s": 30.0, **REAL[kind]}
+    )
+    (tmp_path / "run.toml").write_text(dump(config))
+    words = ["train", tmp_path / "run.toml", "--local", 2, "--out", tmp_path / "k"]
+    assert run(*words)[0] == 0
+    truncate_tensors(tmp_path / "k")
+    before = contents(tmp_path / "k")
+    code, output = run(*words, "--resume", "auto")
+    assert code == 2 and "is cut short: it has 100 of " in output and "Traceback" not in output, output
+    assert contents(tmp_path / "k") == before
+
+
+def test_a_round_that_is_skipped_is_put_aside_with_what_is_sound_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = single(run__steps=8)
+    whole = simulate(config, tmp_path / "whole")
+    folder = tmp_path / "run"
+    simulate(config, folder, until=3)
+    hurt = folder / "checkpoints" / "round-000003" / "worker-001.safetensors"
+    flip(hurt)
+    before = {path.name: path.read_bytes() for path in hurt.parent.iterdir()}
+    assert simulate(config, folder, resume="auto").loss == whole.loss
+    assert (
+        f"round 3 is skipped: checkpoint file '{hurt}' has changed" in caplog.text and "round 2 counts" in caplog.text
+    )
+    aside = folder / "checkpoints" / "aside" / "round-000003"
+    assert {path.name: path.read_bytes() for path in aside.iterdir()} == before, (
+        "what cannot be read today may be sound"
+    )
+    assert same(parameters(folder, config), parameters(tmp_path / "whole", config))
+
+
+def test_a_round_of_which_a_worker_has_nothing_is_told_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = single(run__steps=8)
+    simulate(config, tmp_path, until=3)
+    for path in tmp_path.glob("checkpoints/round-000003/worker-002.*"):
+        path.unlink()
+    simulate(config, tmp_path, resume=True)
+    assert "round 3 is skipped: worker 2 has no checkpoint of it; round 2 counts" in caplog.text
+    assert not (tmp_path / "checkpoints" / "aside").exists(), "nothing was damaged"
+    caplog.clear()
+    shutil.rmtree(tmp_path / "checkpoints" / "round-000004")
+    with (tmp_path / "metrics.jsonl").open() as file:
+        assert max(line["round"] for line in read_metrics(tmp_path)) == 3, file.name
+    simulate(single(run__steps=12), tmp_path, resume=True)
+    assert "skipped" not in caplog.text, "the record does not say that the last checkpoint was written"
+
+
+@pytest.mark.parametrize("kind", ["rounds", "server", "no waiting"])
+def test_an_evaluation_goes_back_and_says_so_and_refuses_a_damaged_round_by_its_number(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = SIMULATED[kind]
+    simulate(config, tmp_path)
+    newest = config.rounds
+    older = newest - 2
+    for path in tmp_path.glob(f"checkpoints/round-{newest:06}/*.safetensors"):
+        flip(path)
+    with pytest.raises(CheckpointError, match=rf"round {newest} is damaged: .*has changed.*complete are: {older}"):
+        evaluate(tmp_path, newest)
+    assert evaluate(tmp_path).round == older
+    assert f"round {newest} is skipped: " in caplog.text and f"round {older} counts" in caplog.text
+
+
+def test_a_finished_run_whose_last_checkpoint_is_damaged_is_not_said_to_have_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = single(run__steps=6)
+    simulate(config, tmp_path)
+    before = parameters(tmp_path, config)
+    flip(tmp_path / "checkpoints" / "round-000003" / "worker-000.safetensors")
+    assert main(["simulate", "--resume", str(tmp_path), "--quiet"]) == 0
+    assert "has ended" not in capsys.readouterr().err and "round 3 is skipped" in caplog.text
+    assert same(parameters(tmp_path, config), before)
+
+
+def test_a_new_run_is_refused_where_only_the_checkpoints_of_another_are_left(tmp_path: Path) -> None:
+    config = single(run__steps=4)
+    simulate(config, tmp_path)
+    for path in tmp_path.glob("*.jsonl"):
+        path.unlink()
+    with pytest.raises(ConfigError, match=r"already holds checkpoints/round-00000\d/worker-00\d"):
+        simulate(config, tmp_path)
+
+
+def test_auto_begins_again_where_a_worker_was_killed_while_it_saved_for_the_first_time(tmp_path: Path) -> None:
+    config = single(run__steps=4)
+    simulate(config, tmp_path, until=1)
+    (tmp_path / "checkpoints" / "round-000001" / "worker-001.json").unlink()  # which is written last
+    assert simulate(config, tmp_path, resume="auto").rounds == 2
+
+
+def test_workers_of_a_run_without_a_common_round_go_on_from_what_is_sound_with_the_command_that_is_said(
+    tmp_path: Path, forks: None
+) -> None:
+    config = single(workers=2, run__steps=8, run__timeout_s=30.0)
+    (tmp_path / "run.toml").write_text(dump(config))
+    folder = tmp_path / "k"
+    assert run("train", tmp_path / "run.toml", "--local", 2, "--out", folder)[0] == 0
+    for path in folder.glob("checkpoints/*/worker-001.json"):
+        path.write_bytes(b"\0" * 100)
+    code, output = run("train", "--resume", folder, "--local", 2, "--set", "run.steps=12")
+    command = f"gossamer train --resume {folder} --set run.elastic=true"
+    assert code == 2 and "only that of worker 0 after round 4 is" in output and command in output, output
+    words = command.split()[1:]
+    code, output = run(*words, "--local", 2, "--set", "run.steps=12")
+    assert code == 0 and "worker 1 takes the state of worker 0 after round 4" in output, output
+
+
+def test_the_choice_reads_what_is_picked_and_picks_again_without_what_is_spoilt() -> None:
+    kept = {i: KeptRounds({10: None, 20: None, 30: None if i else "file 'a' is cut short"}) for i in range(3)}
+    read: list[int] = []
+
+    def faults(round: int) -> dict[int, str | None]:
+        read.append(round)
+        return {2: "file 'b' has changed" if round == 20 else None}
+
+    assert choose(kept, newest_of_all, faults)[::2] == (10, {30: "file 'a' is cut short", 20: "file 'b' has changed"})
+    assert read == [20, 10]
+    elastic = choose(kept, to_resume, lambda round: {})
+    assert (elastic.round, [*elastic.skipped]) == (20, [30]), "the newest that all have, as they all took part"
