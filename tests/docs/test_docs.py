@@ -189,3 +189,46 @@ def test_the_tutorial_works_as_written(tmp_path, monkeypatch):
     real = number(r"mean model ([\d.]+) nats", "evaluate runs/real")
     assert real == number(r"first +│ +([\d.]+)", "simulate first.toml --set workers=2 --out runs/two")
     assert Path("plan.toml").is_file()
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def smaller(file: Path, **values: object) -> None:
+    """Writes other values of some keys into a run file."""
+    text = file.read_text(encoding="utf-8")
+    for key, value in values.items():
+        text, count = re.subn(rf"^{key} = [^#\n]*", f"{key} = {value} ", text, flags=re.MULTILINE)
+        assert count == 1, key
+    file.write_text(text, encoding="utf-8")
+
+
+def test_the_commands_of_the_readme_work_as_written(tmp_path, monkeypatch):
+    """With fewer steps of a smaller model; that for several machines runs in `tests/cli/test_machines.py`, on three of them."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "configs"]) == 0
+    smaller(Path("configs/gasloc.toml"), size='"0.2m"', steps=4, local_steps=2)
+    few = {"steps": 2, "local_steps": 1, "eval_every": 2, "eval_batches": 1, "checkpoint_every": 2, "warmup_steps": 0}
+    smaller(Path("configs/demo.toml"), layers=1, **few)
+    (commands,) = re.findall(r"^```\n(gossamer check .*?)^```", README, re.MULTILINE | re.DOTALL)
+    ran = set[str]()
+    for words in (shlex.split(line, comments=True) for line in commands.splitlines()):
+        if "--rank" not in words:
+            assert main(words[1:]) == 0, words
+            ran.add(words[1])
+    assert ran == {"check", "simulate", "compare", "train", "evaluate", "probe"}
+    assert Path("runs/real/model").is_dir() and Path("network.toml").is_file()
+
+
+def test_the_loop_of_the_readme_trains():
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    model = torch.nn.Linear(4, 1)
+    before = model.weight.detach().clone()
+    scope: dict[str, Any] = {
+        "model": model,
+        "data": [torch.randn(2, 4) for _ in range(30)],
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loss": lambda model, batch: model(batch).square().mean(),
+    }
+    exec(code, scope)
+    assert scope["outer"].metrics().rounds == 1 and not torch.equal(model.weight, before)
