@@ -5,7 +5,7 @@ make results
 
 import logging
 
-from generators import bound, experiments, prices, sources
+from generators import bound, experiments, measured_losses, prices, sources
 
 __all__ = ["write"]
 
@@ -17,6 +17,7 @@ def write() -> None:
         if (picture := experiments.drawn(outcomes)) is not None:
             outcomes.with_suffix(".svg").write_bytes(picture)
     (sources.RESULTS / "methods.md").write_text(prices.prices_page(), encoding="utf-8")
+    measured_losses.FILE.write_text(measured_losses.measured_losses(), encoding="utf-8")
     for page in bound.with_sources():
         file = sources.ROOT / page
         file.write_text(bound.filled(file.read_text(encoding="utf-8"), bound.numbers_of(page), page), encoding="utf-8")

@@ -78,6 +78,8 @@ LIGHT = [  # work without torch
     "network.links",
     "network.estimates.limits",
     "run.planning.measured_losses",
+    "run.planning.expected_loss",
+    "run.planning.choice",
     "network.fluid",
     "network.pacing",
     "network.timeline",

@@ -1,9 +1,10 @@
 """`gossamer plan`: methods priced on a network before anything is trained."""
 
-from collections.abc import Sequence
+import logging
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -16,11 +17,15 @@ if TYPE_CHECKING:
     from gossamer.models.sizes import ModelConfig
     from gossamer.network.links import Network
     from gossamer.run.planning.candidates import Priced
-    from gossamer.run.planning.plan import Candidate, RunPlan
+    from gossamer.run.planning.choice import Candidate, Pick
+    from gossamer.run.planning.plan import RunPlan
     from gossamer.run.planning.planned_stages import StagePlan
-    from gossamer.run.planning.without_slowest import LeftOut
 
 __all__ = ["PlanOptions", "command"]
+
+log = logging.getLogger("gossamer")
+_CODECS = ("bf16", "int8", "fp4")
+_MOST_E_FOLDS = math.log(10)
 
 
 @Parameter(name="*")
@@ -30,6 +35,14 @@ class PlanOptions:
 
     model: Annotated[str | None, Parameter(metavar="SIZE")] = None
     """size of the model (default: the one that was probed, else 134m)"""
+    tokens: float | None = None
+    """to train on (default: 20 for each parameter)"""
+    hours: float | None = None
+    """to train for, in place of --tokens"""
+    loss: float | None = None
+    """to reach, in place of --tokens; needs --anchor"""
+    anchor: Annotated[str | None, Parameter(metavar="LOSS@TOKENS")] = None
+    """what data parallelism reached on your text, such as 3.21@1e9"""
     vocab: int | None = None
     """tokens of the vocabulary (default: as it was probed, else 256, for bytes)"""
     workers: int | None = None
@@ -44,15 +57,16 @@ class PlanOptions:
     """FLOP/s of a worker, from which the step time follows"""
     mfu: float = 0.4
     """share of peak FLOP/s that is reached (default: 0.4)"""
-    local_steps: Annotated[str, Parameter(metavar="15,30")] = "15,30,60,120,240"
+    local_steps: Annotated[str, Parameter(metavar="15,30")] = "5,15,30,60,120,240,480"
     """local steps to try"""
     codec: Annotated[tuple[str, ...], Parameter(metavar="NAME")] = ()
-    """codec to try besides exact; may be repeated"""
-    target: float = 0.9
-    """utilisation to reach, of replicas in stages the share of the time that is left to inner steps; a lower one leaves more
-    time to exchange, and so fewer local steps (default: 0.9)"""
+    """codec to try besides exact; may be repeated (default: bf16, int8 and fp4)"""
+    keep_all: bool = False
+    """leave no slow worker out"""
+    all: bool = False
+    """show every candidate and all other methods, not the best of each family only"""
     method: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """price this method only, and take it; without, data parallelism, DiLoCo or GASLoC is taken"""
+    """take this method; without, data parallelism, DiLoCo, streaming DiLoCo or GASLoC is taken"""
     memory_bytes: float | None = None
     """memory of a process, without activations: a model that takes more is cut into stages"""
     boundary: Annotated[tuple[str, ...], Parameter(metavar="NAME")] = ()
@@ -73,36 +87,39 @@ def command(network: Path, /, options: PlanOptions | None = None, *, json: Json 
     """
     from gossamer.models.sizes import parameter_count
     from gossamer.network.links import read_network
-    from gossamer.run.planning.candidates import best_of, price_recipes
+    from gossamer.run.planning.candidates import USUAL, choose_among, price_recipes
     from gossamer.run.planning.plan import PlanSettings, bits_per_parameter, plan
     from gossamer.run.planning.planned_stages import plan_in_stages
-    from gossamer.run.planning.without_slowest import without_slowest
 
     options = options or PlanOptions()
     if options.out is not None and options.out.exists():
         raise ConfigError(f"'{options.out}' already exists; name another file with --out, or remove it")
     links, model, step = _what(read_network(network), options, network)
+    parameters = parameter_count(model, step["vocab_size"])
     settings = PlanSettings(
         **step, workers=options.workers, local_steps=whole_numbers("--local-steps", options.local_steps),
-        codecs=bits_per_parameter(options.codec, parameter_count(model, step["vocab_size"])),
-        target=options.target, step_s=options.step_s, peak_flops=options.peak_flops, mfu=options.mfu,
+        codecs=bits_per_parameter(options.codec or _CODECS, parameters), tokens=_tokens(options, parameters, step["vocab_size"]),
+        hours=options.hours, keep_all=options.keep_all, step_s=options.step_s, peak_flops=options.peak_flops, mfu=options.mfu,
     )  # fmt: skip
     boundaries = _boundaries(options)
     cut = None
     if options.memory_bytes is not None:
         cut = plan_in_stages(links, model, settings, options.memory_bytes, boundaries)
     made = plan(links, model, settings) if cut is None else cut.made
-    with working("pricing every method" if options.method is None else f"pricing {options.method}"):
-        priced = price_recipes(made, options.method)
-    chosen = made.best if options.method is None else best_of(made, priced, options.method)
-    text = None if options.out is None else _run_file(made, chosen, options, options.out)
-    left_out = without_slowest(made)
+    everything = options.all or (json and options.method is None)
+    with working("pricing every method" if everything else "pricing"):
+        only = options.method or (None if everything else USUAL)
+        priced = price_recipes(made, only, thorough=options.method is not None)
+    choice = choose_among(made, priced, options.method)
+    text = None if options.out is None else _run_file(made, choice.best, options, options.out)
     if json:
         print_json(
             {
-                "parameters": made.parameters, "workers": len(chosen.local_steps), "chosen": chosen,
-                "candidates": [*made.candidates, *priced.candidates], "unpriced": priced.unpriced,
-                "without": None if left_out is None else left_out._asdict(), "run_file": options.out,
+                "parameters": made.parameters, "workers": made.workers, "tokens": choice.tokens, "hours": choice.hours,
+                "hours_to_loss": None if options.loss is None else choice.hours_to_loss(choice.best),
+                "chosen": _told(choice, choice.best), "undecided": [_told(choice, one) for one in choice.undecided],
+                "candidates": [_told(choice, one) for one in [*made.candidates, *priced.candidates]],
+                "outside": choice.scale.outside, "unpriced": priced.unpriced, "run_file": options.out,
                 "stages": None if cut is None else {
                     "replica_bytes": cut.replica_bytes, "chosen": cut.chosen, "tried": cut.tried, "refused": cut.refused,
                 },
@@ -110,10 +127,12 @@ def command(network: Path, /, options: PlanOptions | None = None, *, json: Json 
         )  # fmt: skip
     else:
         if cut is not None:
-            _print_cut(cut, settings.target)
+            _print_cut(cut)
         elif options.memory_bytes is not None:
             print(f"a replica fits a process of {options.memory_bytes / 1e9:.4g} GB, without activations")
-        _print(made, priced, chosen, left_out)
+        _print(made, priced, choice, options)
+        if options.loss is not None:
+            print(f"loss {options.loss:g} by the anchor: after about {choice.hours_to_loss(choice.best):.4g} h")
     if options.out is not None and text is not None:
         from gossamer.record.whole_files import writing
 
@@ -123,12 +142,53 @@ def command(network: Path, /, options: PlanOptions | None = None, *, json: Json 
             print(f"run file: {options.out}")
 
 
+def _tokens(options: PlanOptions, parameters: int, vocab_size: int) -> float | None:
+    """How many tokens to plan for; None where nothing says it.
+
+    Raises: ConfigError for goals that exclude each other, or a loss without an anchor.
+    """
+    from gossamer.run.planning.expected_loss import TOKENS_PER_PARAMETER, LossScale
+
+    goals = {"--tokens": options.tokens, "--hours": options.hours, "--loss": options.loss}
+    if len(given := [name for name, value in goals.items() if value is not None]) > 1:
+        raise ConfigError(f"{' and '.join(given)} were given, and a plan has one goal; give one of them")
+    if (options.loss is None) != (options.anchor is None):
+        raise ConfigError(
+            f"--loss is {options.loss} and --anchor is {options.anchor}, but a loss on your text is known only from one that was "
+            "measured there; give both, such as --loss 3.0 --anchor 3.21@1e9, or --tokens or --hours"
+        )
+    if options.loss is None or options.anchor is None:
+        return options.tokens
+    reached, _, at = options.anchor.partition("@")
+    try:
+        measured, tokens = float(reached), float(at)
+    except ValueError:
+        raise ConfigError(f"--anchor is '{options.anchor}' but must be LOSS@TOKENS, such as 3.21@1e9") from None
+    scale = LossScale(parameters, 2, TOKENS_PER_PARAMETER * parameters, vocab_size)
+    e_folds = (measured - options.loss) / scale.per_e_fold
+    if not (tokens > 0 and abs(e_folds) <= _MOST_E_FOLDS):
+        raise ConfigError(
+            f"--loss {options.loss:g} is too far from --anchor {options.anchor} to be foretold; give an anchor with at "
+            "least a tenth and at most ten times the tokens that it takes"
+        )
+    return tokens * math.exp(e_folds)
+
+
+def _told(choice: "Pick", one: "Candidate") -> dict[str, Any]:
+    """A candidate with what is expected of it."""
+    loss, above = choice.loss(one), choice.above_best(one)
+    ranges = {
+        name: None if found is None else found._asdict() for name, found in (("loss", loss), ("above_choice", above))
+    }
+    return {**one._asdict(), "hours": choice.hours_of(one), "tokens": choice.tokens_of(one), **ranges}
+
+
 def _what(network: "Network", options: PlanOptions, file: Path) -> "tuple[Network, ModelConfig, dict[str, int]]":
     """The network with seconds that are those of the model to plan for, that model, and the size of its inner step.
 
-    Raises: ConfigError when the seconds were measured with another inner step and no others are given.
+    Seconds of another model or inner step than the one to plan for are scaled by its multiplications.
     """
-    from gossamer.models.sizes import ModelConfig
+    from gossamer.models.sizes import ModelConfig, parameter_count
     from gossamer.network.links import StepOf
 
     of = network.step_of or StepOf(model=ModelConfig(size="134m"))
@@ -138,12 +198,17 @@ def _what(network: "Network", options: PlanOptions, file: Path) -> "tuple[Networ
     same = model == of.model and all(getattr(of, name) == value for name, value in step.items())
     if network.step_of is None or same:
         return network, model, step
-    if options.step_s is None and options.peak_flops is None:
-        raise ConfigError(
-            f"step_s in '{file}' was measured with model {of}, and another inner step was asked for; give --step-s or "
-            "--peak-flops, or probe again with --set model.size=SIZE"
+    network, measured = replace(network, step_s=None, step_of=None), network.step_s
+    if options.step_s is None and options.peak_flops is None and measured is not None:
+        work = parameter_count(model, step["vocab_size"]) * step["seq_len"] * step["batch_size"]
+        factor = work / (parameter_count(of.model, of.vocab_size) * of.seq_len * of.batch_size)
+        scaled = tuple(factor * s for s in measured) if isinstance(measured, tuple) else factor * measured
+        log.warning(
+            f"step_s in '{file}' was measured with model {of}; it is scaled by {factor:.4g}, as the multiplications "
+            "are, which is a guess: --step-s or --peak-flops says better, or probe again with --set model.size=SIZE"
         )
-    return replace(network, step_s=None, step_of=None), model, step
+        return replace(network, step_s=scaled), model, step
+    return network, model, step
 
 
 def _boundaries(options: PlanOptions) -> tuple[str, ...]:
@@ -160,8 +225,10 @@ def _boundaries(options: PlanOptions) -> tuple[str, ...]:
     return options.boundary
 
 
-def _print_cut(cut: "StagePlan", target: float) -> None:
+def _print_cut(cut: "StagePlan") -> None:
     """Prints the ways to cut a replica, and which is taken."""
+    from gossamer.run.planning.planned_stages import SPEED_LEFT
+
     chosen = cut.chosen
     print(
         f"a replica takes {cut.replica_bytes / 1e9:.4g} GB without activations; in {chosen.stages} stages, cut before the layers "
@@ -178,67 +245,70 @@ def _print_cut(cut: "StagePlan", target: float) -> None:
     print_table(headings, rows, bold=cut.tried.index(chosen))
     for name, why in cut.refused.items():
         print(f"refused: {name}: {why}")
-    some = f"whose links leave {target:.0%} of the speed"
-    why = f"the mildest {some}" if chosen.unhindered >= target else f"the fastest, as there is none {some}"
+    some = f"whose links leave {SPEED_LEFT:.0%} of the speed"
+    why = f"the mildest {some}" if chosen.unhindered >= SPEED_LEFT else f"the fastest, as there is none {some}"
     print(f"boundary codec: {chosen.forward} ({why})")
-    if chosen.unhindered < target and cut.made.model.bottleneck is None:
+    print(f"its stages compute for {chosen.computing:.1%} of an inner step and wait for each other in the rest")
+    if chosen.unhindered < SPEED_LEFT and cut.made.model.bottleneck is None:
         print("fewer bytes cross in another model, which is narrow at its cuts: model.bottleneck 'resbm' or 'subspace'")
     print()
 
 
-def _print(made: "RunPlan", priced: "Priced", chosen: "Candidate", left_out: "LeftOut | None") -> None:
-    """Prints the candidates, and which methods have no price."""
-    from gossamer.run.planning.measured_losses import MEASURED_FOR
-    from gossamer.run.planning.plan import PLAN_HEADINGS, plan_rows
+def _print(made: "RunPlan", priced: "Priced", choice: "Pick", options: PlanOptions) -> None:
+    """Prints the candidates, and which is taken."""
+    from gossamer.run.planning.candidates import USUAL
+    from gossamer.run.planning.choice import PLAN_HEADINGS, best_of_each, plan_rows
 
-    options, size = made.options, made.model.size
-    vocabulary = f"{size} with a vocabulary of {options.vocab_size:,} (--vocab)"
-    print(f"{vocabulary}: {made.parameters:,} parameters, {len(chosen.local_steps)} workers, MB sent by one of them")
-    shown = [*made.candidates, *priced.candidates]
-    headings, rows = PLAN_HEADINGS, plan_rows(shown)
-    if made.replica:
-        headings = (*headings, "between stages")
-        rows = [(*row, f"{one.between_stages:.1%}") for row, one in zip(rows, shown, strict=True)]
-    print_table(headings, rows, text=2, bold=shown.index(chosen))
+    size, parameters, settings = made.model.size, made.parameters, made.options
+    default = settings.tokens is None and settings.hours is None
     print(
-        f"loss: nats above data parallel after as many tokens, without a codec, measured with {MEASURED_FOR}; for other models "
-        "a guide"
+        f"{size} with a vocabulary of {settings.vocab_size:,} (--vocab): {parameters:,} parameters, {made.workers} workers, "
+        f"{choice.tokens:.4g} tokens{', 20 a parameter (--tokens or --hours)' if default else ''}; loss in {choice.hours:.4g} h"
     )
-    for name, why in priced.unpriced.items():
-        print(f"no price: {name}: {why}")
-    _print_choice(made.candidates, chosen, options.target)
-    if left_out is not None:
-        print(left_out)
+    shown = [*made.candidates, *priced.candidates]
+    if not options.all:
+        shown = list(best_of_each(choice, shown))
+    print_table(PLAN_HEADINGS, plan_rows(choice, shown), text=2, bold=shown.index(choice.best))
+    print(_basis(choice))
+    if options.all:
+        for name, why in priced.unpriced.items():
+            print(f"no price: {name}: {why}")
+    elif USUAL in priced.unpriced:
+        print(f"no price: {USUAL}: {priced.unpriced[USUAL]}")
+    _print_choice(choice)
 
 
-def _print_choice(usual: "Sequence[Candidate]", chosen: "Candidate", target: float) -> None:
-    least = "fewest local steps" if chosen.loss_penalty is None else "lowest measured loss"
-    reached = chosen.in_local_phases >= target
-    if chosen.between_stages:
-        share = chosen.in_local_phases
-        why = (
-            f"{f'{least} of those' if reached else 'none is there'} with which the exchange leaves {target:.0%} of the time to "
-            f"inner steps: {share:.1%}, of which stages compute for {chosen.utilisation / share:.1%} and wait for each other in "
-            "the rest"
-        )
-    elif reached:
-        why = f"{least} of those that reach {target:.0%} compute utilisation"
-    else:
-        why = f"none reaches {target:.0%} compute utilisation; {least} of those about as fast as the fastest"
-    print(f"chosen: {chosen.method} with {chosen.full_steps} local steps and codec {chosen.codec} ({why})")
-    if chosen in usual:
-        local_sgd, gossip = (_measured_above(*pair) for pair in (("local_sgd", "DiLoCo"), ("gossip", "GASLoC 1-Peer")))
-        print(
-            "another method is taken with --method NAME; local_sgd and gossip send what DiLoCo and GASLoC 1-Peer do, and ended "
-            f"{local_sgd:.2f} and {gossip:.2f} above them with 30 local steps"
-        )
+def _basis(choice: "Pick") -> str:
+    """Where the losses are from."""
+    from gossamer.run.planning.expected_loss import TOKENS_PER_PARAMETER
+    from gossamer.run.planning.measured_losses import MEASURED_PARAMETERS, MEASURED_WORKERS
+
+    unit = "nats a byte" if choice.scale.vocab_size <= 256 else "nats a token"
+    measured = (
+        f"{MEASURED_PARAMETERS:,} parameters, {MEASURED_WORKERS} workers, {TOKENS_PER_PARAMETER} tokens a parameter"
+    )
+    line = f"loss: {unit} above data parallelism after all tokens, 95 % interval; measured with {measured}, five seeds"
+    if not choice.scale.outside:
+        return f"{line}; ~: with more local steps than were measured"
+    return (
+        f"{line}. ~: {' and '.join(choice.scale.outside)} are outside of that: how methods differ there is not "
+        "known, and of those that may be alike the fastest is taken. DiLoCo's gap is that of arXiv 2503.09799"
+    )
 
 
-def _measured_above(method: str, other: str) -> float:
-    """By how much a method ended above another, with 30 local steps."""
-    from gossamer.run.planning.measured_losses import MEASURED
-
-    return MEASURED[method][30].loss - MEASURED[other][30].loss
+def _print_choice(choice: "Pick") -> None:
+    best, others = choice.best, sorted({one.name for one in choice.undecided} - {choice.best.name})
+    left = f"dropping worker {', '.join(map(str, best.left_out))} (slowest): " if best.left_out else ""
+    print(
+        f"chosen: {left}{best.method}, {best.full_steps} local steps, codec {best.codec}: {best.round_bytes / 1e6:.4g} MB and "
+        f"{best.round_s:.4g} s a round, {choice.hours:.4g} h"
+    )
+    if best.left_out:
+        print("text that only the dropped have is lost; --keep-all plans with everybody")
+    if choice.undecided:
+        among = f"{best.name} with other settings" if not others else " and ".join(others)
+        print(f"not decided between this and {among}: the fastest is taken, of those within 5 % the simplest")
+    print("another method is taken with --method NAME; --all shows every candidate")
 
 
 def _run_file(made: "RunPlan", chosen: "Candidate", options: PlanOptions, out: Path) -> str:

@@ -14,8 +14,8 @@ from gossamer.network.estimates.utilisation import bandwidth_table, setting_of
 from gossamer.network.links import Network
 from gossamer.run.planning.calculator import Calculator
 from gossamer.run.planning.candidates import price_recipes
-from gossamer.run.planning.plan import PlanSettings, bits_per_parameter, plan, plan_rows
-from gossamer.run.planning.without_slowest import without_slowest
+from gossamer.run.planning.choice import plan_rows
+from gossamer.run.planning.plan import PlanSettings, bits_per_parameter, plan
 
 ASKED = {
     "latency": "0.01",
@@ -37,13 +37,13 @@ def test_a_page_of_calculators_answers_as_plan_and_utilisation_do() -> None:
     for place, bps in enumerate(calculator.inputs["plan"][0].values):
         network = Network(uplink_bps=(bps, bps, bps, bps * 0.1), downlink_bps=bps, latency_s=0.01, step_s=0.1)
         made = plan(network, model, settings)
-        assert found["rows"][place] == [list(row) for row in plan_rows(made.candidates)]
+        assert found["rows"][place] == [list(row) for row in plan_rows(made.choice, made.candidates)]
         assert made.candidates[found["best"][place]] == made.best
-        left = without_slowest(made)
-        assert found["without"][place] == ("" if left is None else str(left))
+        assert found["told"][place].startswith(f"{made.choice.tokens:.4g} tokens")
         for one in made.candidates:
-            assert found["curves"][one.method][place] == pytest.approx(one.utilisation, rel=1e-4)
-    assert found["without"][0].startswith("without worker 3, the slowest, the other 3 would take")
+            if not one.left_out:
+                assert found["curves"][one.name][place] == pytest.approx(one.utilisation, rel=1e-4)
+    assert any(row[0] == "DiLoCo less 3" for row in found["rows"][0]) and len(found["curves"]) == 4
     published = json.loads(calculator.answers["published.json"]({"published": "10b", "steps": "100"}))
     needed = [
         f"{row.bandwidth_bps / 1e9:.1f}" for row in bandwidth_table(setting_of("10b", "streaming")) if row.bandwidth_bps
@@ -69,7 +69,7 @@ def test_a_network_file_is_moved_as_a_whole_and_nothing_else_is_served(tmp_path:
         found = json.loads(get(page, "/plan.json?model=0.2m&steps=15")[1])
         network = Network(uplink_bps=(1e7, 1e6, 1e7, 1e7), downlink_bps=1e7, step_s=0.1)
         tenth = plan(network, ModelConfig(size="0.2m"), PlanSettings(local_steps=(15,), rounds=16))
-        assert found["rows"][2] == [list(row) for row in plan_rows(tenth.candidates)]
+        assert found["rows"][2] == [list(row) for row in plan_rows(tenth.choice, tenth.candidates)]
         assert [get(page, path)[0] for path in ("/data.json", "/../secret", "/", "/calculator.js")] == [
             404,
             404,
@@ -85,7 +85,9 @@ def test_other_methods_have_the_price_that_plan_gives_them_or_a_reason() -> None
         found = json.loads(calculator.answers["others.json"]({"model": "0.2m", "steps": "15", "workers": "4"}))
         made = plan(network, ModelConfig(size="0.2m"), PlanSettings(workers=4, local_steps=(15,), rounds=16))
         candidates, unpriced = price_recipes(made, method)
-        assert found["rows"] == [list(row) for row in plan_rows(candidates)] and found["unpriced"] == unpriced
+        assert (
+            found["rows"] == [list(row) for row in plan_rows(made.choice, candidates)] and found["unpriced"] == unpriced
+        )
         assert bool(candidates) == priced != bool(unpriced)
 
 

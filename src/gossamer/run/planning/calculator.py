@@ -27,16 +27,8 @@ from gossamer.network.estimates.utilisation import (
 )  # fmt: skip
 from gossamer.network.links import Network, StepOf
 from gossamer.record.folder import finite
-from gossamer.run.planning.plan import (
-    PLAN_HEADINGS,
-    Candidate,
-    PlanSettings,
-    RunPlan,
-    bits_per_parameter,
-    plan,
-    plan_rows,
-)
-from gossamer.run.planning.without_slowest import without_slowest
+from gossamer.run.planning.choice import PLAN_HEADINGS, Candidate, plan_rows
+from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan
 
 __all__ = ["Calculator", "Others", "frozen_contents", "short_lists"]
 
@@ -122,13 +114,13 @@ class Calculator:
         """The candidates at every bandwidth, with everything else as asked."""
         moved = self.inputs["plan"][0]
         plans = [self.planned({**asked, moved.key: value}) for value in moved.values]
-        methods = [one.method for one in plans[0].candidates]
+        methods = dict.fromkeys(one.name for one in plans[0].candidates if not one.left_out)
         return {
             "headings": PLAN_HEADINGS,
             "parameters": plans[0].parameters,
-            "rows": [plan_rows(one.candidates) for one in plans],
+            "rows": [plan_rows(one.choice, one.candidates) for one in plans],
             "best": [one.candidates.index(one.best) for one in plans],
-            "without": ["" if (left := without_slowest(one)) is None else str(left) for one in plans],
+            "told": [_told(one) for one in plans],
             "curves": {
                 method: [float(f"{one.candidates[k].utilisation:.5g}") for one in plans] for k, method in enumerate(methods)
             },
@@ -138,8 +130,9 @@ class Calculator:
         """All other methods at one bandwidth."""
         if self._others is None:
             raise ConfigError("this page prices no other methods; run gossamer watch --plan")
-        candidates, unpriced = self._others(self.planned(asked))
-        return {"headings": PLAN_HEADINGS, "rows": plan_rows(candidates), "unpriced": dict(unpriced)}
+        made = self.planned(asked)
+        candidates, unpriced = self._others(made)
+        return {"headings": PLAN_HEADINGS, "rows": plan_rows(made.choice, candidates), "unpriced": dict(unpriced)}
 
     def planned(self, asked: Mapping[str, Any]) -> RunPlan:
         """The plan that `gossamer plan` makes for these values."""
@@ -162,6 +155,13 @@ class Calculator:
             uplink_bps=bps if share == 1 else (*(bps,) * (n - 1), bps * share), downlink_bps=bps, latency_s=asked["latency"],
             step_s=asked["step_s"],
         )  # fmt: skip
+
+
+def _told(made: RunPlan) -> str:
+    """What a table is for."""
+    choice = made.choice
+    far = f" {' and '.join(choice.scale.outside)} are outside of what was measured (~)." if choice.scale.outside else ""
+    return f"{choice.tokens:.4g} tokens, and the {choice.hours:.4g} hours that the choice needs for them.{far}"
 
 
 def _published(asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ speed. Here every method is resolved as its run file is, a few of its rounds are
 their trace is priced. All workers take the same local steps, unless the method chooses them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import tomli_w
@@ -20,35 +20,37 @@ from gossamer.run.config.recipes import Recipe, recipe, recipes
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import parse
 from gossamer.run.planning.check import counted
-from gossamer.run.planning.measured_losses import loss_penalty
-from gossamer.run.planning.plan import Candidate, PlanSettings, RunPlan, best_among, with_tables
+from gossamer.run.planning.choice import Candidate, Pick, pick
+from gossamer.run.planning.measured_losses import MEASURED
+from gossamer.run.planning.plan import PlanSettings, RunPlan, with_tables
 from gossamer.settings.schema import plain
 
-__all__ = ["PLANNED", "Priced", "best_of", "drafted", "price_recipes", "recipe_toml"]
+__all__ = ["PLANNED", "USUAL", "Priced", "choose_among", "drafted", "price_recipes", "recipe_toml"]
 
 PLANNED = {
     "data_parallel": "data parallel", "diloco": "DiLoCo", "gasloc_2peer": "GASLoC 2-Peer", "gasloc": "GASLoC 1-Peer",
 }  # fmt: skip
 """The methods that `gossamer.run.planning.plan` prices itself, and what it calls them."""
-
+USUAL = "streaming_diloco"
+"""The method with fragments and overlap that is chosen from as well."""
 
 _ROUNDS = 4
 """Rounds that are played for a price."""
 
 
 class Priced(NamedTuple):
-    """The best candidate of each other method that has a price, and why the rest have none."""
+    """Candidates of other methods, and why the rest have none."""
 
     candidates: tuple[Candidate, ...]
     unpriced: Mapping[str, str]
 
 
-def price_recipes(made: RunPlan, only: str | None = None) -> Priced:
-    """Prices every recipe for the network, model and local steps of a plan.
+def price_recipes(made: RunPlan, only: str | None = None, *, thorough: bool = False) -> Priced:
+    """Prices every recipe for the network and model of a plan.
 
-    Of its local steps, each takes the fewest that reach the target utilisation, or the most if none do.
+    Each takes the local steps that its loss was measured with, else those of the plan's choice.
 
-    Args: `only` is the name of the one method to price.
+    Args: `only` is the name of the one method to price; `thorough` is with all local steps that the plan tries as well.
     Raises: ConfigError for a method that is not there.
     Cost: a few rounds played for each of the 60 methods, seconds in all; minutes with hundreds of workers.
     """
@@ -63,22 +65,16 @@ def price_recipes(made: RunPlan, only: str | None = None) -> Priced:
         if why := _without_price(one):
             unpriced[name] = why
             continue
-        fixed = one.settings.get("run.local_steps")
-        try:
-            candidates.append(_best(name, made.options.local_steps if fixed is None else [fixed], made, layout))
-        except ConfigError as error:
-            unpriced[name] = str(error)
+        fixed, tried = one.settings.get("run.local_steps"), [*MEASURED.get(name, [max(2, made.best.full_steps)])]
+        if thorough:
+            tried = sorted({*made.options.local_steps, *MEASURED.get(name, ())})
+        for steps in tried if fixed is None else [fixed]:
+            try:
+                candidates.append(_candidate(name, steps, made, layout))
+            except ConfigError as error:
+                unpriced[name] = str(error)
+                break
     return Priced(tuple(candidates), unpriced)
-
-
-def _best(method: str, local_steps: Sequence[int], made: RunPlan, layout: Layout) -> Candidate:
-    """The candidate with the fewest of these local steps that reach the target, or with the most if none do."""
-    *fewer, most = sorted(set(local_steps))
-    last = _candidate(method, most, made, layout)
-    if last.in_local_phases < made.options.target:  # more local steps never compute for less of the time
-        return last
-    tried = (_candidate(method, steps, made, layout) for steps in fewer)
-    return next((one for one in tried if one.in_local_phases >= made.options.target), last)
 
 
 def _without_price(recipe: Recipe) -> str:
@@ -92,15 +88,21 @@ def _without_price(recipe: Recipe) -> str:
     return ""
 
 
-def best_of(made: RunPlan, priced: Priced, method: str) -> Candidate:
-    """The best candidate of a method, as `best_among` chooses it. Raises ConfigError for one without a price."""
+def choose_among(made: RunPlan, priced: Priced, method: str | None = None) -> Pick:
+    """The choice of a plan with streaming DiLoCo, or that among the candidates of a method.
+
+    Raises: ConfigError for a method without a price.
+    """
+    scale, hours = made.choice.scale, made.options.hours
+    if method is None:
+        return pick([*made.candidates, *(one for one in priced.candidates if one.method == USUAL)], scale, hours)
     if method in priced.unpriced:
         raise ConfigError(f"method '{method}' has no price here: {priced.unpriced[method]}; choose another --method")
     label = PLANNED.get(method, method)
     own = [one for one in [*made.candidates, *priced.candidates] if one.method == label]
     if not own:
-        raise ConfigError(f"{label} is not planned for {len(made.best.local_steps)} workers; choose another --method")
-    return best_among(own, made.options.target)
+        raise ConfigError(f"{label} is not planned for {made.workers} workers; choose another --method")
+    return pick(own, scale, hours)
 
 
 def recipe_toml(made: RunPlan, chosen: Candidate, *, name: str, steps: int = 300, run: Mapping[str, Any]) -> str:
@@ -133,7 +135,7 @@ def _document(method: str, local_steps: int, made: RunPlan, rounds: int) -> dict
     """The run file of a method."""
     run = {"steps": rounds * local_steps, "local_steps": local_steps}
     tables = {"run": run, "network": {"planned": to_options(made.network)}}
-    document = drafted(method, len(made.best.local_steps), made.model, made.options, tables)
+    document = drafted(method, made.workers, made.model, made.options, tables)
     return with_tables(document, made.replica)
 
 
@@ -155,6 +157,5 @@ def _candidate(method: str, local_steps: int, made: RunPlan, layout: Layout) -> 
         round_bytes=sent_bytes,
         utilisation=priced.utilisation,
         seconds_per_token=priced.round_s / (made.options.step_tokens * sum(own)),
-        loss_penalty=loss_penalty(method, max(own)),
         between_stages=priced.between_stages,
     )

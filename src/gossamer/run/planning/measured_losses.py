@@ -1,96 +1,87 @@
 """What methods lose at equal tokens, as it was measured over local steps, and the settings it was measured at.
 
 One small model was trained: 139,584 parameters, 8 workers that read the same text, 20 tokens for each parameter, and for every
-method and number of local steps the settings that a search of whole runs chose for it. For other models it is a guide: it tells
-which method loses more, and not how much. `tests/run/planning/test_plan_choice.py` holds the figures against the committed
-outcomes.
+method and number of local steps the settings that a search of whole runs chose for it. `measured_losses.json` is written by
+`make results` from the committed outcomes, and `tests/run/planning/test_measured_losses.py` holds it against them.
 """
 
+import json
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from importlib import resources
+from itertools import pairwise
+from statistics import fmean
+from typing import Any, NamedTuple
 
-import numpy as np
+__all__ = [
+    "CODECS_MEASURED", "DRIFT", "MEASURED", "MEASURED_PARAMETERS", "MEASURED_WORKERS", "NATS_PER_E_FOLD", "TunedLoss",
+    "measured_above", "nearest",
+]  # fmt: skip
 
-__all__ = ["MEASURED", "MEASURED_FOR", "TunedLoss", "loss_penalty", "nearest", "penalty_text"]
-
-MEASURED_FOR = "139,584 parameters and 8 workers"
-"""The model and the workers of `MEASURED`."""
+MEASURED_PARAMETERS, MEASURED_WORKERS = 139_584, 8
 
 
 class TunedLoss(NamedTuple):
-    """A mean over five seeds, and the settings of these runs."""
+    """Losses by seed, and the settings of these runs."""
 
-    loss: float
-    """Nats per byte of held-out text, of the mean model."""
+    losses: tuple[float, ...]
+    """Nats per byte of held-out text, of the mean model; those of all methods have the same seeds."""
     inner_lr: float
-    lr: float | None = None
-    """Outer learning rate; None for a method that has none."""
-    momentum: float | None = None
+    lr: float | None
+    """Outer learning rate; None for a method that has none, or where it is that of the method."""
+    momentum: float | None
 
 
+def _read() -> Mapping[str, Any]:
+    file = resources.files("gossamer.run.planning") / "measured_losses.json"
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+_DOCUMENT = _read()
 MEASURED: Mapping[str, Mapping[int, TunedLoss]] = {
-    "data parallel": {1: TunedLoss(1.4615, 0.004)},
-    "DiLoCo": {
-        1: TunedLoss(1.5003, 0.008, 0.7, 0.3),
-        5: TunedLoss(1.5582, 0.004, 0.7, 0.3),
-        10: TunedLoss(1.6118, 0.004, 0.7, 0.5),
-        30: TunedLoss(1.6886, 0.002, 1.0, 0.5),
-        60: TunedLoss(1.7023, 0.004, 1.0, 0.7),
-        120: TunedLoss(1.7350, 0.002, 1.0, 0.7),
-    },
-    "GASLoC 2-Peer": {
-        1: TunedLoss(1.5111, 0.004, 1.0, 0.3),
-        5: TunedLoss(1.5951, 0.004, 0.5, 0.5),
-        10: TunedLoss(1.6612, 0.002, 0.7, 0.5),
-        30: TunedLoss(1.7258, 0.002, 0.7, 0.7),
-        60: TunedLoss(1.7518, 0.004, 1.0, 0.7),
-        120: TunedLoss(1.7594, 0.002, 1.0, 0.5),
-    },
-    "GASLoC 1-Peer": {
-        1: TunedLoss(1.5293, 0.004, 1.0, 0.3),
-        5: TunedLoss(1.6389, 0.004, 0.7, 0.3),
-        10: TunedLoss(1.7169, 0.004, 0.7, 0.3),
-        30: TunedLoss(1.7656, 0.002, 1.0, 0.3),
-        60: TunedLoss(1.7804, 0.002, 1.0, 0.5),
-        120: TunedLoss(1.7865, 0.002, 1.0, 0.5),
-    },
-    "local_sgd": {30: TunedLoss(1.7381, 0.002)},
-    "gossip": {30: TunedLoss(1.7850, 0.002)},
+    method: {int(steps): TunedLoss(tuple(one.pop("losses")), **one) for steps, one in own.items()}
+    for method, own in _DOCUMENT["losses"].items()
 }
 """By method, as a plan names it, and local steps."""
+CODECS_MEASURED: Mapping[str, Mapping[str, tuple[float, ...]]] = {
+    method: {codec: tuple(above) for codec, above in own.items()} for method, own in _DOCUMENT["codecs"].items()
+}
+"""Nats by seed that a lossy codec adds, by method, with 30 local steps."""
+NATS_PER_E_FOLD: float = _DOCUMENT["nats_per_e_fold"]
+"""By how much the loss falls with e times as many tokens: DiLoCo, from 20 to 79 tokens a parameter."""
+DRIFT: Mapping[str, float] = _DOCUMENT["drift"]
+"""By which power of tokens, parameters and workers the difference of two methods changed where that was measured."""
 
-_LEAST = MEASURED["data parallel"][1].loss
 
+def measured_above(method: str, local_steps: int) -> tuple[tuple[float, ...], float] | None:
+    """Nats by seed above data parallelism after as many tokens, and how much of their mean lies beyond what was measured.
 
-def loss_penalty(method: str, local_steps: int) -> float | None:
-    """Nats above data parallelism after as many tokens, interpolated in the logarithm of local steps.
+    Between measured local steps they are interpolated in their logarithm; above the most they go on as between the last two. None
+    for a method that was not measured, and, of one that was with one number of local steps, for all others.
 
-    With more local steps than were measured it is that of the most, which is too little. None for a method that was not measured,
-    and between two numbers of local steps there must be two.
-
-    >>> loss_penalty("DiLoCo", 30), loss_penalty("DiLoCo", 240), loss_penalty("gossip", 60)
-    (0.2271, 0.2735, None)
+    >>> above, beyond = measured_above("DiLoCo", 240)
+    >>> [round(nats, 3) for nats in above], round(beyond, 3)
+    ([0.302, 0.308, 0.331, 0.292, 0.299], 0.033)
+    >>> measured_above("gossip", 60)
     """
     known = MEASURED.get(method, {})
     if local_steps in known:
-        return round(known[local_steps].loss - _LEAST, 4)
-    if len(known) < 2:
+        return _above(known[local_steps]), 0.0
+    steps = sorted(known)
+    if len(steps) < 2 or local_steps < steps[0]:
         return None
-    losses = [one.loss for one in known.values()]
-    return round(float(np.interp(math.log(local_steps), np.log([*known]), losses)) - _LEAST, 4)
+    low, high = next(((a, b) for a, b in pairwise(steps) if local_steps < b), (steps[-2], steps[-1]))
+    first, last = _above(known[low]), _above(known[high])
+    share = math.log(local_steps / low) / math.log(high / low)
+    if share <= 1:
+        return tuple(a + share * (b - a) for a, b in zip(first, last, strict=True)), 0.0
+    beyond = (share - 1) * (fmean(last) - fmean(first))
+    return tuple(nats + beyond for nats in last), abs(beyond)
 
 
-def penalty_text(method: str, local_steps: int) -> str:
-    """`loss_penalty` for a table.
-
-    >>> penalty_text("DiLoCo", 30), penalty_text("DiLoCo", 240), penalty_text("sgp", 1)
-    ('+0.227', '≥ +0.274', '–')
-    """
-    penalty = loss_penalty(method, local_steps)
-    if penalty is None:
-        return "–"
-    return f"{'≥ ' if local_steps > max(MEASURED[method]) else ''}{penalty:+.3f}"
+def _above(one: TunedLoss) -> tuple[float, ...]:
+    least = MEASURED["data parallel"][1].losses
+    return tuple(loss - other for loss, other in zip(one.losses, least, strict=True))
 
 
 def nearest(method: str, local_steps: int) -> tuple[int, TunedLoss]:

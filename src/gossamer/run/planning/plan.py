@@ -1,9 +1,9 @@
 """Before anything is trained or rented: what each method would send on a network, how long it takes, and which to take.
 
 Each candidate becomes the trace that its run would leave, and is priced like a recorded one (`gossamer.network.pricing`). So a
-plan uses everything in a network file. With many local steps or few peers a run learns less from each token, and how much less
-was measured for one small model (`gossamer.run.planning.measured_losses`). Hence the choice: the lowest measured loss among the
-candidates that keep the workers computing.
+plan uses everything in a network file. With many local steps or few peers a run learns less from each token, and how much less is
+in `gossamer.run.planning.expected_loss`. Hence the choice: the lowest expected loss in the time, and where several cannot be told
+apart, the one that needs least time (`gossamer.run.planning.choice`).
 """
 
 import math
@@ -24,21 +24,21 @@ from gossamer.network.pacing import Pace, fitting_steps, uplinks_bps, whole_step
 from gossamer.network.pricing import price
 from gossamer.network.timeline import in_words
 from gossamer.record.logs.trace import Integers, from_targets
-from gossamer.run.planning.measured_losses import MEASURED_FOR, loss_penalty, nearest, penalty_text
+from gossamer.run.planning.choice import Candidate, Pick, pick
+from gossamer.run.planning.expected_loss import EXACT_CODECS, TOKENS_PER_PARAMETER, LossScale
+from gossamer.run.planning.measured_losses import MEASURED_PARAMETERS, MEASURED_WORKERS, nearest
 from gossamer.topologies.matching import random_matchings
 
 __all__ = [
     "EXACT",
-    "PLAN_HEADINGS",
-    "Candidate",
     "PlanSettings",
     "RunPlan",
-    "best_among",
     "bits_per_parameter",
     "matched_steps",
+    "network_of",
     "plan",
-    "plan_rows",
     "run_toml",
+    "slowest",
     "stepped",
     "with_tables",
     "workers_of",
@@ -57,6 +57,7 @@ _METHODS: dict[str, tuple[str, int | None]] = {
 
 _BACK_BITS = 16.0
 """Per parameter of the sum of a lossy mean, in bf16."""
+_STEPS, _FAR = 30, 1.1
 _LIMIT_WORKERS = 2000
 _LIMIT_MESSAGES = 10**7
 """A mean has a message for each pair of workers; a trace of more messages would take gigabytes."""
@@ -79,39 +80,6 @@ def bits_per_parameter(codecs: Iterable[str], parameters: int) -> dict[str, floa
     return bits
 
 
-class Candidate(NamedTuple):
-    """A method with its settings, and what it costs."""
-
-    method: str
-    codec: str
-    back: str | None
-    """The codec of the sums that come back from their owners; None where there are no sums, or they come back in fp32."""
-    local_steps: tuple[int, ...]
-    """Inner steps of each worker in a round."""
-    round_s: float
-    """Seconds of a round, mean over the planned rounds."""
-    round_bytes: float
-    """Bytes that a worker sends in a round, mean over the workers."""
-    utilisation: float
-    """Share of the time spent computing, mean over the workers."""
-    seconds_per_token: float
-    """Seconds of wall-clock per token of all workers together."""
-    loss_penalty: float | None = None
-    """Nats above data parallelism after as many tokens, in a small model and without a codec; None where it was not measured."""
-    between_stages: float = 0.0
-    """Share of the time in which the stages of a worker wait for each other, mean over the workers."""
-
-    @property
-    def full_steps(self) -> int:
-        """Most inner steps that any worker takes in a round."""
-        return max(self.local_steps)
-
-    @property
-    def in_local_phases(self) -> float:
-        """Share of the time that the exchange leaves to inner steps; what their stages make of it is the same for all."""
-        return self.utilisation + self.between_stages
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSettings:
     """What is trained, and which candidates are tried.
@@ -126,12 +94,16 @@ class PlanSettings:
     """Tokens of a sequence; times `batch_size`, the tokens of a worker's inner step."""
     batch_size: int = 8
     """Sequences of a worker's inner step."""
-    local_steps: Sequence[int] = (15, 30, 60, 120, 240)
+    tokens: float | None = None
+    """To train on; the default is 20 for each parameter."""
+    hours: float | None = None
+    """To train for, in place of `tokens`."""
+    local_steps: Sequence[int] = (5, 15, 30, 60, 120, 240, 480)
     """Local steps to try."""
     codecs: Mapping[str, float] = field(default_factory=lambda: EXACT)
-    """Bits per parameter by name, for DiLoCo and GASLoC."""
-    target: float = 0.9
-    """Compute utilisation to reach; of replicas in stages, the share of the time that the exchange leaves to inner steps."""
+    """Bits per parameter by name, for DiLoCo and GASLoC; of these data parallelism is tried with exact ones."""
+    keep_all: bool = False
+    """Whether candidates without the workers that hold all others up are left out."""
     step_s: float | None = None
     """Seconds of an inner step, where the network gives none; or give `peak_flops`."""
     peak_flops: float | None = None
@@ -143,13 +115,20 @@ class PlanSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        ensure("the target utilisation", self.target, 0 < self.target <= 1, "above 0 and at most 1; 0.9 is usual")
+        if self.tokens is not None and self.hours is not None:
+            raise ConfigError(f"tokens is {self.tokens:g} and hours is {self.hours:g}; give one of them")
         steps = list(self.local_steps)
         ensure("local_steps", steps, min(steps, default=0) >= 1, "a list of whole numbers from 1, such as [15, 30]")
         for name in ("seq_len", "batch_size"):
             value = getattr(self, name)
             ensure(name, value, value >= 1, "at least 1; give that of a worker's inner step")
-        positives(**{name: v for name in ("step_s", "peak_flops") if (v := getattr(self, name)) is not None})
+        positives(
+            **{
+                name: v
+                for name in ("step_s", "peak_flops", "tokens", "hours")
+                if (v := getattr(self, name)) is not None
+            }
+        )
         ensure("mfu", self.mfu, 0 < self.mfu <= 1, "above 0 and at most 1; 0.4 is usual")
         for name, bits in self.codecs.items():
             ensure(f"the size of codec '{name}'", bits, 0 < bits <= 64, "above 0 and at most 64 bits per parameter")
@@ -161,10 +140,10 @@ class PlanSettings:
 
 
 class RunPlan(NamedTuple):
-    """All candidates, the chosen one, and what they were made for."""
+    """All candidates, the choice among them, and what they were made for."""
 
     candidates: tuple[Candidate, ...]
-    best: Candidate
+    choice: Pick
     network: Network
     """With the step time that was used."""
     model: ModelConfig
@@ -173,17 +152,25 @@ class RunPlan(NamedTuple):
     replica: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     """Further keys of the run file, in tables, where a replica is cut into stages."""
 
+    @property
+    def best(self) -> Candidate:
+        """What is chosen."""
+        return self.choice.best
+
+    @property
+    def workers(self) -> int:
+        """All of them, with those that the choice leaves out."""
+        return self.choice.scale.workers
+
 
 def plan(
     network: Network, model: ModelConfig, options: PlanSettings = PlanSettings(), computing: PerWorker = 1.0
 ) -> RunPlan:  # fmt: skip
-    """Prices data parallelism, DiLoCo and GASLoC with one and two peers, and chooses one.
+    """Prices data parallelism, DiLoCo and GASLoC with one and two peers, with all workers and without slow ones, and chooses.
 
     DiLoCo is tried with each of `options.local_steps`. GASLoC takes these as the steps of its fastest worker; the others take
     as many as let them be ready in time (`matched_steps`). The sums of a lossy mean come back in bf16 where that is less to
-    send; otherwise its payloads go to everyone whole.
-
-    `best_among` says which is chosen.
+    send; otherwise its payloads go to everyone whole. `slowest` says who may be left out.
 
     Args: `computing` is as in `gossamer.network.pricing.price`.
     Raises: ConfigError for what cannot be, or when nothing gives the step time.
@@ -197,21 +184,49 @@ def plan(
     parameters = parameter_count(model, options.vocab_size)
     network = stepped(network, parameters, options)
     candidates = [_priced(sketch, network, parameters, options, computing) for sketch in _sketches(n, options)]
-    return RunPlan(tuple(candidates), best_among(candidates, options.target), network, model, parameters, options)
+    if left_out := () if options.keep_all else slowest(network, n, parameters):
+        others = network_of(network, n, left_out)
+        for sketch in _sketches(n - len(left_out), options):
+            candidates.append(_priced(sketch, others, parameters, options, 1.0)._replace(left_out=left_out))
+    tokens = options.tokens or TOKENS_PER_PARAMETER * parameters
+    if options.hours is not None:
+        tokens = 3600 * options.hours / min(one.seconds_per_token for one in candidates)
+    scale = LossScale(parameters, n, tokens, options.vocab_size)
+    return RunPlan(tuple(candidates), pick(candidates, scale, options.hours), network, model, parameters, options)
 
 
-def best_among(candidates: Sequence[Candidate], target: float) -> Candidate:
-    """The candidate with the lowest measured loss among those that reach the target utilisation.
+def slowest(network: Network, n: int, parameters: int) -> tuple[int, ...]:
+    """The workers that hold all others up: a round of each takes 1.1 times as long as any round of the others, or more.
 
-    Where replicas are in stages, which wait for each other however many local steps there are, these waits count as computing.
-    If none reaches it, among those as fast as the fastest or nearly so: in its time they train on at least the target's share of
-    its tokens. Of equals, and where no loss was measured, the one with the fewest local steps, then the first.
+    They are less than half of all, and two at least stay. A round of 30 inner steps and one model sent says how fast one is.
+    Nobody is left out where sites, routes or changes name workers, or stages have links.
+
+    >>> slow = Network(uplink_bps=(25e6, 25e6, 25e6, 2.5e6), downlink_bps=25e6, step_s=0.5)
+    >>> slowest(slow, 4, 192_960)
+    (3,)
     """
-    enough = [one for one in candidates if one.in_local_phases >= target]
-    if not enough:
-        fastest = min(one.seconds_per_token for one in candidates)
-        enough = [one for one in candidates if target * one.seconds_per_token <= fastest]
-    return min(enough, key=lambda one: (math.inf if one.loss_penalty is None else one.loss_penalty, one.full_steps))
+    if network.sites or network.routes or network.changes or network.stages:
+        return ()
+    links = links_of(network, n)
+    assert links.step_s is not None
+    seconds = _STEPS * links.step_s + 8 * 4 * parameters / np.minimum(links.uplink_bps, links.downlink_bps)
+    order = np.argsort(-seconds, kind="stable")
+    most = min((n - 1) // 2, n - 2)
+    ratios = [seconds[order[k - 1]] / seconds[order[k]] for k in range(1, most + 1)]
+    if not ratios or max(ratios) < _FAR:
+        return ()
+    return tuple(sorted(map(int, order[: 1 + int(np.argmax(ratios))])))
+
+
+def network_of(network: Network, n: int, left_out: Sequence[int]) -> Network:
+    """The network without what it says of some workers."""
+    kept = [i for i in range(n) if i not in left_out]
+    each = {
+        name: tuple(value[i] for i in kept)
+        for name in ("uplink_bps", "downlink_bps", "latency_s", "step_s")
+        if left_out and isinstance(value := getattr(network, name), tuple)
+    }
+    return replace(network, **each)
 
 
 def workers_of(network: Network, options: PlanSettings) -> int:
@@ -219,7 +234,7 @@ def workers_of(network: Network, options: PlanSettings) -> int:
     n = network.workers if options.workers is None else options.workers
     if n is None:
         raise ConfigError(
-            f"the network is the same for any number of workers and workers is {n}; give the number of workers"
+            "the network is the same for any number of workers, and no number was given; give the number of workers (--workers)"
         )
     return n
 
@@ -255,10 +270,11 @@ class _Sketch(NamedTuple):
 
 def _sketches(n: int, options: PlanSettings) -> Iterator[_Sketch]:
     for method, (rule, peers) in _METHODS.items():
-        alone = rule == "data_parallel"  # one local step, and gradients as they are
+        alone = rule == "data_parallel"  # one local step, and gradients as they are or cast
+        exact = {name: bits for name, bits in options.codecs.items() if name in EXACT_CODECS} or EXACT
         if peers is None or peers < n:
             for steps in (1,) if alone else sorted(set(options.local_steps)):
-                for codec, bits in (EXACT if alone else options.codecs).items():
+                for codec, bits in (exact if alone else options.codecs).items():
                     yield _Sketch(n, method, steps, codec, bits)
 
 
@@ -270,7 +286,8 @@ def _priced(
     back, own = None, (steps,) * n
     if sketch.peers is not None:
         own = matched_steps(links_of(network, n), steps, sketch.peers * payload_bytes)
-        targets = _gossip_targets(n, sketch.peers, options.rounds, options.seed)
+        rounds = options.rounds if network.jitter or network.changes else max(16, 8 * options.rounds // n)
+        targets = _gossip_targets(n, sketch.peers, min(rounds, options.rounds), options.seed)
         trace = from_targets(targets, payload_bytes, own)
     else:
         targets = _everyone(n, _rounds_of_means(network, n, options.rounds))
@@ -290,7 +307,6 @@ def _priced(
         round_bytes=float(trace.sent_bytes.mean()) / trace.rounds,
         utilisation=timeline.mean_utilisation,
         seconds_per_token=timeline.total_s / (options.step_tokens * int(trace.steps.sum())),
-        loss_penalty=loss_penalty(method, steps),
         between_stages=timeline.mean_between_stages,
     )
 
@@ -335,7 +351,7 @@ def run_toml(
     """
     chosen = plan.best if candidate is None else candidate
     rule, peers = _METHODS[chosen.method]
-    if peers is not None and chosen.codec not in EXACT:
+    if peers is not None and chosen.codec not in EXACT_CODECS:
         rule = "anchored_gasloc"  # the same bytes, but of differences
     own = chosen.local_steps
     measured_at, tuned = nearest(chosen.method, chosen.full_steps)
@@ -357,14 +373,16 @@ def run_toml(
             **({"adapt": True} if adapt and chosen.full_steps > 1 else {}),
             **({"weigh_steps": True} if weigh_steps and rule != "data_parallel" else {}),
         },
-        "network": {"planned": to_options(plan.network)},
+        "network": {"planned": to_options(network_of(plan.network, plan.workers, chosen.left_out))},
     }
     document = with_tables(document, plan.replica)
     head = (
         f"# {chosen.method} with {chosen.full_steps} local steps, planned for {plan.parameters:,} parameters: "
         f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, "
         f"{in_words(chosen.utilisation, chosen.between_stages)}.\n"
-        f"# Best at {measured_at} local step{'s' if measured_at > 1 else ''}, for {MEASURED_FOR}: inner.lr = {tuned.inner_lr:g}"
+        f"{_without(chosen)}"
+        f"# Best at {measured_at} local step{'s' if measured_at > 1 else ''}, for {MEASURED_PARAMETERS:,} parameters and "
+        f"{MEASURED_WORKERS} workers: inner.lr = {tuned.inner_lr:g}"
         f"{', with the lr and momentum of [rule]' if outer else ''}. gossamer tune searches for your model.\n"
     )
     return head + tomli_w.dumps(document)
@@ -379,28 +397,12 @@ def with_tables(document: Mapping[str, Any], tables: Mapping[str, Mapping[str, A
     return {**document, **{table: {**document.get(table, {}), **keys} for table, keys in tables.items()}}
 
 
-PLAN_HEADINGS = ("method", "codec", "steps", "MB/round", "s/round", "computing", "h/1e9 tokens", "loss")
-"""Of the columns of `plan_rows`."""
-
-
-def plan_rows(candidates: Iterable[Candidate]) -> list[tuple[str, ...]]:
-    """Candidates as text, for a table under `PLAN_HEADINGS`."""
-    rows = []
-    for one in candidates:
-        most, fewest = one.full_steps, min(one.local_steps)
-        rows.append(
-            (
-                one.method,
-                f"{one.codec}, {one.back} back" if one.back else one.codec,
-                str(most) if fewest == most else f"{fewest}-{most}",
-                f"{one.round_bytes / 1e6:.4g}",
-                f"{one.round_s:.4g}",
-                f"{one.utilisation:.1%}",
-                f"{one.seconds_per_token * 1e9 / 3600:.4g}",
-                penalty_text(one.method, most),
-            )
-        )
-    return rows
+def _without(chosen: Candidate) -> str:
+    """A comment of the run file that says whom it leaves out; empty where nobody is."""
+    if not chosen.left_out:
+        return ""
+    named = ", ".join(map(str, chosen.left_out))
+    return f"# Without worker {named} of the planned network, whose own text is lost; the others are numbered anew.\n"
 
 
 def _rounds_of_means(network: Network, n: int, rounds: int) -> int:

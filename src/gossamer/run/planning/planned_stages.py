@@ -28,10 +28,13 @@ from gossamer.run.planning.check import counted
 from gossamer.run.planning.plan import PlanSettings, RunPlan, plan, stepped, workers_of
 from gossamer.run.worker.stages.timing import in_stages, work_in
 
-__all__ = ["BOUNDARY_PAIRS", "StagePlan", "StagedReplica", "plan_in_stages"]
+__all__ = ["BOUNDARY_PAIRS", "SPEED_LEFT", "StagePlan", "StagedReplica", "plan_in_stages"]
 
 BOUNDARY_PAIRS: Mapping[str, str] = {"dense": "dense", "cast": "cast", "intk": "intk", "tahquant": "intk"}
 """Boundary codecs of activations that a plan can try, from the mildest on, and that of gradients beside each."""
+
+SPEED_LEFT = 0.9
+"""The share of the speed that the mildest boundary codec has to leave: what such codecs cost in loss is not known here."""
 
 _ENOUGH = 1.05
 """Of all numbers of micro-batches the fewest is taken whose step is at most so much longer than the shortest: a price does not
@@ -86,7 +89,7 @@ def plan_in_stages(
 ) -> StagePlan | None:
     """Cuts a replica into the fewest stages that fit, chooses what crosses them, and plans the methods; None if it fits whole.
 
-    Of the boundary codecs, the mildest is taken with which the step is slowed down to the target at most, else the fastest.
+    Of the boundary codecs, the mildest is taken that leaves nine tenths of the speed, else the fastest.
     The memory counted is that of the planned method which keeps most. Where the network gives the speeds of stages, there are
     as many, and faster ones have more layers.
 
@@ -122,11 +125,11 @@ def plan_in_stages(
         tried.append(next(cut for cut in timed if cut.step_s <= _ENOUGH * shortest))
     if not tried:
         raise ConfigError(f"no boundary codec fits: {'; '.join(refused.values())}")
-    chosen = next((cut for cut in tried if cut.unhindered >= options.target), min(tried, key=lambda cut: cut.step_s))
+    chosen = next((cut for cut in tried if cut.unhindered >= SPEED_LEFT), min(tried, key=lambda cut: cut.step_s))
     tables = chosen.tables(options.batch_size)
     config = settings_of(parse(sketch.document("diloco", tables)))
     steps = in_stages(network, config, layout)
-    made = plan(steps.network, model, options, steps.computing)
+    made = plan(steps.network, model, replace(options, keep_all=True), steps.computing)
     made = made._replace(network=network, replica=tables)
     return StagePlan(made, round(per_number * layout.numel), chosen, tuple(tried), refused)
 

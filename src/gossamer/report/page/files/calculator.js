@@ -84,8 +84,7 @@ G.calculator = (root, frozen) => {
       if (!found) return;
       const place = moved.values.indexOf(values[moved.key]);
       rows.replaceChildren(table(found.headings, found.rows[place], found.best[place]), part("p", { class: "faint" },
-        `${found.parameters.toLocaleString("en")} parameters; MB sent by a worker. ★ is what gossamer plan would take: the lowest loss among those that compute 90 % of the time, or among the fastest where none does. Loss is in nats above data parallel after as many tokens, as measured with one small model and without a codec: a guide.`));
-      if (found.without[place]) rows.append(part("p", {}, `${found.without[place][0].toUpperCase()}${found.without[place].slice(1)}.`));
+        `${found.parameters.toLocaleString("en")} parameters; ${found.told[place]} ★ is what gossamer plan would take of these: the lowest expected loss in the time, and of those not told apart the fastest. Loss is in nats above data parallelism after all tokens.`));
       more.replaceChildren();
     };
     const draw = (answer) => {

@@ -1,0 +1,94 @@
+"""What a plan knows of losses: the committed outcomes over local steps, seed by seed, with the settings of their runs."""
+
+import json
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from generators.local_steps import LENGTHS
+from generators.sources import RESULTS, ROOT, config_of
+from gossamer.report.results import read_results
+from gossamer.run.config.document import load
+
+__all__ = ["FILE", "measured_losses"]
+
+FILE = ROOT / "src" / "gossamer" / "run" / "planning" / "measured_losses.json"
+
+_RECIPES = (
+    "local_sgd", "streaming_diloco", "eager", "muloco", "sparseloco", "gossip", "gasloc_drift", "fgd_pairs", "noloco",
+)  # fmt: skip
+"""Of the leaderboard, those that have 30 local steps and another price than what was measured over local steps."""
+_LARGER = 870e3 / 139_584
+"""By how much the larger model of `size-870k` is larger."""
+
+_Losses = dict[int, float]
+
+
+def measured_losses() -> str:
+    """The text of `FILE`."""
+    known: dict[str, dict[int, dict[str, Any]]] = {"data parallel": {1: _cell("leaderboard_tuned", "data_parallel")}}
+    for method in ("DiLoCo", "GASLoC 2-Peer", "GASLoC 1-Peer"):
+        stems = [f"local_steps_tuned{'' if steps == 30 else f'-h{steps}'}" for steps in LENGTHS]
+        known[method] = {steps: _cell(stem, method) for steps, stem in zip(LENGTHS, stems, strict=True)}
+    known |= {recipe: {30: _cell("leaderboard_tuned", recipe)} for recipe in _RECIPES}
+    methods = [
+        f"  {json.dumps(method)}: {{\n"
+        + ",\n".join(f'   "{steps}": {json.dumps(one)}' for steps, one in own.items())
+        + "\n  }"
+        for method, own in known.items()
+    ]
+    rest = {
+        "codecs": {"DiLoCo": {"fp4": _above(_losses("systems_tuned", "DiLoCo, fp4"), _losses("systems_tuned", "DiLoCo"))}},
+        "nats_per_e_fold": round(_per_e_fold(), 4),
+        "drift": {name: round(value, 2) for name, value in _drift().items()},
+    }  # fmt: skip
+    others = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in rest.items())
+    return '{\n "losses": {\n' + ",\n".join(methods) + "\n },\n" + others + "\n}\n"
+
+
+def _cell(stem: str, label: str) -> dict[str, Any]:
+    """A method's losses and settings."""
+    file, _ = config_of(RESULTS / "evidence" / f"{stem}.jsonl")
+    document = load(file)
+    (variant,) = [one for one in document["variant"] if one["label"] == label]
+    settings = {
+        "inner_lr": variant.get("inner.lr", document["inner"]["lr"]), "lr": variant.get("rule.lr"),
+        "momentum": variant.get("rule.momentum"),
+    }  # fmt: skip
+    return {"losses": [round(loss, 4) for loss in _losses(stem, label).values()], **settings}
+
+
+def _losses(stem: str, label: str, **at: Any) -> _Losses:
+    """By seed, in their order."""
+    found = {
+        one.seed: one.row["loss"]
+        for one in read_results(RESULTS / "evidence" / f"{stem}.jsonl")
+        if one.method == label and all(one.at.get(key.replace("__", ".")) == value for key, value in at.items())
+    }
+    return dict(sorted(found.items()))
+
+
+def _above(one: _Losses, other: _Losses) -> list[float]:
+    return [round(loss - other[seed], 4) for seed, loss in one.items()]
+
+
+def _per_e_fold() -> float:
+    """By how much the loss falls when there are e times as many tokens: DiLoCo, 20 to 79 for each parameter."""
+    short, long = (_losses("rounds", "DiLoCo", run__steps=steps) for steps in (1350, 5400))
+    return statistics.fmean(_above(short, long)) / math.log(4)
+
+
+def _drift() -> Mapping[str, float]:
+    """By which power of tokens, of parameters and of workers the difference between two methods changed where it was measured."""
+
+    def gap(stem: str, method: str = "GASLoC 1-Peer", **at: Any) -> float:
+        return statistics.fmean(_above(_losses(stem, method, **at), _losses(stem, "DiLoCo", **at)))
+
+    short, long = (gap("rounds", run__steps=steps) for steps in (1350, 5400))
+    few, many = (gap(stem, "GASLoC 2-Peer") for stem in ("cells_tuned", "cells_tuned-n32"))
+    return {
+        "tokens": abs(math.log(long / short)) / math.log(4),
+        "parameters": abs(math.log(gap("size-870k") / short)) / math.log(_LARGER),
+        "workers": abs(math.log(many / few)) / math.log(4),
+    }

@@ -1,0 +1,172 @@
+"""Which candidate of a plan to take: the lowest expected loss in the time, and of those that cannot be told apart the fastest."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from gossamer.run.planning.expected_loss import EXACT_CODECS, LossScale, Penalty, Range, difference, penalty
+
+__all__ = ["PLAN_HEADINGS", "Candidate", "Pick", "best_of_each", "pick", "plan_rows"]
+
+_AS_FAST = 1.05
+"""A price is off by some per cent: within so much the simpler candidate is taken."""
+_MARGIN = 0.02
+"""Nats. What is expected to end higher than that is another answer, however little is known: doubt is no reason to choose."""
+_PARTS = {"data parallel": 0, "DiLoCo": 1, "GASLoC 2-Peer": 2, "GASLoC 1-Peer": 2}
+
+
+class Candidate(NamedTuple):
+    """A method with its settings, and what it costs."""
+
+    method: str
+    codec: str
+    back: str | None
+    """The codec of the sums that come back from their owners; None where there are no sums, or they come back in fp32."""
+    local_steps: tuple[int, ...]
+    """Inner steps of each worker in a round."""
+    round_s: float
+    """Seconds of a round, mean over the planned rounds."""
+    round_bytes: float
+    """Bytes that a worker sends in a round, mean over the workers."""
+    utilisation: float
+    """Share of the time spent computing, mean over the workers."""
+    seconds_per_token: float
+    """Seconds of wall-clock per token of all workers together."""
+    between_stages: float = 0.0
+    """Share of the time in which the stages of a worker wait for each other, mean over the workers."""
+    left_out: tuple[int, ...] = ()
+    """Workers of the network that take no part; `local_steps` has those of the others."""
+
+    @property
+    def full_steps(self) -> int:
+        """Most inner steps that any worker takes in a round."""
+        return max(self.local_steps)
+
+    @property
+    def parts(self) -> int:
+        """How much there is that can go wrong."""
+        uneven = min(self.local_steps) < self.full_steps
+        return _PARTS.get(self.method, 3) + (self.codec not in EXACT_CODECS) + bool(self.left_out) + uneven
+
+    @property
+    def name(self) -> str:
+        """The method, and who is left out of it."""
+        if not self.left_out:
+            return self.method
+        return f"{self.method} less {self.left_out[0] if len(self.left_out) == 1 else f'{len(self.left_out)} workers'}"
+
+    def penalty(self, scale: LossScale) -> Penalty | None:
+        """What it loses at equal tokens; None where that was measured nowhere."""
+        return penalty(scale, self.method, self.full_steps, self.codec)
+
+
+class Pick(NamedTuple):
+    """What is chosen, and how all others stand to it."""
+
+    best: Candidate
+    undecided: tuple[Candidate, ...]
+    """Others whose loss in the time is not told apart from the lowest."""
+    scale: LossScale
+    tokens: float
+    """That the best one reads in the time."""
+    hours: float
+    """The time."""
+
+    def hours_of(self, one: Candidate) -> float:
+        """What a candidate needs for the tokens."""
+        return self.tokens * one.seconds_per_token / 3600
+
+    def tokens_of(self, one: Candidate) -> float:
+        """What a candidate reads in the time."""
+        return 3600 * self.hours / one.seconds_per_token
+
+    def hours_to_loss(self, one: Candidate) -> float:
+        """When a candidate has the loss of data parallelism after the tokens; infinite where its own is not known."""
+        own = one.penalty(self.scale)
+        return math.inf if own is None else self.hours_of(one) * math.exp(own.nats / self.scale.per_e_fold)
+
+    def loss(self, one: Candidate) -> Range | None:
+        """In the time, above data parallelism after the tokens; None where it is not known."""
+        own = one.penalty(self.scale)
+        if own is None:
+            return None
+        none = penalty(self.scale, "data parallel", 1, "exact")
+        assert none is not None
+        return difference(self.scale, own, none, self.tokens_of(one) / self.tokens)
+
+    def outside(self, one: Candidate) -> bool:
+        """Whether its loss is extrapolated."""
+        own = one.penalty(self.scale)
+        return bool(self.scale.outside or (own is not None and own.beyond))
+
+    def above_best(self, one: Candidate) -> Range | None:
+        """The loss in the time above that of the best; None where one of them is not known."""
+        own, best = one.penalty(self.scale), self.best.penalty(self.scale)
+        return None if own is None or best is None else _apart(self.scale, (one, own), (self.best, best))
+
+
+_Known = tuple[Candidate, Penalty]
+
+
+def pick(candidates: Iterable[Candidate], scale: LossScale, hours: float | None = None) -> Pick:
+    """The candidate with the lowest expected loss in the time, or of those that are one answer with it the fastest.
+
+    These are expected to end 0.02 nats above it at most, and the interval of the difference holds zero. Within 5 % of the least
+    time, the one with the fewest parts is taken, then the one with the fewest local steps. So it is where no loss is known.
+
+    Args: `hours` is the time; unless given, what the choice needs for the tokens of the scale.
+    """
+    candidates = list(candidates)
+    known = [(one, own) for one in candidates if (own := one.penalty(scale)) is not None]
+    alike = candidates
+    if known:
+        lowest = min(known, key=lambda pair: pair[1].nats + scale.per_e_fold * math.log(pair[0].seconds_per_token))
+        apart = [(pair[0], _apart(scale, pair, lowest)) for pair in known if pair is not lowest]
+        alike = [lowest[0], *(one for one, above in apart if above.open and above.nats <= _MARGIN)]
+    fastest = min(one.seconds_per_token for one in alike)
+    near = [one for one in alike if one.seconds_per_token <= _AS_FAST * fastest]
+    best = min(near, key=lambda one: (one.parts, one.full_steps, one.seconds_per_token))
+    tokens = scale.tokens if hours is None else 3600 * hours / best.seconds_per_token
+    time = tokens * best.seconds_per_token / 3600
+    return Pick(best, tuple(one for one in alike if one is not best), scale, tokens, time)
+
+
+def _apart(scale: LossScale, one: _Known, other: _Known) -> Range:
+    return difference(scale, one[1], other[1], other[0].seconds_per_token / one[0].seconds_per_token)
+
+
+def best_of_each(choice: Pick, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Of each method, with all workers and without some, what would be chosen; the best of all stands for its own."""
+    families: dict[str, list[Candidate]] = {}
+    for one in candidates:
+        families.setdefault(one.name, []).append(one)
+    for name, own in families.items():
+        yield choice.best if name == choice.best.name else pick(own, choice.scale).best
+
+
+PLAN_HEADINGS = ("method", "codec", "steps", "computing", "hours", "tokens", "loss in time", "above the choice")
+"""Of the columns of `plan_rows`."""
+
+
+def plan_rows(choice: Pick, candidates: Iterable[Candidate]) -> list[tuple[str, ...]]:
+    """Candidates as text, for a table under `PLAN_HEADINGS`."""
+    rows = list[tuple[str, ...]]()
+    for one in candidates:
+        most, fewest = one.full_steps, min(one.local_steps)
+        loss, above = choice.loss(one), choice.above_best(one)
+        stands = "" if above is None else str(above)
+        if one == choice.best or one in choice.undecided:
+            stands = "chosen" if one == choice.best else "not decided"
+        rows.append(
+            (
+                one.name,
+                one.codec,
+                str(most) if fewest == most else f"{fewest}-{most}",
+                f"{one.utilisation:.1%}",
+                f"{choice.hours_of(one):.4g}",
+                f"{choice.tokens_of(one):.3g}",
+                "not measured" if loss is None else f"{'~' if choice.outside(one) else ''}{loss}",
+                stands,
+            )
+        )
+    return rows

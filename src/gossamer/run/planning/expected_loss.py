@@ -1,0 +1,229 @@
+"""What a candidate is expected to lose against data parallelism in the same time, and whether two can be told apart.
+
+    loss(c) - loss(data parallelism after D tokens) = gap(N, n) · r(method, H) + codec - s · ln(D_c / D)
+
+D_c is what candidate c reads in the time, and s what e times as many tokens bring. `gap` is DiLoCo's, with 30 local steps:
+measured for 139,584 parameters, published from 35M on, and between them interpolated. `r` is how a method with H local steps
+stood to that where it was measured. What two candidates share cancels in their difference, whose interval has
+
+- the 95 % interval of the mean over seeds, paired, and that of a codec that was measured, paired too;
+- far from what was measured, the share by which such differences changed there with parameters, workers and tokens (`DRIFT`);
+- a share of `gap` between data parallelism and all others, and of what the tokens bring.
+
+Where `r` is known too badly to tell methods apart, their intervals hold zero, and the time decides.
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+from gossamer.network.estimates.wall_clock import loss_fit
+from gossamer.report.paired import effect
+from gossamer.run.planning.measured_losses import (
+    CODECS_MEASURED,
+    DRIFT,
+    MEASURED,
+    MEASURED_PARAMETERS,
+    MEASURED_WORKERS,
+    NATS_PER_E_FOLD,
+    measured_above,
+)
+
+__all__ = ["EXACT_CODECS", "TOKENS_PER_PARAMETER", "LossScale", "Penalty", "Range", "difference", "penalty"]
+
+TOKENS_PER_PARAMETER = 20
+"""Of what was measured and published, and of a plan that is given neither tokens nor hours."""
+EXACT_CODECS = ("exact", "bf16")
+"""A cast to bf16 counts as exact."""
+_PUBLISHED = (35e6, 2.4e9)
+_MOST_WORKERS = 8
+"""Of arXiv 2503.09799."""
+_GAP_DOUBT = 0.4
+"""Its fits of all replicas and of each number of them, and what it measured, differ by so much of the gap."""
+_LEAST_GAP = 0.005
+"""For few workers and more than 1B parameters the fits go down to no gap at all, which would make all methods equal."""
+_TOKENS_DOUBT = 0.3
+_NEAR = math.log(2)
+"""What was measured is taken to hold for half to twice as many parameters, workers and tokens."""
+_BYTES = 256
+
+
+def _data_parallel(parameters: float) -> float:
+    """Nats a token on C4 after 20 tokens a parameter. Source: arXiv 2503.09799, fitted from 35M to 2.4B parameters."""
+    return 18.129 * parameters**-0.0953
+
+
+_MEASURED_LEVEL = fmean(MEASURED["data parallel"][1].losses)
+_MEASURED_GAP = fmean(MEASURED["DiLoCo"][30].losses) - _MEASURED_LEVEL
+_SPAN = math.log(_PUBLISHED[0] / MEASURED_PARAMETERS)
+
+
+class Range(NamedTuple):
+    """Nats, and half the width of their interval."""
+
+    nats: float
+    half: float
+
+    @property
+    def open(self) -> bool:
+        """Whether the interval holds zero."""
+        return abs(self.nats) <= self.half
+
+    def __str__(self) -> str:
+        return f"{self.nats:+.3f} ± {self.half:.3f}"
+
+
+class LossScale(NamedTuple):
+    """What is trained, by which losses are scaled.
+
+    Source: data parallelism and DiLoCo's gap from 35M parameters on, arXiv 2503.09799, up to 2.4B and 8 workers; what tokens
+    bring there, arXiv 2404.10102, `2085.43 · D^-0.3658`.
+    """
+
+    parameters: int
+    workers: int
+    tokens: float
+    vocab_size: int
+
+    @property
+    def level(self) -> float:
+        """Loss of data parallelism: nats a byte for a vocabulary of bytes, as was measured, else a token, as published."""
+        published = _data_parallel(self.parameters)
+        in_bytes = self.vocab_size <= _BYTES
+        return published * _MEASURED_LEVEL / _data_parallel(MEASURED_PARAMETERS) if in_bytes else published
+
+    @property
+    def gap(self) -> float:
+        """DiLoCo's loss above data parallelism's with 30 local steps."""
+
+        def published(parameters: float) -> float:
+            return max(_LEAST_GAP, loss_fit(parameters, self.workers) / _data_parallel(parameters) - 1)
+
+        share = self._between(_MEASURED_GAP / _MEASURED_LEVEL, published(max(self.parameters, _PUBLISHED[0])))
+        return self.level * share
+
+    @property
+    def per_e_fold(self) -> float:
+        """Nats that e times as many tokens bring."""
+
+        def published(parameters: float, tokens: float) -> float:
+            return 0.3658 * 2085.43 * tokens**-0.3658 / _data_parallel(parameters)
+
+        at = published(self.parameters, self.tokens)
+        if self.parameters < (least := _PUBLISHED[0]):
+            at = published(least, TOKENS_PER_PARAMETER * least)
+        return self.level * self._between(NATS_PER_E_FOLD / _MEASURED_LEVEL, at)
+
+    def _between(self, measured: float, published: float) -> float:
+        """Interpolated in the logarithms of both."""
+        place = min(1.0, max(0.0, math.log(self.parameters / MEASURED_PARAMETERS) / _SPAN))
+        return measured ** (1 - place) * published**place
+
+    @property
+    def _away(self) -> dict[str, float]:
+        """How far all is from what was measured, in powers of e."""
+        each = {
+            "parameters": self.parameters / MEASURED_PARAMETERS, "workers": self.workers / MEASURED_WORKERS,
+            "tokens": self.tokens / (TOKENS_PER_PARAMETER * self.parameters),
+        }  # fmt: skip
+        return {name: abs(math.log(value)) for name, value in each.items()}
+
+    @property
+    def outside(self) -> list[str]:
+        """What is not near that of the measured losses."""
+        words = {
+            "parameters": f"{self.parameters:,} parameters", "workers": f"{self.workers} workers",
+            "tokens": f"{self.tokens / self.parameters:.3g} tokens a parameter",
+        }  # fmt: skip
+        return [words[name] for name, away in self._away.items() if away > _NEAR * 1.01]
+
+    @property
+    def method_doubt(self) -> float:
+        """By which share the differences between methods may be others than those that were measured."""
+        return sum(DRIFT[name] * away for name, away in self._away.items() if away > 1e-6)
+
+    @property
+    def gap_doubt(self) -> float:
+        """By which share the gap of all methods to data parallelism may be another."""
+        away = self._away
+        inside = min(_GAP_DOUBT, DRIFT["parameters"] * away["parameters"])
+        more = math.log(max(1.0, self.workers / _MOST_WORKERS)) + math.log(max(1.0, self.parameters / _PUBLISHED[1]))
+        return inside + DRIFT["tokens"] * away["tokens"] + _GAP_DOUBT * more
+
+
+class Penalty(NamedTuple):
+    """Nats of a candidate above data parallelism after as many tokens."""
+
+    by_seed: tuple[float, ...]
+    gap: float
+    """What all have in common that take local steps; 0 for data parallelism."""
+    beyond: float
+    """What is added for local steps beyond the measured ones, which may be twice that or nothing."""
+    codec: tuple[float, ...]
+    """By seed, of a lossy one; of other runs, so the seeds are not those of `by_seed`."""
+    codec_far: float
+    """By which factor the interval of the codec grows."""
+
+    @property
+    def nats(self) -> float:
+        """The mean."""
+        return fmean(self.by_seed) + (fmean(self.codec) if self.codec else 0.0)
+
+
+_NONE = Penalty((0.0,) * 5, 0.0, 0.0, (), 1.0)
+
+
+def penalty(scale: LossScale, method: str, local_steps: int, codec: str) -> Penalty | None:
+    """What a method with these local steps and this codec loses; None where that was measured nowhere.
+
+    >>> at = LossScale(139_584, 8, 20 * 139_584, 256)
+    >>> round(penalty(at, "DiLoCo", 30, "bf16").nats, 4), penalty(at, "DiLoCo", 30, "int4")
+    (0.2271, None)
+    """
+    if method == "data parallel":
+        return _NONE if codec in EXACT_CODECS else None
+    found = measured_above(method, local_steps)
+    if found is None:
+        return None
+    lossy: Sequence[float] = ()
+    if codec not in EXACT_CODECS and method not in _WITH_A_CODEC:
+        known = CODECS_MEASURED.get(method, {})
+        if codec not in known:
+            return None
+        lossy = known[codec]
+    k = scale.gap / _MEASURED_GAP
+    above, beyond = found
+    return Penalty(
+        tuple(k * nats for nats in above), scale.gap, k * beyond, tuple(k * nats for nats in lossy),
+        1 + abs(math.log(local_steps / 30)),
+    )  # fmt: skip
+
+
+_WITH_A_CODEC = ("streaming_diloco", "sparseloco", "fgd_pairs")
+"""Methods that were measured with the codec that belongs to them."""
+
+
+def difference(scale: LossScale, one: Penalty, other: Penalty, more_tokens: float = 1.0) -> Range:
+    """The loss of one candidate above that of another, where it reads `more_tokens` times as many.
+
+    >>> at = LossScale(139_584, 8, 20 * 139_584, 256)
+    >>> two_peers, all_120 = penalty(at, "GASLoC 2-Peer", 30, "exact"), penalty(at, "DiLoCo", 120, "exact")
+    >>> print(difference(at, two_peers, all_120)), print(difference(at, two_peers, _NONE, more_tokens=3.0))
+    -0.009 ± 0.020
+    +0.023 ± 0.093
+    (None, None)
+    """
+    paired = effect([(a - b, 0.0) for a, b in zip(one.by_seed, other.by_seed, strict=True)])
+    chance, codec = paired.half or 0.0, 0.0
+    if one.codec != other.codec:
+        for sign, side in ((1, one), (-1, other)):
+            if side.codec:
+                lossy = effect([(nats, 0.0) for nats in side.codec])
+                codec += sign * lossy.mean
+                chance = math.hypot(chance, (lossy.half or 0.0) * side.codec_far)
+    own = [fmean(side.by_seed) - side.gap for side in (one, other)]
+    tokens = scale.per_e_fold * math.log(more_tokens)
+    half = chance + scale.method_doubt * abs(own[0] - own[1]) + scale.gap_doubt * abs(one.gap - other.gap)
+    half += abs(one.beyond - other.beyond) + _TOKENS_DOUBT * abs(tokens)
+    return Range(paired.mean + codec - tokens, half)

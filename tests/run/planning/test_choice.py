@@ -1,0 +1,192 @@
+"""The choice of a plan, on the network of the first screen and others, and what is told of it."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gossamer.cli import main
+from gossamer.models.sizes import ModelConfig
+from gossamer.network.links import Network, Site
+from gossamer.run.config.resolve import faults
+from gossamer.run.config.run_file import parse
+from gossamer.run.planning.choice import Candidate, best_of_each, pick, plan_rows
+from gossamer.run.planning.expected_loss import LossScale
+from gossamer.run.planning.plan import PlanSettings, RunPlan, plan, run_toml, slowest
+
+ROOT = Path(__file__).parents[3]
+BITS = {"exact": 32.0, "bf16": 16.0, "int8": 8.25, "fp4": 4.5}
+SCALE = LossScale(139_584, 8, 20 * 139_584, 256)
+
+
+def one(method: str, steps: int, seconds: float, codec: str = "exact", **more: Any) -> Candidate:
+    return Candidate(method, codec, None, (steps,) * 8, 1.0, 1.0, 0.9, seconds, **more)
+
+
+def test_the_lowest_loss_in_the_time_is_taken_and_waiting_counts_as_loss() -> None:
+    data_parallel, diloco = one("data parallel", 1, 1.0), one("DiLoCo", 30, 0.9)
+    assert pick([data_parallel, diloco], SCALE).best == data_parallel
+    waits = one("data parallel", 1, 20.0)
+    found = pick([waits, diloco], SCALE)
+    assert found.best == diloco and not found.undecided
+    above = found.above_best(waits)
+    assert above is not None and above.nats > above.half
+
+
+def test_of_candidates_that_are_not_told_apart_the_fastest_is_taken_and_of_nearly_as_fast_ones_the_simplest() -> None:
+    two_peers, everyone = one("GASLoC 2-Peer", 30, 1.0), one("DiLoCo", 120, 1.0)
+    assert pick([two_peers, everyone], SCALE).best == everyone, "fewer parts"
+    few, many = one("GASLoC 1-Peer", 30, 1.0), one("GASLoC 1-Peer", 120, 0.94)
+    found = pick([few, many], SCALE)
+    above = found.above_best(few)
+    assert found.best == many and found.undecided == (few,) and above is not None and above.nats < 0 and above.open
+    exact, cast, four = (
+        one("DiLoCo", 30, seconds, codec) for seconds, codec in ((1.0, "exact"), (0.9, "bf16"), (0.88, "fp4"))
+    )
+    assert pick([exact, cast, four], SCALE).best == cast, "a cast has no part of its own"
+
+
+def test_doubt_alone_does_not_choose_the_faster() -> None:
+    data_parallel, lossy = one("data parallel", 1, 1.0), one("DiLoCo", 5, 0.9, "fp4")
+    found = pick([data_parallel, lossy], SCALE)
+    assert found.best == data_parallel and not found.undecided
+
+
+def test_a_codec_that_was_not_measured_is_shown_and_not_chosen_unless_there_is_nothing_else() -> None:
+    lossy, exact = one("GASLoC 1-Peer", 30, 0.1, "int4"), one("GASLoC 1-Peer", 30, 1.0)
+    found = pick([lossy, exact], SCALE)
+    assert found.best == exact and [row[-2:] for row in plan_rows(found, [lossy])] == [("not measured", "")]
+    assert pick([lossy, lossy._replace(seconds_per_token=0.05)], SCALE).best.seconds_per_token == 0.05
+
+
+def test_the_choice_does_not_depend_on_the_goal_and_its_figures_do() -> None:
+    some = [one("DiLoCo", steps, 1 + 5 / steps) for steps in (5, 15, 30, 60, 120)]
+    for_tokens, for_hours = pick(some, SCALE), pick(some, SCALE, hours=2.0)
+    assert for_tokens.best == for_hours.best
+    assert for_tokens.tokens == SCALE.tokens and for_tokens.hours_of(for_tokens.best) == pytest.approx(for_tokens.hours)
+    assert for_hours.hours == 2.0 and for_hours.tokens == pytest.approx(7200 / for_hours.best.seconds_per_token)
+    assert for_hours.hours_to_loss(for_hours.best) > 2.0, "it loses something, and has to make up for it"
+
+
+SLOW = Network(uplink_bps=(*[25e6] * 7, 2.5e6), downlink_bps=25e6, latency_s=0.02, step_s=0.5)
+
+
+def made(network: Network = SLOW, **options: Any) -> RunPlan:
+    return plan(network, ModelConfig(size="0.2m"), PlanSettings(**{"workers": 8, "codecs": BITS, **options}))
+
+
+def test_data_parallelism_wins_where_its_price_says_so_and_local_steps_where_links_are_slow() -> None:
+    for bandwidth_bps, wins in ((1e12, True), (1e9, True), (1e7, False), (1e5, False)):
+        found = made(Network(uplink_bps=bandwidth_bps, downlink_bps=bandwidth_bps, latency_s=0.02, step_s=0.5))
+        assert (found.best.method == "data parallel") == wins and not found.best.left_out, bandwidth_bps
+    steps = [made(Network(uplink_bps=bps, downlink_bps=bps, step_s=0.5)).best.full_steps for bps in (1e9, 1e7, 1e6)]
+    assert steps == sorted(steps)
+
+
+@pytest.mark.parametrize("network", [SLOW, Network(uplink_bps=1e7, downlink_bps=1e7, step_s=0.5)])
+def test_no_pick_changes_with_the_seed(network: Network) -> None:
+    picks = {
+        (found.method, found.codec, found.full_steps, found.left_out)
+        for found in (made(network, seed=k).best for k in range(3))
+    }
+    assert len(picks) == 1
+
+
+def test_on_the_slow_uplink_the_slow_worker_is_dropped_and_told_and_the_readme_shows_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run.toml"
+    words = ["plan", "configs/networks/slow_uplink.toml", "--model", "0.2m", "--out", str(out)]
+    monkeypatch.chdir(ROOT)
+    assert main(words) == 0
+    told = capsys.readouterr().out
+    lines = [line.split() for line in told.splitlines()]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = readme.partition(f"$ gossamer plan {words[1]} --model 0.2m\n")[2].partition("\n```")[0].splitlines()
+    assert len(shown) == 10 and all(line == "..." or line.split() in lines for line in shown)
+    assert "chosen: dropping worker 7 (slowest): DiLoCo" in told and "text that only the dropped have is lost" in told
+    text = out.read_text()
+    document = tomllib.loads(text)
+    assert "# Without worker 7" in text and "# Best at 5 local steps" in text and "inner.lr = 0.004" in text
+    assert document["workers"] == 7 and document["network"]["planned"]["uplink_bps"] == [25e6] * 7
+    assert not faults(parse(document)) and document["rule"] == {"name": "diloco", "lr": 0.7, "momentum": 0.3}
+    assert main([*words[:4], "--keep-all", "--json"]) == 0
+    kept = json.loads(capsys.readouterr().out)
+    assert kept["chosen"]["left_out"] == [] and len(kept["chosen"]["local_steps"]) == 8
+    assert all(found["left_out"] == [] for found in kept["candidates"])
+
+
+def test_a_table_fits_a_hundred_columns_and_has_one_row_for_each_family() -> None:
+    found = made(tokens=1e12)
+    shown = list(best_of_each(found.choice, found.candidates))
+    assert len({one.name for one in shown}) == len(shown) == 8 and found.best in shown
+    rows = plan_rows(found.choice, shown)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    assert sum(widths) + 2 * len(widths) <= 100, rows
+
+
+@pytest.mark.parametrize(
+    ("network", "left_out"),
+    [
+        (SLOW, (7,)),
+        (Network(uplink_bps=(2.5e6, *[25e6] * 6, 2.5e6), downlink_bps=25e6, step_s=0.5), (0, 7)),
+        (Network(uplink_bps=25e6, downlink_bps=25e6, step_s=0.5), ()),
+        (Network(uplink_bps=25e6, downlink_bps=25e6, step_s=(*[0.5] * 7, 0.52)), ()),
+        (Network(uplink_bps=(*[25e6] * 4, *[2.5e6] * 4), downlink_bps=25e6, step_s=0.5), ()),
+        (Network(uplink_bps=1e8, downlink_bps=1e8, step_s=(*[0.5] * 7, 5.0), sites={"a": Site(workers=(0, 1))}), ()),
+    ],
+    ids=["one is slow", "two are slow", "all alike", "hardly slower", "half are slow", "sites name workers"],
+)  # fmt: skip
+def test_only_workers_that_hold_the_others_up_by_far_may_be_dropped(
+    network: Network, left_out: tuple[int, ...]
+) -> None:
+    assert slowest(network, 8, 192_960) == left_out
+
+
+def test_a_planned_run_has_the_outer_settings_of_the_nearest_measured_local_steps() -> None:
+    found = made(local_steps=[3, 100], keep_all=True)
+    rules: dict[tuple[str, int, str], dict[str, Any]] = {}
+    for candidate in found.candidates:
+        document = tomllib.loads(run_toml(found, candidate))
+        assert candidate.codec == "fp4" or not faults(parse(document)), candidate
+        rules[candidate.method, candidate.full_steps, candidate.codec] = document["rule"]
+    assert rules["data parallel", 1, "bf16"] == {"name": "data_parallel"}
+    assert rules["DiLoCo", 100, "exact"] == {"name": "diloco", "lr": 1.0, "momentum": 0.7}
+    assert rules["GASLoC 2-Peer", 3, "bf16"] == {"name": "gasloc", "lr": 0.5, "momentum": 0.5}
+    assert rules["GASLoC 1-Peer", 100, "int8"] == {"name": "anchored_gasloc", "lr": 1.0, "momentum": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--tokens", "1e9", "--hours", "3"], "--tokens and --hours were given, and a plan has one goal"),
+        (["--loss", "3.0"], "a loss on your text is known only from one that was measured there"),
+        (["--anchor", "3.2@1e9"], "a loss on your text is known only from one that was measured there"),
+        (["--loss", "3.0", "--anchor", "3.2"], "must be LOSS@TOKENS"),
+        (["--loss", "0.1", "--anchor", "3.2@1e9"], "too far from --anchor"),
+        (["--tokens", "0"], "tokens is 0"),
+        (["--hours", "-1"], "hours is -1"),
+    ],
+)
+def test_a_goal_that_cannot_be_is_refused_in_one_sentence(
+    words: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "net.toml").write_text("uplink_bps = 1e9\ndownlink_bps = 1e9\nstep_s = 1.0\n")
+    assert main(["plan", str(tmp_path / "net.toml"), "--workers", "4", "--model", "0.2m", *words]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and sentence in told, told
+
+
+def test_a_loss_is_reached_by_way_of_what_data_parallelism_reached_on_the_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "net.toml").write_text("uplink_bps = 1e7\ndownlink_bps = 1e7\nstep_s = 0.5\n")
+    words = ["plan", str(tmp_path / "net.toml"), "--workers", "4", "--model", "0.2m", "--json", "--method", "diloco"]
+    needed = []
+    for loss in ("1.5", "1.4"):
+        assert main([*words, "--loss", loss, "--anchor", "1.5@4e6"]) == 0
+        needed.append(json.loads(capsys.readouterr().out))
+    assert needed[0]["tokens"] == pytest.approx(4e6) and needed[1]["tokens"] > 5e6
+    assert needed[1]["hours_to_loss"] > needed[0]["hours_to_loss"] > needed[0]["hours"]
