@@ -103,8 +103,8 @@ def resume_hint(folder: Path) -> Iterator[None]:
     """Makes Ctrl-C print how to resume the run in this folder, if it has a checkpoint."""
     try:
         yield
-    except KeyboardInterrupt:
-        if any(folder.glob("checkpoints/**/round-*/*.json")):
+    except KeyboardInterrupt as stop:
+        if not str(stop) and any(folder.glob("checkpoints/**/round-*/*.json")):
             raise KeyboardInterrupt(f"stopped; resume with --resume {folder}") from None
         raise
 

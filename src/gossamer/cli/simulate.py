@@ -49,10 +49,13 @@ def command(
 def train_here(config: "RunConfig", parts: "UserParts", folder: Path, *, resume: "Resume" = False) -> None:
     """Trains all workers in this process, in rounds or over virtual time."""
     from gossamer.run.config.resolve import resolve
+    from gossamer.run.participant.sigterm import leaving
     from gossamer.run.simulated.simulate import engine_of
     from gossamer.run.simulated.simulation import Simulation
 
-    Simulation(config, engine_of(resolve(config, parts), folder, resume=resume)).go_on()
+    simulation = Simulation(config, engine_of(resolve(config, parts), folder, resume=resume))
+    with leaving() as asked:
+        simulation.go_on(asked=asked.is_set)
 
 
 def _say_what_it_is_not(file: Path | None) -> None:

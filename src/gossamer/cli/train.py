@@ -77,6 +77,8 @@ def command(
     tells = multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"
     # Before processes are started, so that a mistake in the file is told once.
     run = resolve(config, imported_parts(config) if tells else own_parts(config), real=True)
+    for sentence in run.warnings if tells else ():
+        log.warning(sentence)
     if served.secret is not None:
         from gossamer.transport.secret import SECRET, read_secret
 
@@ -102,6 +104,9 @@ def command(
             _train_one(run, folder, join, served, resume=resumed)
     if code == 0 and output.json:
         print_json(_result(run, folder, local, served))
+    elif code != 0 and local is not None:
+        again = f"; resume it with --resume {folder}" if any(folder.glob("checkpoints/**/round-*/*.json")) else ""
+        log.warning("the run ended before its last round, with code %d%s", code, again)
     elif code == 0 and local is not None:
         print(f"run: {folder}, {run.rounds} rounds of {run.workers} workers; gossamer evaluate {folder} scores it")
     return code
@@ -253,9 +258,9 @@ def _start_elastic(config: "ResolvedRun", folder: Path, n: int, words: list[str]
 
     lost: dict[int, int] = {}
 
-    def fell(worker: int, code: int) -> None:
+    def fell(worker: int, code: int, left: str) -> None:
         lost[worker] = rounds_behind(read_outcomes(folder).get(worker, []))
-        log.warning("worker %d ended with code %d after round %d, and the others go on", worker, code, lost[worker])
+        log.warning("worker %d ended with code %d after round %d, and %s", worker, code, lost[worker], left)
 
     codes = run_elastic(n, main, words, b"" if among else folder_secret(folder, make=True), fell, among)
     end = ending(codes, lost, read_outcomes(folder), config.rounds)
@@ -274,11 +279,9 @@ def _start_asynchronous(folder: Path, n: int, words: list[str], among: "Among | 
 
     lost: dict[int, int] = {}
 
-    def fell(worker: int, code: int) -> None:
+    def fell(worker: int, code: int, left: str) -> None:
         lost[worker] = phases_in(read_order(folder).get(worker, []))
-        log.warning(
-            "worker %d ended with code %d after %d local phases, and the others go on", worker, code, lost[worker]
-        )
+        log.warning("worker %d ended with code %d after %d local phases, and %s", worker, code, lost[worker], left)
 
     codes = run_elastic(n, main, words, b"" if among else folder_secret(folder, make=True), fell, among)
     end = ending_of_order(codes, lost, read_order(folder))

@@ -224,7 +224,7 @@ class _Shown:
             "tokens/s": _number(per_s or math.nan),
             "sent": _size(float(np.nansum(run.sent.values())) / workers) if run.sent.rows else _UNKNOWN,
             "in exchange": _time(math.nan if spent is None else float(spent[:, 1:3].sum()) / workers),
-            "workers": f"{sum(word in _PRESENT for word in words)}/{workers}" if done else _UNKNOWN,
+            "workers": _counted(words) if done else _UNKNOWN,
             "left": _time(left_s) if done < rounds else _UNKNOWN,
         }
 
@@ -289,6 +289,16 @@ def _words(cells: Mapping[str, str]) -> str:
 
 def _known(value: Any) -> float:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+
+
+def _counted(words: Sequence[str]) -> str:
+    """The workers that are there, of all; or those here, where others have left no line in this folder, as on other machines.
+
+    >>> _counted(["training", "gone"]), _counted(["training", "empty", "empty"])
+    ('1/2', '1 here of 3')
+    """
+    present = sum(word in _PRESENT for word in words)
+    return f"{present} here of {len(words)}" if "empty" in words else f"{present}/{len(words)}"
 
 
 def _number(value: float) -> str:

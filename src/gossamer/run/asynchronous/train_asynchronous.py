@@ -5,7 +5,6 @@ was heard and who met is on record (`gossamer.record.logs.order`), from which `g
 run again.
 """
 
-import logging
 import secrets
 from pathlib import Path
 
@@ -19,8 +18,6 @@ from gossamer.run.participant.sigterm import leaving
 from gossamer.run.worker.task import task_of
 
 __all__ = ["train_asynchronous"]
-
-log = logging.getLogger("gossamer")
 
 
 def train_asynchronous(
@@ -38,8 +35,6 @@ def train_asynchronous(
     Cost: two models with their outer and inner state, one of them for newcomers, the gradients and one message.
     """
     use_threads(config)
-    for sentence in config.warnings:
-        log.warning(sentence)
     task = task_of(config)
     seat = async_seat(config, folder, run_key(config, task), secrets.randbits(61), join=join, resume=resume)
     participant = PairParticipant if isinstance(config.method, InPairs) else GossipParticipant

@@ -55,6 +55,7 @@ class Journal:
         self._validate, self._save, self._kind = validate, save, kind
         self.loss = math.nan
         """Of the last validation; NaN before the first."""
+        self._saved: int | None = None
 
     @property
     def record(self) -> RunFolder | Unrecorded:
@@ -104,7 +105,13 @@ class Journal:
             if finished == config.rounds and not math.isfinite(self.loss):
                 raise TrainingError(f"the run ended with a validation loss of {self.loss}; {GO_ON}")
         if config.due(config.run.checkpoint_every, finished):
+            self.save(finished)
+
+    def save(self, finished: int) -> None:
+        """Saves after so many rounds, due or not, as a run does that stops there; unless that is done. Raises: as `end_round`."""
+        if self._saved != finished:
             self._save(finished)
+            self._saved = finished
 
     def end_own_round(self, replica: Replica, finished: int) -> None:
         """As `end_round`, of one worker, whose lines have the inner steps and tokens that it has behind it."""

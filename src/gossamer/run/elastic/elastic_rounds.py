@@ -62,8 +62,6 @@ def train_elastic(config: ResolvedRun, folder: Path, *, join: str | None = None,
         SlotTakenError when another process has taken the slot of one that has not joined, which asks for another.
     """
     use_threads(config)
-    for sentence in config.warnings:
-        log.warning(sentence)
     task = task_of(config)
     key, nonce = run_key(config, task), secrets.randbits(61)
     starts = join is None

@@ -120,6 +120,10 @@ class Rounds:
         self._journal.end_round(finished, step=finished * config.full_steps, tokens=_tokens(workers))
         self.finished = finished
 
+    def save(self) -> None:
+        """Saves all workers."""
+        self._journal.save(self.finished)
+
     def result(self) -> Result:
         """The figures of the rounds so far; after the last, the mean model is published."""
         loss = self._assessed().loss if math.isnan(self._journal.loss) else self._journal.loss

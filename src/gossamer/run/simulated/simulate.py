@@ -100,6 +100,9 @@ class _Ended:
     def advance(self) -> None:
         """There is no round left."""
 
+    def save(self) -> None:
+        """Saves nothing."""
+
     def result(self) -> Result:
         """The figures of its last validation."""
         last = newest_evaluation(read_metrics(self.folder))

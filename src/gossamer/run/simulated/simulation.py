@@ -2,7 +2,7 @@
 
 import shutil
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -40,6 +40,10 @@ class Engine(Protocol):
 
     def advance(self) -> None:
         """Trains the next round."""
+        ...
+
+    def save(self) -> None:
+        """Saves after the rounds so far, whether a checkpoint is due or not."""
         ...
 
     def result(self) -> Result:
@@ -177,15 +181,23 @@ class Simulation(RecordedRun):
         """Whether all rounds are over."""
         return self.rounds >= self.config.rounds
 
-    def go_on(self, until: int | None = None) -> "Simulation":
+    def go_on(self, until: int | None = None, *, asked: Callable[[], bool] = lambda: False) -> "Simulation":
         """Trains on, until so many rounds are over, or to the end; returns itself.
 
-        Raises: TrainingError when a number is not finite; UserCodeError when code of the user's fails.
+        Args: `asked` is asked after each round whether to save and to stop there.
+        Raises: TrainingError when a number is not finite; UserCodeError when code of the user's fails; KeyboardInterrupt when it
+            was asked to stop.
         """
         last = self.config.rounds if until is None else min(until, self.config.rounds)
         with self._engine.opened():
             while self._engine.finished < last:
                 self._engine.advance()
+                if asked() and self._engine.finished < last:
+                    self._engine.save()
+                    done = f"{self._engine.finished} of {self.config.rounds}"
+                    raise KeyboardInterrupt(
+                        f"stopped after round {done}, and saved; resume with --resume {self.folder}"
+                    )
             self._result = self._engine.result()
         if self.over and not self.config.record.keep_checkpoints:
             _forget(self.folder / "checkpoints")

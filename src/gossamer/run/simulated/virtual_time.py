@@ -70,8 +70,8 @@ class Events:
         self._pending: deque[Record] = deque()
         newest, line = _found(config, folder, auto=resume == "auto") if resume else (0, Lineage(config.digest))
         save = saver(line, folder, lambda: _snapshots(self._run, config.workers, self._state()))
-        journal = Journal(config, lambda: self._record, lambda: self._assessed(probe), save)
-        self._events = EventJournal(journal, lambda: self._log, EventSeconds(config.workers, self._name))
+        self._journal = Journal(config, lambda: self._record, lambda: self._assessed(probe), save)
+        self._events = EventJournal(self._journal, lambda: self._log, EventSeconds(config.workers, self._name))
         self._busy_s, self.finished, self._cut = 0.0, newest, newest if resume else None
         if newest:
             self._restore(checkpoint.load(folder / "checkpoints", newest, config.owners[0], line), device)
@@ -107,6 +107,10 @@ class Events:
                 self._events.end()
         self.finished = self._events.round
         self._busy_s += time.perf_counter() - began
+
+    def save(self) -> None:
+        """Saves the whole of the run's virtual time."""
+        self._journal.save(self.finished)
 
     def result(self) -> Result:
         """The figures of the rounds so far; after the last, the model is published."""

@@ -43,6 +43,7 @@ from gossamer.run.bookkeeping.which_round import (
 from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.pipeline import stage_in
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
+from gossamer.run.participant.sigterm import leaving
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.stages.checkpoints import Store, partition_of
 from gossamer.run.worker.stages.own_process import OwnStages
@@ -57,6 +58,7 @@ from gossamer.transport.processes.group import GroupTransport, all_reduce
 from gossamer.transport.processes.launch import agree, join, leave, part
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.pipe import Pipe
+from gossamer.transport.processes.stopping import Stopping
 
 __all__ = ["train", "train_member"]
 
@@ -67,19 +69,23 @@ KEPT = 16
 
 
 def train(config: ResolvedRun, folder: Path, *, resume: Resume = False) -> None:
-    """Joins the other processes by torchrun's environment variables, trains to the end and leaves.
+    """Joins the other processes by the variables of their launcher, trains to the end and leaves.
 
-    Raises: ConfigError, DataError, CheckpointError; PeerError naming the worker that failed first; TrainingError.
+    Where a process of the run gets SIGTERM, all end after one and the same round, and save.
+
+    Raises: ConfigError, DataError, CheckpointError; PeerError naming the worker that failed first; TrainingError;
+        KeyboardInterrupt when the run was stopped.
     """
     run = config.run
     member = join(
         config.workers, parts=config.pipeline.processes(config.workers), backend=run.backend, device=run.device,
         threads=run.threads, timeout_s=run.timeout_s,
     )  # fmt: skip
-    failed: GossamerError | OSError | None = None
+    failed: GossamerError | OSError | KeyboardInterrupt | None = None
     try:
-        train_member(config, folder, member, resume=resume)
-    except (GossamerError, OSError) as error:
+        with leaving() as asked:
+            train_member(config, folder, member, resume=resume, asked=asked.is_set)
+    except (GossamerError, OSError, _Stopped) as error:
         failed = error
     if not leave():
         # A transfer that a dead peer will never finish holds the process group, or a thread is still inside torch and would
@@ -88,20 +94,32 @@ def train(config: ResolvedRun, folder: Path, *, resume: Resume = False) -> None:
             print(f"gossamer: {failed}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0 if failed is None else 2)
+        os._exit(0 if failed is None else 130 if isinstance(failed, _Stopped) else 2)
     if failed is not None:
         raise failed
 
 
-def train_member(config: ResolvedRun, folder: Path, member: Member, *, resume: Resume = False) -> None:
+class _Stopped(KeyboardInterrupt):
+    """The run was stopped before its end, and has saved."""
+
+
+def train_member(
+    config: ResolvedRun,
+    folder: Path,
+    member: Member,
+    *,
+    resume: Resume = False,
+    asked: Callable[[], bool] = lambda: False,
+) -> None:
     """Trains the worker that this process is; bitwise equal to the simulator, unless local steps adapt to measured seconds.
 
-    Args: `resume` continues from the newest round of which every worker has a sound checkpoint; "auto" starts where nobody has.
+    Args:
+        resume: continues from the newest round of which every worker has a sound checkpoint; "auto" starts where nobody has.
+        asked: whether this process has been asked to stop, with all others.
+    Raises: as `train`.
     Cost: one model, its gradients and states, the message in flight and those it receives.
     """
     m = config.in_rounds
-    for sentence in config.warnings if member.part == 0 else ():
-        log.warning(sentence)
     task = task_of(config)
     # Every worker finds on its own how far the rule may step on its topology, as it finds the text and the user's code.
     found = {**{f"rule.{name}": value for name, value in m.rule.options.items()}, **found_by_each(task, config.parts)}
@@ -120,7 +138,10 @@ def train_member(config: ResolvedRun, folder: Path, member: Member, *, resume: R
         open_.enter_context(quieted(member.part > 0))  # a worker speaks once
         stopwatch = Stopwatch(member.worker, recorded_s(folder, member.worker, choice and choice.round))
         trainer = _trainer(config, task, member, pipe, stopwatch)
-        _train_rounds(trainer, store, member, past, choice, open_)
+        stopped = _train_rounds(trainer, store, member, past, choice, asked, open_)
+    if stopped is not None:
+        part(member, config.run.timeout_s)  # whoever hosts the store must not leave while another still reads when to stop
+        raise _Stopped(f"stopped after round {stopped} of {config.rounds}, and saved; resume with --resume {folder}")
 
 
 class _Trainer(NamedTuple):
@@ -158,9 +179,13 @@ def _trainer(
 
 
 def _train_rounds(
-    trainer: _Trainer, store: Store, member: Member, past: History | None, choice: ChosenRound | None, open_: contextlib.ExitStack
-) -> None:  # fmt: skip
-    """Trains from the round that was chosen to the end, and records it, with files that `open_` closes."""
+    trainer: _Trainer, store: Store, member: Member, past: History | None, choice: ChosenRound | None,
+    asked: Callable[[], bool], open_: contextlib.ExitStack,
+) -> int | None:  # fmt: skip
+    """Trains from the round that was chosen to the end, and records it, with files that `open_` closes.
+
+    Returns: after how many rounds all were stopped, with what is there to go on from; None at the end of the run.
+    """
     config, worker, stopwatch, newest = store.config, trainer.worker, trainer.stopwatch, choice and choice.round
     line, first = Lineage(config.digest), newest or 0
     if past is not None and choice is not None:
@@ -173,6 +198,8 @@ def _train_rounds(
     journal = Journal(config, lambda: record, _validator(config, trainer), save, kind="validation")
     if not first:
         journal.begin(worker=member.worker)
+    stopped: int | None = None
+    stopping = open_.enter_context(Stopping(member, asked, first))
     stopwatch.start()
     for round in range(first, config.rounds):
         report, deliveries = _trained_round(trainer, round, config, log_of_stages)
@@ -181,8 +208,13 @@ def _train_rounds(
             _adapt(worker, report, deliveries, board, worker.loop.method.topology)
         journal.end_own_round(worker.replica, round + 1)
         record.log_seconds(stopwatch.round(round))
+        if round + 1 < config.rounds and stopping.after(round + 1):
+            journal.save(round + 1)
+            stopped = round + 1
+            break
     for transport in trainer.transports:
         transport.close()
+    return stopped
 
 
 def _trained_round(

@@ -46,6 +46,9 @@ class Among(NamedTuple):
 Work = Callable[[Sequence[str]], int]
 """What a process does: from its arguments to its exit code; a function of a module, as processes find it by name."""
 
+ASKED = "all workers are asked to leave after their round; stop once more to end them at once"
+STOPPED = 130
+"""The exit code of a process that was stopped, as of one that Ctrl-C has ended."""
 REPORT_S = 5.0
 """How long a launcher tries to reach the store of another machine."""
 
@@ -70,13 +73,21 @@ def run_local(
         parts: processes of a worker, or those of each, which are the n workers or all of the run.
         among: where the processes are some of those of a run on several machines; then worker 0 has the store, and they connect
             as these do.
-    Returns: the exit code of the worker that failed first (128 + k if signal k ended it), else 0.
+    Returns: the exit code of the worker that failed first (128 + k if signal k ended it), else 0, or `STOPPED` if one was.
+    Raises: KeyboardInterrupt when this process is stopped, once all workers have left: they are asked to, and save after a round
+        on which they agree. If it is stopped once more meanwhile, they are ended at once.
     """
     sizes = sizes_of_workers(n, parts) if isinstance(parts, int) else tuple(parts)
     first, _ = (0, 0) if among is None else place_of(among.first, sizes)
     names = _names(sizes)[sum(sizes[:first]) : sum(sizes[: first + n])]
     with _workers(names, work, argv, b"", among) as (workers, report):
-        return _outcome(workers, grace_s, lambda rank, code: report(names[rank], code))
+        try:
+            return _outcome(workers, grace_s, lambda rank, code: report(names[rank], code))
+        except KeyboardInterrupt:
+            log.warning("%s", ASKED)
+            _ask_to_leave(workers)
+            _outcome(workers, grace_s, lambda rank, code: None)
+            raise
 
 
 def _names(sizes: Sequence[int]) -> list[str]:
@@ -85,14 +96,14 @@ def _names(sizes: Sequence[int]) -> list[str]:
 
 
 def run_elastic(
-    n: int, work: Work, argv: Sequence[str], secret: bytes, fell: Callable[[int, int], None] = lambda worker, code: None,
+    n: int, work: Work, argv: Sequence[str], secret: bytes, fell: Callable[[int, int, str], None] = lambda *_: None,
     among: Among | None = None,
 ) -> dict[int, int]:  # fmt: skip
     """Runs n workers of an elastic run as `run_local` does; when one fails, the others go on.
 
     Args:
         secret: of the run, which workers that join must have too.
-        fell: called with each worker that has failed and its exit code, as soon as that is noticed.
+        fell: called with each worker that has failed, its exit code, and whether others go on, as soon as that is noticed.
         among: as in `run_local`.
     Returns: the exit code of each worker (128 + k if signal k ended it), in the order in which they ended.
     Raises: KeyboardInterrupt when this process is stopped, once all workers have left: they are asked to, and finish their round
@@ -101,18 +112,16 @@ def run_elastic(
     first = 0 if among is None else among.first
     with _workers([str(first + i) for i in range(n)], work, argv, secret, among) as (workers, report):
 
-        def reported(worker: int, code: int) -> None:
+        def reported(worker: int, code: int, left: str) -> None:
             report(str(worker), code)
-            fell(worker, code)
+            fell(worker, code, left)
 
         try:
             return _codes(workers, reported, first)
         except KeyboardInterrupt:
-            log.warning("all workers are asked to leave after their round; stop once more to end them at once")
-            for worker in workers:
-                if worker.exitcode is None:
-                    worker.terminate()
-            _codes(workers, lambda worker, code: None, first)
+            log.warning("%s", ASKED)
+            _ask_to_leave(workers)
+            _codes(workers, lambda *_: None, first)
             raise
 
 
@@ -176,20 +185,20 @@ def run_served(
                 if worker.exitcode and i not in fallen:
                     fallen.add(i)
                     log.warning(
-                        "worker %d ended with code %d; the others go on; start it again with %s",
-                        i, worker.exitcode, shlex.join(["gossamer", *own[i]]),
+                        "worker %d ended with code %d, and %s; start it again with %s",
+                        i, _shown(worker.exitcode), _left(workers), shlex.join(["gossamer", *own[i]]),
                     )  # fmt: skip
             time.sleep(0.05)
         deadline = time.monotonic() + grace_s
         if code < 0:
             again = shlex.join(["gossamer", *resume, *at])
-            log.warning("the server ended with code %d; its workers try again; resume it with %s", code, again)
+            log.warning("the server ended with code %d; its workers try again; resume it with %s", _shown(code), again)
             deadline = math.inf
         while any(worker.exitcode is None for worker in workers) and time.monotonic() < deadline:
             time.sleep(0.05)
         if code < 0 and all(worker.exitcode == 0 for worker in workers):
             return 0
-        return code if code >= 0 else 128 - code
+        return _shown(code)
 
 
 @contextlib.contextmanager
@@ -269,16 +278,33 @@ def _enter(
     sys.exit(work(argv))
 
 
-def _codes(workers: Sequence[BaseProcess], fell: Callable[[int, int], None], first: int = 0) -> dict[int, int]:
+def _ask_to_leave(workers: Sequence[BaseProcess]) -> None:
+    """Sends SIGTERM to those that still run."""
+    for worker in workers:
+        if worker.exitcode is None:
+            worker.terminate()
+
+
+def _shown(code: int) -> int:
+    """The exit code of a process as a shell shows it: 128 + k if signal k ended it."""
+    return code if code >= 0 else 128 - code
+
+
+def _left(workers: Sequence[BaseProcess]) -> str:
+    """Whether anybody goes on, in words."""
+    return "the others go on" if any(worker.exitcode is None for worker in workers) else "no other is left"
+
+
+def _codes(workers: Sequence[BaseProcess], fell: Callable[[int, int, str], None], first: int = 0) -> dict[int, int]:
     """The exit code of each worker, whose numbers begin at `first`, once all have ended; `fell` is told of those that failed."""
     codes: dict[int, int] = {}
     while True:
         for worker, process in enumerate(workers, first):
             code = process.exitcode
             if code is not None and worker not in codes:
-                codes[worker] = code if code >= 0 else 128 - code
+                codes[worker] = _shown(code)
                 if code:
-                    fell(worker, codes[worker])
+                    fell(worker, codes[worker], _left(workers))
         if len(codes) == len(workers):
             return codes
         time.sleep(0.05)
@@ -287,18 +313,24 @@ def _codes(workers: Sequence[BaseProcess], fell: Callable[[int, int], None], fir
 def _outcome(workers: Sequence[BaseProcess], patience_s: float, report: Callable[[int, int], None]) -> int:
     """The exit code of the worker that failed first, once all have ended or `patience_s` has passed since that failure.
 
+    Where one was stopped, all are: those that train have agreed on it, and those that do not yet are asked here. They take the
+    time that they need, and the code is `STOPPED` unless one fails.
+
     Args: `report` is called with the worker that failed first and its exit code.
     """
-    code, deadline = 0, float("inf")
+    code, deadline, stopped = 0, float("inf"), False
     while True:
         codes = [worker.exitcode for worker in workers]
-        if not code and (failed := [(i, one) for i, one in enumerate(codes) if one]):
+        if STOPPED in codes and not stopped:
+            stopped = True
+            _ask_to_leave(workers)
+        if not code and (failed := [(i, one) for i, one in enumerate(codes) if one and one != STOPPED]):
             # Of several found at one look, one that a signal ended was first: the others noticed that it was gone.
             worker, ended = min(failed, key=lambda one: one[1] > 0)
-            code, deadline = ended if ended > 0 else 128 - ended, time.monotonic() + patience_s
+            code, deadline = _shown(ended), time.monotonic() + patience_s
             report(worker, code)
         if None not in codes or time.monotonic() >= deadline:
-            return code
+            return code or (STOPPED if stopped else 0)
         time.sleep(0.05)
 
 

@@ -14,7 +14,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -32,6 +32,9 @@ FALLEN = "fallen"
 """The entry in which a launcher reports the first worker that failed: its number and its exit code."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.25
 """How often a worker that waits for entries looks whether they are there, or another worker has fallen: soon, then less often."""
+
+_MOST_TRIES = 10_000
+"""Times that others may come first where an entry is changed; more, and somebody keeps it from being changed."""
 
 log = logging.getLogger("gossamer")
 
@@ -87,6 +90,26 @@ class Entries(NamedTuple):
     def first(self, name: str, text: str) -> bytes | None:
         """Writes an entry unless there is one, and returns the content of the one that counts."""
         return self.opened(name, self.store.compare_set(name, "", self.sealed(name, text)))
+
+    def changed(self, name: str, change: Callable[[bytes | None], str | None]) -> bytes | None:
+        """Writes what `change` makes of the content of an entry, and returns the content that counts then.
+
+        Several processes may do so at a time: none of their changes is lost.
+
+        Args: `change` gets the content, or None where there is none with a right code, and returns None to leave it as it is.
+        """
+        raw = self.store.get(name) if self.store.check([name]) else b""
+        for _ in range(_MOST_TRIES):
+            text = self.opened(name, raw)
+            new = change(text)
+            if new is None:
+                return text
+            sealed = self.sealed(name, new).encode()
+            now = self.store.compare_set(name, raw.decode("utf-8", "replace"), sealed.decode())
+            if now == sealed:
+                return new.encode()
+            raw = now
+        return None
 
     def several(self, names: Sequence[str]) -> dict[str, bytes]:
         """The contents of those entries that exist with a right code."""

@@ -1,0 +1,161 @@
+"""SIGTERM: all workers of a run in rounds save after one and the same round, and the run goes on from it to the same bits."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from commands import Command, run
+from gossamer.cli import main
+from gossamer.record import checkpoint
+from gossamer.run.bookkeeping.journal import Journal
+from gossamer.run.config.run_file import digest, dump
+from gossamer.run.simulated.simulate import simulate
+from gossamer.transport.processes import stopping
+from gossamer.transport.processes.local import run_local
+from tiny import tiny
+
+pytestmark = pytest.mark.usefixtures("forks")
+
+ROUNDS = 40
+CASES = {
+    "gossip": {},
+    "a mean of all": {"rule__name": "diloco", "topology__name": "complete"},
+    "messages in flight": {"schedule__overlap_steps": 1},
+    "stages": {"workers": 2, "pipeline__stages": 2, "data__accumulate": 2, "model__layers": 2},
+}
+
+
+def train_but_stop_one(argv: Sequence[str]) -> int:
+    """`gossamer train`, of which one process is asked to stop in round 3; the others look so often that none is far ahead."""
+    stopping.LOOK_S = 0.02
+
+    def enter(self: Journal, worker: object, round: int, report: object, real=Journal.enter) -> None:
+        real(self, worker, round, report)
+        if round == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    if os.environ["RANK"] == "1":
+        Journal.enter = enter
+    return main(argv)
+
+
+def saved(folder: Path) -> list[int]:
+    """The rounds of all checkpoints of a run."""
+    return sorted({int(path.name.removeprefix("round-")) for path in (folder / "checkpoints").glob("**/round-*")})
+
+
+def scored(folder: Path) -> dict[str, object]:
+    """What `gossamer evaluate` finds after the last round, but for where it has put the model."""
+    code, said = run("evaluate", folder, "--json")
+    assert code == 0, said
+    return {key: value for key, value in json.loads(said.splitlines()[-1]).items() if key not in ("folder", "model")}
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_of_which_one_process_gets_sigterm_saves_a_round_of_all_and_goes_on_to_the_same_bits(
+    tmp_path: Path, case: str
+) -> None:
+    config = tiny(**{"run__steps": 2 * ROUNDS, "run__checkpoint_every": ROUNDS, "run__eval_every": 0, **CASES[case]})
+    (tmp_path / "run.toml").write_text(dump(config))
+    folder, errors = tmp_path / "real", io.StringIO()
+    words = ["train", str(tmp_path / "run.toml"), "--out", str(folder)]
+    with contextlib.redirect_stderr(errors):
+        code = run_local(config.workers, train_but_stop_one, words, parts=config.pipeline.stages)
+    assert code == 130, errors.getvalue()
+    [stopped] = saved(folder)
+    assert 3 < stopped < ROUNDS
+    assert f"stopped after round {stopped} of {ROUNDS}, and saved; resume with --resume {folder}" in errors.getvalue()
+    assert "Traceback" not in errors.getvalue()
+    code, said = run("train", "--resume", folder, "--local", config.workers)
+    assert code == 0, said
+    assert saved(folder)[-1] == ROUNDS
+    simulate(config, tmp_path / "whole")
+    assert scored(folder) == scored(tmp_path / "whole")
+    if config.pipeline.stages == 1:
+        for w in range(config.workers):
+            ends = [
+                checkpoint.load(one / "checkpoints", ROUNDS, w, digest(config))["x"]
+                for one in (folder, tmp_path / "whole")
+            ]
+            assert torch.equal(*ends)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("launcher", [True, False])
+def test_sigterm_ends_processes_of_a_run_with_130_whoever_has_started_them(tmp_path: Path, launcher: bool) -> None:
+    config = tiny(run__steps=100_000, run__checkpoint_every=50_000, run__eval_every=0)
+    (tmp_path / "run.toml").write_text(dump(config))
+    folder = tmp_path / "real"
+    words = ("train", tmp_path / "run.toml", "--out", folder)
+    port = free_port()
+    started = (
+        [Command(*words, "--local", config.workers)]
+        if launcher
+        else [
+            Command(*words, "--rank", i, "--of", config.workers, "--address", f"127.0.0.1:{port}")
+            for i in range(config.workers)
+        ]
+    )
+    asked = started[-1]  # of three workers the last: worker 0 has their store
+    wait_for_a_round(folder)
+    os.kill(asked.pid, signal.SIGTERM)
+    ends = [one.finish() for one in started]
+    assert [code for code, _ in ends] == [130] * len(started), ends
+    assert len(saved(folder)) == 1, ends
+    assert all("resume with --resume" in said and "Traceback" not in said for _, said in ends), ends
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def wait_for_a_round(folder: Path) -> None:
+    """Until each worker has recorded one."""
+    for _ in range(2000):
+        logs = [path.read_text() for path in folder.glob("metrics-*.jsonl")]
+        if len(logs) == 3 and all('"train"' in log for log in logs):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"they do not train: {[*folder.glob('*')]}")
+
+
+def simulate_but_stop(argv: Sequence[str]) -> int:
+    """`gossamer simulate`, which is asked to stop in its fifth round."""
+
+    def end_round(self: Journal, finished: int, real=Journal.end_round, **behind: object) -> None:
+        real(self, finished, **behind)
+        if finished == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    Journal.end_round = end_round
+    return main(argv)
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("kind", ["in rounds", "over virtual time"])
+def test_a_simulation_that_gets_sigterm_saves_after_its_round_and_goes_on_to_the_same_bits(
+    tmp_path: Path, kind: str
+) -> None:
+    timed = {"run__wait": False, "network": {"clock": {"step_s": 1.0, "uplink_bps": 1e6, "downlink_bps": 1e6}}}
+    more = timed if kind == "over virtual time" else {}
+    config = tiny(run__steps=40, run__checkpoint_every=20, run__eval_every=0, **more)
+    (tmp_path / "run.toml").write_text(dump(config))
+    words = ("simulate", tmp_path / "run.toml", "--out", tmp_path / "real")
+    code, said = Command(*words, work=simulate_but_stop).finish()
+    assert code == 130 and "stopped after round 5 of 20, and saved; resume with --resume" in said, said
+    assert saved(tmp_path / "real") == [5]
+    code, said = run("simulate", "--resume", tmp_path / "real")
+    assert code == 0, said
+    simulate(config, tmp_path / "whole")
+    assert scored(tmp_path / "real") == scored(tmp_path / "whole")
