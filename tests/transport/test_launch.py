@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -19,7 +20,7 @@ from gossamer.cli.train import import_early
 from gossamer.errors import ConfigError, PeerError, TransportError
 from gossamer.transport.contract import Ticket
 from gossamer.transport.processes.group import GroupTransport
-from gossamer.transport.processes.launch import agree, join, leave, one_device
+from gossamer.transport.processes.launch import agree, join, leave, one_device, raise_descriptor_limit
 from gossamer.transport.processes.local import run_local
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.store import ENTRY_BYTES
@@ -96,6 +97,16 @@ def test_workers_that_do_not_come_are_named(torchrun: pytest.MonkeyPatch):
     torchrun.setenv("MASTER_PORT", "0")
     with pytest.raises(PeerError, match="worker 1 did not come within 1 s"):
         join(2, device="cpu", threads=1, timeout_s=1.0)
+
+
+def test_a_process_of_a_group_may_open_as_many_connections_as_its_hard_limit_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+        raise_descriptor_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def agreement(digests: list[str], facts: list[Any], settings: Any = None, timeout_s: float = 10.0) -> list[Any]:

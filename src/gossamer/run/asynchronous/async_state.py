@@ -12,7 +12,7 @@ from gossamer.clock.gossip_worker import GossipWorker
 from gossamer.clock.pair_worker import PairWorker
 from gossamer.errors import CheckpointError, PeerError
 from gossamer.record import checkpoint
-from gossamer.record.addresses import Address, write_address
+from gossamer.record.addresses import Address
 from gossamer.record.checkpoint import Lineage
 from gossamer.run.bookkeeping.resume import Resume, history
 from gossamer.run.bookkeeping.which_round import (
@@ -26,7 +26,7 @@ from gossamer.run.bookkeeping.which_round import (
 )
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.participant.agreement import limits_of
-from gossamer.run.participant.seat import arrived, is_address, joined, warn_of_loopback
+from gossamer.run.participant.seat import announce, arrived, is_address, joined, warn_of_loopback
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.transport.alike import short_settings
@@ -190,7 +190,7 @@ def async_seat(
     entries = [_entry(slot, facts, held[slot], config.local_steps_of(slot)) for slot in range(config.workers)]
     donor = next((slot for slot, fact in enumerate(facts) if fact.after == after > 0), None)
     endpoint = Endpoint(listener, run, member.secret, wait_s, config.run.round_deadline_s)
-    write_address(folder, Address(me, address, run))
+    announce(folder, Address(me, address, run))
     return AsyncSeat(Members(limits_of(config), me, entries), endpoint, line, own, donor, past is not None)
 
 

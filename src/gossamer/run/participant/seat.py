@@ -12,6 +12,7 @@ from gossamer.record import checkpoint
 from gossamer.record.addresses import Address, read_addresses, write_address
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.logs.outcomes import Begun
+from gossamer.record.progress import say
 from gossamer.run.bookkeeping.resume import Resume, history, lineage
 from gossamer.run.bookkeeping.which_round import (
     Held,
@@ -43,7 +44,7 @@ from gossamer.transport.sockets.addresses import is_loopback, listen, shown, spl
 from gossamer.transport.sockets.connection import Endpoint
 from gossamer.transport.sockets.header import Limits
 
-__all__ = ["Seat", "addresses_in", "arrived", "is_address", "joined", "started", "warn_of_loopback"]
+__all__ = ["Seat", "addresses_in", "announce", "arrived", "is_address", "joined", "started", "warn_of_loopback"]
 
 log = logging.getLogger("gossamer")
 
@@ -100,8 +101,14 @@ def started(config: RunSettings, folder: Path, run: int, nonce: int, *, resume: 
     members = Members(
         limits_of(config), me, [_entry(slot, facts, held, after, config) for slot in range(config.workers)]
     )
-    write_address(folder, Address(me, address, run))
+    announce(folder, Address(me, address, run))
     return Seat(members, endpoint, line, Begun(after, after, donor, 0, 0), past is not None)
+
+
+def announce(folder: Path, own: Address) -> None:
+    """Writes the address of this process into the run folder, and says it: those who join from elsewhere have no such folder."""
+    write_address(folder, own)
+    say(f"worker {own.slot} listens on {own.address}: another takes a free slot with --join {own.address}")
 
 
 def arrived(config: RunSettings) -> tuple[Member, socket.socket, str]:
@@ -167,7 +174,7 @@ def joined(
         members, slot = Members(limits_of(config), offer.slot, offer.entries), offer.slot
         own_round = 0 if config.event_driven else newest_of_own(Store(config, folder), slot, line).round
         begun = Begun(0, own_round, slot, 0, members.own.incarnation)
-        write_address(folder, Address(slot, own, run))
+        announce(folder, Address(slot, own, run))
         return Seat(members, Endpoint(listener, run, secret, wait_s, config.run.round_deadline_s), line, begun, True)
     raise PeerError(
         f"no worker of the run could be joined ({why}); look whether it runs, with gossamer status {folder}"

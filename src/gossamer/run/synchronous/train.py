@@ -140,7 +140,9 @@ def train_member(
         trainer = _trainer(config, task, member, pipe, stopwatch)
         stopped = _train_rounds(trainer, store, member, past, choice, asked, open_)
     if stopped is not None:
-        part(member, config.run.timeout_s)  # whoever hosts the store must not leave while another still reads when to stop
+        part(
+            member, config.run.timeout_s
+        )  # whoever hosts the store must not leave while another still reads when to stop
         raise _Stopped(f"stopped after round {stopped} of {config.rounds}, and saved; resume with --resume {folder}")
 
 

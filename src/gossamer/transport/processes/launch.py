@@ -1,9 +1,11 @@
 """Starting a run of real processes: joining the other workers, and agreeing on a configuration."""
 
 import atexit
+import contextlib
 import json
 import logging
 import os
+import resource
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -29,6 +31,7 @@ __all__ = [
     "leave",
     "one_device",
     "part",
+    "raise_descriptor_limit",
 ]
 
 log = logging.getLogger("gossamer")
@@ -66,6 +69,7 @@ def join(
     if not group:
         return member
     use_interface_towards(os.environ["MASTER_ADDR"])
+    raise_descriptor_limit()
     # Otherwise torch ends the process on an NCCL error or timeout, before we can say which worker failed.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     try:
@@ -85,6 +89,18 @@ def join(
         ) from error
     atexit.register(leave)
     return member
+
+
+def raise_descriptor_limit() -> None:
+    """Lets this process open as many files and connections as its hard limit allows.
+
+    gloo keeps each connection of a stranger that says nothing, and ends the run when it can open no more: with the usual soft
+    limit of 1,024, after a thousand of them.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # a system may allow less than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _rank(sizes: Sequence[int]) -> int:
