@@ -98,6 +98,9 @@ def test_three_machines_whose_names_lead_to_themselves_train_by_the_name_of_the_
     ends = [one.finish() for one in start(machines, "train", tmp_path / "run.toml", "--out", tmp_path / "out", of=of)]
     assert [code for code, _ in ends] == [0] * of, ends
     assert "suspect" not in "".join(said for _, said in ends), ends
+    if kind in ("elastic", "without waiting"):
+        told = [f"worker {i} listens on 10.78.0.{i + 1}:" in said for i, (_, said) in enumerate(ends)]
+        assert told == [True] * 3, ends
     code, said = run("evaluate", tmp_path / "out")
     assert code == 0, said
 
