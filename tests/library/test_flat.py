@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import os
+import socket
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -497,3 +498,70 @@ def test_parameters_of_several_dtypes_train_with_their_outer_state_in_fp32():
         train(case, model, optimizer_of(case, model), outer, [0, 1], range(9))
         assert outer.x.dtype == torch.float32 and outer.rounds == 2
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16, torch.float32}
+
+
+def one_of_two_sites(rank: int, port: int, meetings: list[int], folder: Path) -> None:
+    """Each site is a world of two processes, which knows nothing of the other's."""
+    torch.set_num_threads(1)
+    site, shard = divmod(rank, 2)
+    world = PrefixStore(f"world {site}", TCPStore("127.0.0.1", port, is_master=False))
+    dist.init_process_group("gloo", store=world, rank=shard, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    stage, case, join = Stage(rank, mesh, dist.group.WORLD, folder), CASES["diloco, adamw"], f"127.0.0.1:{meetings[0]}"
+    model = made(case, mesh)
+    with outer_of(case, model, site=(site, 2), join=join) as outer:
+        train(case, model, optimizer_of(case, model), outer, [outer.shard], range(LOCAL_STEPS * case.rounds))
+        stage.keep("sites", rank, whole(model))
+        stage.refused("taken", lambda: outer_of(case, made(case, mesh), site=(1 + site, 3), join=join, timeout_s=5))
+    alone = Model()
+    if rank == 0:
+        stage.refused("mesh", lambda: outer_of(case, alone, mesh=init_device_mesh("cpu", (1,)), site=(0, 2), join=join))
+    model = made(case, mesh)
+    outer = outer_of(case, model, site=(site, 2), join=f"127.0.0.1:{meetings[1]}", timeout_s=20)
+    train(case, model, optimizer_of(case, model), outer, [outer.shard], range(3))
+    if rank == 3:
+        os._exit(0)
+    stage.refused("a shard died", outer.step)
+    os._exit(0)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def two_sites(argv: list[str]) -> int:
+    return in_forks(
+        4, lambda rank: one_of_two_sites(rank, int(argv[0]), [int(port) for port in argv[1:3]], Path(argv[3]))
+    )
+
+
+def test_worlds_that_start_by_themselves_are_the_workers_of_one_run(tmp_path, told):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    code, output = Command(
+        store.port, free_port(), free_port(), tmp_path, work=two_sites, GLOO_SOCKET_IFNAME=loopback()
+    ).finish()
+    assert code == 0, output
+    sites = Told(output.splitlines(), tmp_path)
+    for rank in range(4):
+        found, one = sites.kept("sites", rank), told.kept("diloco, adamw, whole", rank // 2)
+        assert [key for key in one if not torch.equal(found[key], one[key])] == []
+    assert "site 1 of 3 is at '127.0.0.1" in sites.of(0, "taken")
+    assert "worker 1" in sites.of(1, "a shard died") and "gone" in sites.of(2, "a shard died")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"site": (0, 2)}, "give both or neither"),
+        ({"join": "127.0.0.1:1"}, "give both or neither"),
+        ({"site": (2, 2), "join": "127.0.0.1:1"}, r"site=\(2, 2\)"),
+        ({"site": "0/2", "join": "127.0.0.1:1"}, "site='0/2'"),
+        ({"site": (0, 2), "join": "127.0.0.1"}, "'127.0.0.1' is no HOST:PORT"),
+        ({"site": (1, 2), "join": "192.0.2.1:1"}, "GOSSAMER_SECRET is not set"),
+    ],
+)
+def test_a_site_that_is_none_is_refused_in_a_sentence(monkeypatch, options, sentence):
+    monkeypatch.delenv("GOSSAMER_SECRET", raising=False)
+    with pytest.raises(GossamerError, match=sentence):
+        gossamer.Outer(Model(), "diloco", **options)

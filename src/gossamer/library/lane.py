@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from gossamer.errors import ConfigError, PeerError
+from gossamer.errors import ConfigError, PeerError, first_line
 from gossamer.library.dtensors import processes_of
 from gossamer.transport.processes.launch import agree
 from gossamer.transport.processes.member import Member
+from gossamer.transport.processes.store import Entries, hosted_store, reached_store
 from gossamer.transport.secret import environment_secret
+from gossamer.transport.sockets.addresses import is_loopback, own_address, split
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Lane", "lane_in", "outer_store"]
+__all__ = ["Lane", "joined", "lane_in", "lane_of_site", "outer_store"]
 
 
 class Lane(NamedTuple):
@@ -36,11 +38,22 @@ class Lane(NamedTuple):
     shard: int = 0
     start: str = ""
     """Identifies this start on all its processes."""
+    sites: int = 0
+    """How many worlds train together, where each worker is a world of its own."""
+    joint: Store | None = None
+    """What these worlds have in common."""
+    address: str = ""
+    """At which the others reach this process, where they are worlds of their own."""
 
     @property
     def n(self) -> int:
         """Workers."""
-        return len(self.across)
+        return self.sites or len(self.across)
+
+    @property
+    def store(self) -> Store:
+        """What the processes of this lane have in common."""
+        return outer_store(self.across) if self.joint is None else PrefixStore(f"lane/{self.shard}", self.joint)
 
     @property
     def shards(self) -> int:
@@ -98,6 +111,74 @@ def lane_in(ranks: Sequence[int], mesh: "DeviceMesh | None", timeout_s: float) -
     workers.sort(key=min)
     shard = own.index(rank)
     return Lane(tuple(processes[shard] for processes in workers), tuple(own), workers.index(own), shard, said[0][2])
+
+
+def lane_of_site(site: tuple[int, int], mesh: "DeviceMesh | None", timeout_s: float) -> Lane:
+    """The lane of this process in a world of its own, which is one site of several; it is still to join the others.
+
+    Raises: ConfigError for a mesh that leaves processes of the world out; PeerError when these say different things.
+    """
+    (worker, n), start = site, secrets.token_hex(8)
+    if not dist.is_initialized():
+        return Lane(worker=worker, sites=n, start=start)
+    rank, world = dist.get_rank(), [*range(dist.get_world_size())]
+    own = world if mesh is None else processes_of(mesh)
+    if sorted(own) != world:
+        raise ConfigError(
+            f"the model of site {worker} is on the processes {own}, and its world has {world}; with site=... a world is one "
+            "worker: give Outer(mesh=...) the mesh of all its processes"
+        )
+    member = Member.at(rank, len(world), torch.device("cpu"), outer_store(world), secret=environment_secret())
+    said = agree(member, "gossamer.Outer, site", [own, worker, n, start], timeout_s=timeout_s)
+    if any(one[:3] != [own, worker, n] for one in said):
+        sites = sorted({f"{one[1]} of {one[2]}" for one in said})
+        raise PeerError(
+            f"the processes of one world are of site {' and '.join(sites)}; give all of a world the same site and mesh"
+        )
+    return Lane((rank,), tuple(own), worker, own.index(rank), said[0][3], n)
+
+
+def joined(lane: Lane, join: str, timeout_s: float) -> Lane:
+    """The lane of a site that has met the others at an address, where the first process of site 0 listens.
+
+    Raises: ConfigError for a secret that is missing; PeerError when the others do not come, when a site is there already, or has
+        another number of processes.
+    """
+    host, port = split(join)
+    secret = environment_secret()
+    if not secret and host != "localhost" and not is_loopback(host):
+        raise ConfigError(
+            f"sites join at '{join}', which others may reach too, and GOSSAMER_SECRET is not set; set it to the same text of 32 "
+            "characters or more on all sites (`openssl rand -hex 32` makes one)"
+        )
+    try:
+        first = lane.worker == 0 and lane.shard == 0
+        store = hosted_store(host, port, timeout_s) if first else reached_store(host, port, timeout_s)
+        address = own_address(host)
+    except (OSError, RuntimeError) as error:
+        raise PeerError(
+            f"site {lane.worker} could not {'listen' if lane.worker == lane.shard == 0 else 'reach site 0'} at '{join}' "
+            f"({first_line(error)}); start site 0 there, or give all sites the address of its first process"
+        ) from error
+    lane = lane._replace(joint=PrefixStore("gossamer/sites", store), address=address)
+    if lane.shard == 0:
+        assert lane.joint is not None
+        entries, mine = Entries(lane.joint, secret), lane.start.encode()
+        if entries.first(f"site/{lane.worker}", lane.start) != mine:
+            raise PeerError(
+                f"site {lane.worker} of {lane.sites} is at '{join}' already, or has been before it failed; give each site a "
+                "number of its own, and start all of them again after one has failed"
+            )
+        member = Member.at(
+            lane.worker, lane.sites, torch.device("cpu"), PrefixStore("sites", lane.joint), secret=secret
+        )  # fmt: skip
+        said = agree(member, f"{lane.sites} sites", lane.shards, timeout_s=timeout_s)
+        if odd := next((k for k, shards in enumerate(said) if shards != said[0]), 0):
+            raise PeerError(
+                f"site 0 has {said[0]} processes and site {odd} {said[odd]}; give all sites the same number of processes, "
+                "sharded alike"
+            )
+    return lane
 
 
 def _shape(shape: object) -> str:

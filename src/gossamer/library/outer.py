@@ -17,9 +17,17 @@ from gossamer.errors import CheckpointError, ConfigError, PeerError
 from gossamer.library.dtensors import local, mesh_of, reshard
 from gossamer.library.flat import flat_of, must_carry_copies
 from gossamer.library.guard import Rest, must_be_trainable, must_not_be_wrapped, rest_of
-from gossamer.library.lane import lane_in
+from gossamer.library.lane import joined, lane_in, lane_of_site
 from gossamer.library.metrics import Meter, OuterMetrics
-from gossamer.library.parts import LOCAL_STEPS, OuterMethod, Reduction, knows_its_words, ranks_of, settled_parts
+from gossamer.library.parts import (
+    LOCAL_STEPS,
+    OuterMethod,
+    Reduction,
+    knows_its_words,
+    must_be_a_site,
+    ranks_of,
+    settled_parts,
+)
 from gossamer.library.peers import Peers, common_of
 from gossamer.library.saved import FORMAT, OuterState, must_be_of, must_continue_alike, what_it_is_of
 from gossamer.library.siblings import Siblings
@@ -77,6 +85,10 @@ class Outer(Generic[M]):
         mesh: the processes of one worker that hold its model together, as FSDP2, HSDP or tensor parallelism leave it; by default
             the mesh of its parameters. All workers have equal meshes. Process s of a worker exchanges its shard with process s
             of its peers, and all processes of a worker take an update or none does. A codec sees one shard at a time.
+        site: the number of this worker and how many there are, `(0, 3)`, where each is a world of its own, as one `torchrun`
+            starts it, or a process without one. All processes of its default group are the worker.
+        join: HOST:PORT where the sites meet; the first process of site 0 listens there. GOSSAMER_SECRET, the same on all, keeps
+            strangers away from what is said there, and encrypts nothing.
     Raises: ConfigError and PairingError for what cannot work; PeerError when workers disagree on model, rule, topology, codec
         or another of these, with what each has.
     Cost: the rule's state, one message, and those received from the peers; the exchange blocks, and its receives are posted a
@@ -115,6 +127,7 @@ class Outer(Generic[M]):
         local_steps: int | None = None, seed: int = 0, codec: str | Codec | None = None, schedule: Schedule | None = None,
         reduction: Reduction = "ordered", timeout_s: float = 300.0, compile: bool = False,
         process_group: dist.ProcessGroup | None = None, rest: Rest = "compare", mesh: "DeviceMesh | None" = None,
+        site: tuple[int, int] | None = None, join: str | None = None,
     ) -> None:  # fmt: skip
         must_be_trainable(model)
         for name, given, kind in (
@@ -125,9 +138,11 @@ class Outer(Generic[M]):
             check_option("Outer", name, given, kind)
         reshard(model)
         mesh = mesh_of(model.named_parameters(), mesh)
-        self._lane = lane_in(ranks_of(process_group), mesh, timeout_s)
+        must_be_a_site(site, join, process_group)
+        lane = lane_of_site(site, mesh, timeout_s) if site else lane_in(ranks_of(process_group), mesh, timeout_s)
+        self._lane, self._siblings = lane, Siblings(lane, timeout_s)
         self.worker, self.n, self.shard = self._lane.worker, self._lane.n, self._lane.shard
-        if self.n == 1 < self._lane.shards:
+        if self.n == 1 < self._lane.shards and site is None:
             log.warning(
                 "all %d processes hold one model together, so there is one worker and nobody to exchange with; shard each model "
                 "over the processes of one site, as with fully_shard(model, mesh=mesh['shard'])",
@@ -155,9 +170,11 @@ class Outer(Generic[M]):
             self.method, self.layout, self.x.dtype, reduction=reduction, rest=rest, local_steps=self.local_steps, seed=seed,
             shard=self._flat.words,
         )  # fmt: skip
-        self._siblings = Siblings(self._lane, timeout_s)
         with self._siblings.all_or_none("the start of Outer"):
-            if dist.is_initialized():
+            if join is not None:
+                self._lane = joined(lane, join, timeout_s)
+        with self._siblings.all_or_none("the start of Outer"):
+            if dist.is_initialized() or join is not None:
                 self._peers = Peers.of(process_group, self._lane, common, self.x, rest_of(model), timeout_s=timeout_s)
             else:
                 self._peers = Peers.none()

@@ -16,11 +16,21 @@ from gossamer.rounds.compatibility.combine import FITTING
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Rule, make_rule
 from gossamer.topologies import Topology, make_topology
+from gossamer.transport.sockets.addresses import split
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["LOCAL_STEPS", "OuterMethod", "OuterOptions", "Reduction", "knows_its_words", "ranks_of", "settled_parts"]
+__all__ = [
+    "LOCAL_STEPS",
+    "OuterMethod",
+    "OuterOptions",
+    "Reduction",
+    "knows_its_words",
+    "must_be_a_site",
+    "ranks_of",
+    "settled_parts",
+]
 
 P = ParamSpec("P")
 Reduction = Literal["ordered", "all_reduce"]
@@ -42,6 +52,8 @@ class OuterOptions(TypedDict, total=False):
     process_group: dist.ProcessGroup | None
     rest: Rest
     mesh: "DeviceMesh | None"
+    site: tuple[int, int] | None
+    join: str | None
 
 
 _ELSEWHERE = {
@@ -156,6 +168,28 @@ def _topology(given: object, rule: Rule, n: int, seed: int) -> Topology:
     if not isinstance(given, Topology):
         raise ConfigError(f"Outer got {_kind(given)} as topology; it takes a topology or its name: give one, or None")
     return given
+
+
+def must_be_a_site(site: object, join: object, group: object) -> None:
+    """Raises ConfigError unless a site and the address where sites join are both given and right, or neither is."""
+    if site is None and join is None:
+        return
+    match site, join:
+        case (int(worker), int(n)), str() if 0 <= worker < n and type(worker) is type(n) is int:
+            pass
+        case _:
+            raise ConfigError(
+                f"Outer got site={site!r:.40} and join={join!r:.80}; give both or neither: site=(0, 3) is the first of three, "
+                "and join='HOST:PORT' an address of its first process"
+            )
+    try:
+        split(str(join))
+    except ValueError as error:
+        raise ConfigError(f"Outer got join={join!r:.80}: {error}; give an address and a port of site 0") from None
+    if group is not None:
+        raise ConfigError(
+            "Outer got a process_group beside site=..., where all processes of the default group are the worker; leave it out"
+        )
 
 
 def ranks_of(group: object) -> list[int]:

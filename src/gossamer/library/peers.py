@@ -21,7 +21,7 @@ from gossamer.codecs import Codec
 from gossamer.errors import PeerError
 from gossamer.layout import Layout
 from gossamer.library.guard import Rest, broadcast, fingerprints, must_be_alike
-from gossamer.library.lane import Lane, outer_store
+from gossamer.library.lane import Lane
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.transport.contract import Reduce, Ticket, Transport
 from gossamer.transport.memory import MemoryNetwork
@@ -147,7 +147,7 @@ class Peers:
             others: frozen parameters and buffers, compared or broadcast as `common.rest` says.
         Raises: PeerError when workers differ or do not come.
         """
-        backend, store = backend_of(theirs), outer_store(lane.across)
+        backend, store = "gloo" if lane.joint is not None else backend_of(theirs), lane.store
         member = Member.at(lane.worker, lane.n, x.device, store, secret=environment_secret())
         rest = fingerprints(others, numbers=common.rest == "compare") if common.rest != "own" else []
         said = agree(member, "gossamer.Outer", [common, rest, secrets.token_hex(8)], timeout_s=timeout_s)
@@ -227,7 +227,7 @@ class Peers:
 def _group_of(backend: Backend, member: Member, lane: Lane, timeout_s: float) -> dist.ProcessGroup:
     """Connections of our own, which `close` may close."""
     if backend == "gloo":
-        return gloo_group(PrefixStore("lane", member.store), member.worker, member.workers, timeout_s)
+        return gloo_group(PrefixStore("lane", member.store), member.worker, member.workers, timeout_s, lane.address)
     group = dist.new_group(
         [*lane.across], timedelta(seconds=timeout_s), backend, use_local_synchronization=lane.n < dist.get_world_size()
     )

@@ -94,16 +94,22 @@ def whole_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return whole
 
 
-def gloo_group(store: Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
+def gloo_group(store: Store, rank: int, size: int, timeout_s: float, address: str = "") -> dist.ProcessGroup:
     """A group of gloo that nobody else knows, of processes that have a store in common and need not be in one world.
 
     torch's `new_group` names a group of some ranks by how many groups a process is in, so that processes with unlike pasts wait
     for each other in vain.
 
-    Args: `store` is for this group alone.
+    Args:
+        store: for this group alone.
+        address: of this process, at which it waits for the others; by default torch chooses.
     Raises: RuntimeError when the others do not come within `timeout_s`.
     """
-    backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+    options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options._timeout = timedelta(seconds=timeout_s)
+    gloo = dist.ProcessGroupGloo
+    options._devices = [gloo.create_device(hostname=address) if address else gloo.create_default_device()]
+    backend = gloo(store, rank, size, options)
     group = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
