@@ -547,6 +547,30 @@ def test_a_run_that_was_killed_goes_on_from_the_server_s_snapshot_to_the_same_bi
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("whom", ["server", "launcher"])
+def test_a_server_that_gets_sigterm_saves_after_its_round_and_goes_on_from_it(tmp_path, whom):
+    config = served(
+        workers=2, server__name="heloco", run__steps=400, run__checkpoint_every=100, run__eval_every=100, run__pace_s=0.02,
+        model__layers=1,
+    )  # fmt: skip
+    real = tmp_path / "real"
+    launcher = start(config, real)
+    pids, deadline = launcher.processes(3), time.monotonic() + 120
+    while not (real / "arrivals.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(launcher.pid if whom == "launcher" else pids["serve"], signal.SIGTERM)  # the system cuts the server's name
+    code, output = launcher.finish()
+    assert code == 130 and "stopped after round" in output and "Traceback" not in output, output
+    [stopped] = checkpoint.rounds(real / "checkpoints", config.workers)
+    assert f"stopped after round {stopped} of {config.rounds}, and saved; resume with --resume {real}" in output
+    assert 0 < stopped < 100
+    code, output = run("train", "--resume", real, "--local", 2)
+    assert code == 0, output
+    replay_server(resolve(config, real=True), tmp_path / "replay", real)
+    assert torch.equal(model(tmp_path / "replay", config), model(real, config))
+
+
+@pytest.mark.timeout(240)
 def test_the_workers_of_a_killed_server_join_the_resumed_one_and_both_its_lives_replay_to_the_same_bits(tmp_path):
     config = served(
         workers=2, server__name="heloco", run__steps=40, run__checkpoint_every=4, run__eval_every=20, run__pace_s=0.1,

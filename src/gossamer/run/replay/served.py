@@ -59,6 +59,7 @@ def replay_server(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
             # Now that the folder is known to be of this run: its checkpoints before a change of settings count after it.
             for path in recorded.glob("branches.json"):
                 shutil.copyfile(path, folder / path.name)
+            session.records.stops = {item.round for item in inputs if item.event == "serve"}
             server = _Server(session, now, task, folder, arrivals_file(recorded), lines)
             for _ in follow([server]):
                 pass

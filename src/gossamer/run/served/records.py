@@ -5,9 +5,8 @@ the next messages are absorbed and answered. A round that is due before the last
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,6 +66,11 @@ class ServerRecords:
         """The server as it was at the end of the round that is validated and saved. No rule writes into its old state."""
         self.now_s = begin_s
         """When the newest input came."""
+        self.asked: Callable[[], bool] = lambda: False
+        """Whether the server has been asked to stop after the round under way."""
+        self.stops: Collection[int] = ()
+        """Rounds after which a recorded server saved as it was asked to, which a replay saves too."""
+        self._stopped: int | None = None
         kept, folder = 3 if self._arrivals is None else 2, snapshots.folder
         save = saver(lineage(config, folder), folder, lambda: [(config.workers, self._ended)], keep=kept)
         self._journal = Journal(config, lambda: files.record, self._assess, save)
@@ -84,9 +88,14 @@ class ServerRecords:
         self.journal.enter(event, self.now_s, local_steps)
 
     def check(self) -> None:
-        """Raises what validating or saving has raised."""
+        """Raises what validating or saving has raised, and KeyboardInterrupt once all is saved that a stop waits for."""
         if self._under_way.done():
             self._under_way.result()
+            if self._stopped is not None:
+                done = f"{self._stopped} of {self._config.rounds}"
+                raise KeyboardInterrupt(
+                    f"stopped after round {done}, and saved; resume with --resume {self._snapshots.folder}"
+                )
 
     def begin(self) -> None:
         """Validates the initial values."""
@@ -101,12 +110,22 @@ class ServerRecords:
 
     def _end_round(self, finished: int, **behind: Any) -> None:
         """Has the end of a round validated and saved, after that of the one before."""
-        run = self._config.run
-        if not any(self._config.due(every, finished) for every in (run.eval_every, run.checkpoint_every)):
+        if self._stopped is not None:  # what ends while that is written belongs to the life that goes on from it
+            return
+        run, stops = self._config.run, self.asked() and finished < self._config.rounds
+        kept = stops or finished in self.stops
+        if not kept and not any(self._config.due(every, finished) for every in (run.eval_every, run.checkpoint_every)):
             return
         self._under_way.result()
         self._ended = {**self._snapshots.state(), "time_s": self.now_s}
-        self._write(partial(self._journal.end_round, finished, **behind))
+
+        def write() -> None:
+            self._journal.end_round(finished, **behind)
+            if kept:
+                self._journal.save(finished)
+
+        self._write(write)
+        self._stopped = finished if stops else None
 
     def _write(self, what: Callable[[], None]) -> None:
         """Has this done by the thread that writes, or at once where there is none."""

@@ -32,6 +32,7 @@ from gossamer.run.bookkeeping.resume import Resume, history
 from gossamer.run.bookkeeping.which_round import ended, kept_by, to_go_on
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import limits_of, run_key, run_settings, use_threads
+from gossamer.run.participant.sigterm import leaving
 from gossamer.run.served.protocol import OWNED, Terms
 from gossamer.run.served.session import Pushed, Reply, open_session
 from gossamer.run.worker.stages.checkpoints import Store
@@ -57,7 +58,8 @@ def serve(config: ResolvedRun, folder: Path, host: str, port: int, *, resume: Re
     written if there is none.
 
     Args: `resume` goes on from the newest sound checkpoint of the server; "auto" starts where there is none.
-    Raises: ConfigError, CheckpointError; PeerError when no worker is left and none comes within `run.timeout_s`.
+    Raises: ConfigError, CheckpointError; PeerError when no worker is left and none comes within `run.timeout_s`;
+        KeyboardInterrupt when SIGTERM has asked it to stop, once the round under way is over and saved.
     Cost: the rule's state; one message and one starting point per worker in flight.
     """
     use_threads(config)
@@ -72,11 +74,16 @@ def serve(config: ResolvedRun, folder: Path, host: str, port: int, *, resume: Re
             folder / SECRET_FILE,
         )
     key, settings = run_key(config, task), run_settings(config, task)
-    with open_session(config, folder, probe, start) as session, listener_at(host, port) as listener:
+    with (
+        leaving() as asked,
+        open_session(config, folder, probe, start) as session,
+        listener_at(host, port) as listener,
+    ):
         endpoint = Endpoint(listener, key, secret, config.run.timeout_s)
         server = ConnectionServer(endpoint, _WithWorkers(probe, config), settings)
         try:
             server.open()
+            session.records.asked = asked.is_set
             server.run(session, session.records.now_s)
         finally:
             server.close()

@@ -179,16 +179,14 @@ def run_served(
         workers = [start(words, f"[{i}] ", {}) for i, words in enumerate(own)]
         server = start([*argv, *at], "[server] ", {}, listener)
         listener.close()  # the server has it now; once that is gone, nobody can connect
-        fallen: set[int] = set()
-        while (code := server.exitcode) is None:
-            for i, worker in enumerate(workers):
-                if worker.exitcode and i not in fallen:
-                    fallen.add(i)
-                    log.warning(
-                        "worker %d ended with code %d, and %s; start it again with %s",
-                        i, _shown(worker.exitcode), _left(workers), shlex.join(["gossamer", *own[i]]),
-                    )  # fmt: skip
-            time.sleep(0.05)
+        try:
+            code = _served_code(server, workers, own)
+        except KeyboardInterrupt:
+            # Its workers go on meanwhile: without them its round would never end.
+            log.warning("the server is asked to save and to end after its round; stop once more to end it at once")
+            server.terminate()
+            server.join()
+            raise
         deadline = time.monotonic() + grace_s
         if code < 0:
             again = shlex.join(["gossamer", *resume, *at])
@@ -199,6 +197,24 @@ def run_served(
         if code < 0 and all(worker.exitcode == 0 for worker in workers):
             return 0
         return _shown(code)
+
+
+def _served_code(server: BaseProcess, workers: Sequence[BaseProcess], own: Sequence[Sequence[str]]) -> int:
+    """Waits for the end of a server, and tells which of its workers have failed; returns the exit code of its process.
+
+    Args: `own` has the arguments of each worker.
+    """
+    fallen: set[int] = set()
+    while (code := server.exitcode) is None:
+        for i, worker in enumerate(workers):
+            if worker.exitcode and i not in fallen:
+                fallen.add(i)
+                log.warning(
+                    "worker %d ended with code %d, and %s; start it again with %s",
+                    i, _shown(worker.exitcode), _left(workers), shlex.join(["gossamer", *own[i]]),
+                )  # fmt: skip
+        time.sleep(0.05)
+    return code
 
 
 @contextlib.contextmanager
