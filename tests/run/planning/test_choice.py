@@ -14,10 +14,11 @@ from gossamer.run.config.resolve import faults
 from gossamer.run.config.run_file import parse
 from gossamer.run.planning.choice import Candidate, best_of_each, pick, plan_rows
 from gossamer.run.planning.expected_loss import LossScale
-from gossamer.run.planning.plan import PlanSettings, RunPlan, plan, run_toml, slowest
+from gossamer.run.planning.measured_losses import DRIFT
+from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan, run_toml, slowest
 
 ROOT = Path(__file__).parents[3]
-BITS = {"exact": 32.0, "bf16": 16.0, "int8": 8.25, "fp4": 4.5}
+BITS = bits_per_parameter(["bf16", "int8", "fp4"], 192_960)
 SCALE = LossScale(139_584, 8, 20 * 139_584, 256)
 
 
@@ -116,6 +117,17 @@ def test_on_the_slow_uplink_the_slow_worker_is_dropped_and_told_and_the_readme_s
     kept = json.loads(capsys.readouterr().out)
     assert kept["chosen"]["left_out"] == [] and len(kept["chosen"]["local_steps"]) == 8
     assert all(found["left_out"] == [] for found in kept["candidates"])
+
+
+def test_the_candidates_of_the_decision_are_as_good_as_it_says() -> None:
+    found, kept = made(), made(keep_all=True)
+    two_peers = next(one for one in best_of_each(found.choice, found.candidates) if one.name == "GASLoC 2-Peer")
+    best, all_eight = found.choice.loss(found.best), kept.choice.loss(kept.best)
+    assert best is not None and round(best.nats, 3) == 0.085
+    assert all_eight is not None and round(all_eight.nats, 3) == 0.159
+    assert (kept.best.method, kept.best.codec, kept.best.full_steps) == ("DiLoCo", "fp4", 15)
+    assert str(found.choice.above_best(two_peers)) == "+0.044 ± 0.023"
+    assert DRIFT == {"parameters": 0.29, "tokens": 0.72, "workers": 0.81}
 
 
 def test_a_table_fits_a_hundred_columns_and_has_one_row_for_each_family() -> None:
