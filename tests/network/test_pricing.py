@@ -679,3 +679,12 @@ def test_where_nothing_is_shared_a_longer_overlap_is_never_slower(
 def test_a_round_without_steps_scales_no_overlap() -> None:
     network = Network(uplink_bps=math.inf, downlink_bps=math.inf, latency_s=3.0, step_s=1.0)
     assert price(fragments([[0, 0], [4, 4]], 2), network).end_s[:, 0].tolist() == [0, 8]
+
+
+def test_what_is_no_trace_or_no_network_is_refused_with_the_function_that_makes_one() -> None:
+    network = Network(uplink_bps=1e6, downlink_bps=1e6, step_s=1.0)
+    swap = from_targets(np.array([[1, 0]]), payload_bytes=1000, steps=30)
+    with pytest.raises(ConfigError, match=r"price got 'runs/a', which is no Trace; make one with gossamer\.read_trace"):
+        price("runs/a", network)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"price got 'net\.toml', which is no Network"):
+        price(swap, "net.toml")  # type: ignore[arg-type]

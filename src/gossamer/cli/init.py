@@ -3,6 +3,7 @@
 import itertools
 import re
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -35,7 +36,8 @@ def command(
         kept = "" if listed or name in written else " (exists, and was kept)"
         print(f"{folder / name}{kept}: {sentence}")
     if not listed:
-        print(f"next: gossamer check {folder / 'gasloc.toml'}, then gossamer simulate {folder / 'gasloc.toml'}")
+        file = quote(str(folder / "gasloc.toml"))
+        print(f"next: gossamer check {file}, then gossamer simulate {file}")
 
 
 def _about(path: Path) -> str:

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -105,7 +106,7 @@ def resume_hint(folder: Path) -> Iterator[None]:
         yield
     except KeyboardInterrupt as stop:
         if not str(stop) and any(folder.glob("checkpoints/**/round-*/*.json")):
-            raise KeyboardInterrupt(f"stopped; resume with --resume {folder}") from None
+            raise KeyboardInterrupt(f"stopped; resume with --resume {quote(str(folder))}") from None
         raise
 
 

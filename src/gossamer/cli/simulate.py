@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from gossamer.cli.report import publish, show
@@ -43,7 +44,7 @@ def command(
             else:
                 _replay(config, parts, folder, replay)
         page, runs = folder / "report.html", {config.name: folder}
-        show(runs, publish(runs, page, config.network, f"gossamer report {folder}"), page, json=output.json)
+        show(runs, publish(runs, page, config.network, f"gossamer report {quote(str(folder))}"), page, json=output.json)
 
 
 def train_here(config: "RunConfig", parts: "UserParts", folder: Path, *, resume: "Resume" = False) -> None:

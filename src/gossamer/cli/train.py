@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -108,7 +109,9 @@ def command(
         again = f"; resume it with --resume {folder}" if any(folder.glob("checkpoints/**/round-*/*.json")) else ""
         log.warning("the run ended before its last round, with code %d%s", code, again)
     elif code == 0 and local is not None:
-        print(f"run: {folder}, {run.rounds} rounds of {run.workers} workers; gossamer evaluate {folder} scores it")
+        print(
+            f"run: {folder}, {run.rounds} rounds of {run.workers} workers; gossamer evaluate {quote(str(folder))} scores it"
+        )
     return code
 
 

@@ -29,6 +29,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gossamer.errors import ConfigError
 from gossamer.network.links import Floats, Links, Network, PerWorker, links_of
 from gossamer.network.replay import Replay
 from gossamer.network.timeline import Timeline, compute_seconds, legs_of, no_rounds, streams_of
@@ -45,7 +46,7 @@ def price(trace: Trace, network: Network, computing: PerWorker = 1.0) -> Timelin
 
     Args: `computing` is the share of an inner step in which a worker computes. In the rest the stages of a pipeline wait for each
         other, which counts towards the seconds of a local phase, and not towards utilisation.
-    Raises: ConfigError when the network describes another number of workers than the trace has.
+    Raises: ConfigError when the network describes another number of workers than the trace has, or one of the two is none.
     Cost: O(messages), vectorised over a round: 1 to 3 s for 10,000 workers and 1,000 rounds of single exchanges. A replay
         costs 0.1 to 1 ms per message. A single round of more than 1,000 messages is not replayed. It is priced as if its
         messages shared their links evenly all the time, which is never too fast and at most some per cent too slow.
@@ -55,6 +56,9 @@ def price(trace: Trace, network: Network, computing: PerWorker = 1.0) -> Timelin
     >>> price(swap, Network(uplink_bps=(8000, 800), downlink_bps=8000, step_s=1)).end_s
     array([[40., 40.]])
     """
+    for given, kind, how in ((trace, Trace, "gossamer.read_trace(RUN)"), (network, Network, "gossamer.Network(...)")):
+        if not isinstance(given, kind):
+            raise ConfigError(f"price got {given!r:.60}, which is no {kind.__name__}; make one with {how}")
     links = links_of(network, trace.workers)
     share = np.broadcast_to(np.asarray(computing, float), trace.workers)
     if network.shares or trace.messages.overlap_steps.any():

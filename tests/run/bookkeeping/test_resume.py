@@ -147,6 +147,17 @@ def test_more_steps_go_on_where_a_run_had_ended_and_fewer_than_it_has_are_refuse
         simulate(single(run__steps=6, inner__schedule="constant"), tmp_path, resume=True)
 
 
+@pytest.mark.parametrize(("schedule", "told"), [("cosine", True), ("constant", False)])
+def test_a_finished_run_that_gets_more_steps_says_where_its_learning_rate_goes(
+    schedule: str, told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"inner__schedule": schedule, "inner__warmup_steps": 0}
+    simulate(single(run__steps=4, **settings), tmp_path)
+    simulate(single(run__steps=8, **settings), tmp_path, resume=True)
+    assert "run.steps from 4 to 8" in caplog.text
+    assert ("goes on at 0.00055, where it would have been 0.0001, as inner.schedule 'cosine'" in caplog.text) == told
+
+
 def test_keys_that_may_not_change_are_refused_with_those_that_may(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

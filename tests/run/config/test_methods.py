@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import tomllib
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -31,6 +32,7 @@ from gossamer.run.planning.traffic import traffic
 from gossamer.run.simulated.simulate import simulate
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import task_of
+from gossamer.settings.options import row_faults
 from gossamer.topologies import TOPOLOGIES
 from tiny import TEXT, document, tiny
 
@@ -249,3 +251,11 @@ def sends_after_a_phase_what_the_page_counts(run, folder):
     if sizes or run.server is not None or run.pair is not None:  # what is published for whoever reads it is no transfer
         assert len(sizes) == run.events.fragments
         assert counted.sent_bytes == sum(sizes.values()) / len(sizes)
+
+
+def test_a_reference_without_defaults_is_no_unknown_method_and_says_how_it_is_named():
+    with pytest.raises(ConfigError, match="method 'dadao' is a reference in closed form") as caught:
+        recipe("dadao")
+    table = str(caught.value).partition("write ")[2].replace("...", "10.0")
+    (own,) = tomllib.loads(table).values()
+    assert not [*row_faults("pair", PAIRS, own.pop("name"), own)]

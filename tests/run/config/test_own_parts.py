@@ -108,6 +108,22 @@ def test_an_optimizer_of_torch_is_called_with_the_settings_that_it_takes():
     assert (defaults["lr"], defaults["alpha"], defaults["weight_decay"]) == (0.02, 0.9, config.inner.weight_decay)
 
 
+def test_an_optimizer_keeps_its_own_default_where_a_name_means_another_kind_of_value_there():
+    config = parse(document(inner={"optimizer": "torch.optim:Adafactor", "lr": 0.02}))
+    task = task_of(settings_of(config, own_parts(config)))
+    assert task.optimizer is not None
+    (group,) = task.optimizer([torch.nn.Parameter(torch.ones(2))]).param_groups
+    assert group["lr"] == 0.02 and isinstance(group["eps"], tuple)  # ours is one number
+
+
+def test_an_optimizer_whose_step_needs_a_closure_is_refused_before_the_training():
+    config = parse(document(inner={"optimizer": "torch.optim:LBFGS"}))
+    task = task_of(settings_of(config, own_parts(config)))
+    assert task.optimizer is not None
+    with pytest.raises(ConfigError, match=r"'torch\.optim:LBFGS', whose step cannot be called alone"):
+        task.optimizer([torch.nn.Parameter(torch.ones(2))])
+
+
 @pytest.fixture(scope="module")
 def trapped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a module that must not be imported, a run file that names it, a run that did, and a network file."""

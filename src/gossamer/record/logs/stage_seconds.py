@@ -13,6 +13,7 @@ their seconds are priced, and without the outer bytes, which its trace has of wh
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 from gossamer.errors import ConfigError
@@ -64,7 +65,8 @@ def stage_log(folder: Path, worker: int, part: int, parts: int, resume_round: in
     if path.exists():
         if resume_round is None:
             raise ConfigError(
-                f"the run folder '{folder}' already holds {path.name}; name a new one with --out, or go on with --resume {folder}"
+                f"the run folder '{folder}' already holds {path.name}; name a new one with --out, or go on with --resume "
+                f"{quote(str(folder))}"
             )
         keep_before(path, resume_round)
     return StageLog(path)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
+from shlex import quote
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -170,7 +171,9 @@ def beside(folder: Path) -> None:
     """
     if hasattr(os, "nice"):  # which Windows has not
         os.nice(10)
-    page = Page(_answers(LiveRuns([folder], command=f"gossamer watch {folder}", awaited=True)), "127.0.0.1", 0)
+    page = Page(
+        _answers(LiveRuns([folder], command=f"gossamer watch {quote(str(folder))}", awaited=True)), "127.0.0.1", 0
+    )
     print(f"watch: {page.address}", file=sys.stderr, flush=True)
 
     def end() -> None:

@@ -5,11 +5,13 @@ run folder. It is written before `run.toml` gets the new settings, so that a kil
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from gossamer.errors import ConfigError
+from gossamer.optimizers.inner import lr_scale
 from gossamer.record.branches import Branch, described, read_branches, write_branches
 from gossamer.record.checkpoint import Lineage
 from gossamer.run.config.resolve import CHANGEABLE, differences, settings_in
@@ -46,10 +48,23 @@ class History(NamedTuple):
         known = kept and (kept[-1]["digest"], kept[-1]["changes"]) == (self.before.digest, changes)
         if changes and not known:  # another worker may have written it into the same folder
             kept.append({"round": round, "digest": self.before.digest, "changes": changes})
-            log.warning("settings change %s", described(kept[-1]))
+            log.warning("settings change %s%s", described(kept[-1]), self._jump(round))
         if kept != self.branches:
             write_branches(folder, kept)
         return Lineage(self.config.digest, _earlier(kept))
+
+    def _jump(self, round: int) -> str:
+        """What the changes make of the learning rate of the next inner step, in words; empty where they leave it as it is."""
+        step = round * self.config.full_steps
+        was, now = (one.inner.lr * lr_scale(one.inner, step, one.run.steps) for one in (self.before, self.config))
+        if math.isclose(was, now):
+            return ""
+        why = (
+            f", as inner.schedule '{self.config.inner.schedule}' ends with the run"
+            if "run.steps" in self.changes
+            else ""
+        )
+        return f"; the learning rate goes on at {now:.3g}, where it would have been {was:.3g}{why}"
 
 
 def history(config: RunSettings, folder: Path) -> History:

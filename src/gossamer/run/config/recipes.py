@@ -327,6 +327,13 @@ def _origin(name: str, row: Recipe) -> tuple[str, str]:
 
 def recipe(name: object) -> Recipe:
     """A method by its name. Raises ConfigError, with the nearest name, when there is none."""
+    if isinstance(name, str) and name in FACTORIES and (needs := missing(FACTORIES[name])):
+        (kind,) = (kind for kind, table in _TABLES.items() if name in table)
+        options = ", ".join(f"{option} = ..." for option in needs)
+        raise ConfigError(
+            f"method '{name}' is a reference in closed form, whose {', '.join(needs)} have no default; write {kind} = "
+            f'{{ name = "{name}", {options} }}'
+        )
     if not isinstance(name, str) or name not in recipes():
         raise ConfigError(choose("method", str(name), recipes()) + "; correct the name")
     return recipes()[name]

@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 from gossamer.errors import ConfigError, GossamerError, PeerError, first_line
@@ -177,7 +178,7 @@ def joined(
         announce(folder, Address(slot, own, run))
         return Seat(members, Endpoint(listener, run, secret, wait_s, config.run.round_deadline_s), line, begun, True)
     raise PeerError(
-        f"no worker of the run could be joined ({why}); look whether it runs, with gossamer status {folder}"
+        f"no worker of the run could be joined ({why}); look whether it runs, with gossamer status {quote(str(folder))}"
     )
 
 

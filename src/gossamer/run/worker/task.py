@@ -110,7 +110,11 @@ def _optimizer(config: RunSettings) -> OptimizerFactory:
     except ValueError:
         takes = {}
     if not config.inner.optimizer.startswith(GIVEN):
-        options = {name: getattr(config.inner, name) for name in _OF_INNER if name in takes} | options
+        ours = {name: getattr(config.inner, name) for name in _OF_INNER if name in takes}
+        defaults = {name: takes[name].default for name in ours}
+        # A name may mean another kind of value there, such as Adafactor's pair of eps.
+        fit = (name for name, value in ours.items() if _pair(defaults[name]) in (None, _pair(value)))
+        options = {name: ours[name] for name in fit} | options
 
     def optimizer(parameters: list[nn.Parameter]) -> Any:
         made = caller(config.parts, "optimizer", config.inner.optimizer)(parameters, **options)
@@ -121,9 +125,21 @@ def _optimizer(config: RunSettings) -> OptimizerFactory:
                 f"{KEYS['optimizer']} is '{config.inner.optimizer}', which returned a {type(made).__name__}; return an optimizer "
                 "such as torch.optim.AdamW"
             )
+        try:
+            inspect.signature(made.step).bind()
+        except TypeError as error:
+            raise ConfigError(
+                f"{KEYS['optimizer']} is '{config.inner.optimizer}', whose step cannot be called alone ({error}), as one with a "
+                "line search cannot; name one that steps on the gradients that it finds, such as torch.optim:AdamW"
+            ) from None
         return made
 
     return optimizer
+
+
+def _pair(value: object) -> bool | None:
+    """Whether a value is one of several numbers; None where a parameter has no default that tells."""
+    return None if value in (None, inspect.Parameter.empty) else isinstance(value, tuple)
 
 
 def found_by_each(task: Task, parts: UserParts) -> dict[str, str]:
