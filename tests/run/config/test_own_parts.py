@@ -177,6 +177,12 @@ def started(settings: dict[str, Any]) -> None:
     resolve(config, own_parts(config))
 
 
+def test_real_workers_that_train_on_the_same_batches_are_told_once(stranger: Path, tmp_path: Path):
+    settings = {**STEPS, "data": {**STEPS["data"], "source": "stranger.parts:same_for_all"}, "run__steps": 2}
+    code, said = run("train", written(tmp_path, **settings), "--local", 3, "--out", tmp_path / "real")
+    assert code == 0 and said.count("all 3 workers begin with the same batch") == 1, said
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_each_mistake_has_its_sentence(stranger: Path, name: str):
     overrides, kind, match = WRONG[name]

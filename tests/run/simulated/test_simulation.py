@@ -234,6 +234,27 @@ def test_histories_are_columns_and_the_trace_has_a_price(tmp_path: Path):
     assert "diloco" in page.read_text()
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"settings": {"server.name": "heloco"}},
+        {"settings": {"pair.name": "ad_psgd"}, "topology": "ring"},
+        {"rule": "data_parallel", "local_steps": 1},
+    ],
+    ids=["rounds", "server", "pairs", "gradients"],
+)
+def test_a_batch_that_ignores_its_worker_is_warned_of_once(given: Any, caplog: pytest.LogCaptureFixture):
+    links = gossamer.Network(uplink_bps=1e6, downlink_bps=1e6, step_s=0.1)
+    settings = {"network": links, **given}
+    simulated(data=lambda worker, step: batch(0, step), **settings)
+    assert caplog.text.count("all 3 workers begin with the same batch") == 1
+    caplog.clear()
+    simulated(**settings)
+    simulated(data=lambda worker, step: batch(0, step), workers=1, topology="complete")
+    assert "the same batch" not in caplog.text
+
+
 def test_a_temporary_record_goes_with_its_simulation():
     run = simulated(rounds=1)
     folder = run.folder

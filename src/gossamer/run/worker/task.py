@@ -2,7 +2,8 @@
 
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +24,9 @@ from gossamer.run.config.layouts import Holding, holding_of, layout_for
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.config.user_parts import GIVEN, KEYS, UserParts, caller
 
-__all__ = ["OwnBatches", "Task", "buffers_of", "found_by_each", "moved", "task_of"]
+__all__ = ["OwnBatches", "Task", "buffers_of", "found_by_each", "moved", "task_of", "warn_of_equal_batches"]
+
+log = logging.getLogger("gossamer")
 
 Loss = Callable[[nn.Module, Any], Tensor]
 _OF_INNER = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
@@ -147,24 +150,34 @@ def found_by_each(task: Task, parts: UserParts) -> dict[str, str]:
     found = {"the text of data.source": fingerprint(task.data)}
     found |= {f"the code of {code.name}": code.sha256[:16] for code in parts.codes}
     if "model" in parts.own:
-        found["the parameters of model.size"] = _hash(task.model())
+        found["the parameters of model.size"] = _hash_of([*task.model().parameters()])
     return found
 
 
 class OwnBatches:
     """Batches of the user's function `batch(worker, step)`. It must return the same whenever it is asked for the same.
 
-    That is checked at the first batch of each worker.
+    That is checked at the first batch of each worker. Where one process has all workers, it warns if they train on the same ones.
     """
 
     def __init__(self, config: RunSettings) -> None:
         self._config, self._checked, self.read = config, set[int](), ()
+        self._first: dict[int, str] = {}
         self._batch = partial(caller(config.parts, "data", str(config.data.source)), **(config.data.options or {}))
         name = config.data.validation
         self._validation = None if name is None else caller(config.parts, "validation", name)
 
     def batch(self, worker: int, step: int) -> Any:
         """See `Batches.batch`. Raises: ConfigError when it differs from one call to the next."""
+        batch = self._sure(worker, step)
+        with rng.TURN:
+            if worker not in self._first:
+                self._first[worker] = f"{step} {_hash_of(batch)}"
+                if len(self._first) == self._config.workers:
+                    warn_of_equal_batches(self._first.values())
+        return batch
+
+    def _sure(self, worker: int, step: int) -> Any:
         with rng.TURN:
             batch = self._batch(worker, step)
             if worker not in self._checked:
@@ -177,13 +190,17 @@ class OwnBatches:
                     )
             return batch
 
+    def fingerprint(self, worker: int) -> str:
+        """Sixteen hex digits of the first batch of a worker."""
+        return _hash_of(self._sure(worker, 0))
+
     def validation(self, num_batches: int) -> list[Any]:
         """See `Batches.validation`: the user's own, or what would come after the last inner step."""
         config, n = self._config, self._config.workers
         if self._validation is not None:
             return [self._validation(k) for k in range(num_batches)]
         last = config.run.steps * config.data.accumulate
-        return [self.batch(k % n, last + k // n) for k in range(num_batches)]
+        return [self._sure(k % n, last + k // n) for k in range(num_batches)]
 
     def state(self) -> dict[str, Any]:
         """Nothing: batches follow from worker and step."""
@@ -191,6 +208,38 @@ class OwnBatches:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Nothing is to be restored."""
+
+
+def warn_of_equal_batches(fingerprints: Collection[str]) -> None:
+    """Warns when the first batches of all workers, of which these are the fingerprints, are the same."""
+    if len(fingerprints) > 1 == len({*fingerprints}):
+        log.warning(
+            "all %d workers begin with the same batch, so that more workers add nothing; let the batch of a function "
+            "batch(worker, step) depend on the worker, such as by a torch.Generator seeded from both",
+            len(fingerprints),
+        )
+
+
+def _hash_of(batch: Any) -> str:
+    """Sixteen hex digits of a batch, whatever it is made of."""
+    found = hashlib.sha256()
+
+    def add(one: Any) -> None:
+        if isinstance(one, Tensor):
+            found.update(one.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+        elif isinstance(one, np.ndarray):
+            found.update(np.ascontiguousarray(one).tobytes())
+        elif isinstance(one, Mapping):
+            add([*one.items()])
+        elif isinstance(one, Sequence) and not isinstance(one, str | bytes):
+            found.update(b"[")
+            for part in one:
+                add(part)
+        else:
+            found.update(repr(one).encode())
+
+    add(batch)
+    return found.hexdigest()[:16]
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -223,10 +272,3 @@ def buffers_of(model: nn.Module) -> list[Tensor]:
     """The buffers that belong to a model's state, such as the running statistics of batch norm."""
     saved = model.state_dict(keep_vars=True)
     return [buffer for name, buffer in model.named_buffers() if name in saved]
-
-
-def _hash(model: nn.Module) -> str:
-    found = hashlib.sha256()
-    for p in model.parameters():
-        found.update(p.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]

@@ -68,6 +68,11 @@ def batch(worker: int, step: int, rows: int = 6) -> tuple[Tensor, Tensor]:
     return x, x.sum(1, keepdim=True)
 
 
+def same_for_all(worker: int, step: int) -> tuple[Tensor, Tensor]:
+    """A batch that forgets its worker."""
+    return batch(0, step)
+
+
 def held_out(k: int) -> tuple[Tensor, Tensor]:
     """The k-th validation batch."""
     return batch(10**6, k)
