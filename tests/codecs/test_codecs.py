@@ -669,23 +669,23 @@ def test_any_bytes_of_the_right_shape_decode_to_something_or_are_refused(codec):
 @pytest.mark.parametrize(
     ("build", "sentence"),
     [
-        (lambda: int8(block=12), "codec 'int8' got block = 12; allowed are multiples of 8 from 8 to 65536"),
-        (lambda: int4(rounding="up"), "codec 'int4' got rounding = 'up'; allowed are nearest, stochastic"),
+        (lambda: int8(block=12), "codec 'int8' got block = 12, which must be a multiple of 8 from 8 to 65536"),
+        (lambda: int4(rounding="up"), "codec 'int4' got rounding = 'up', which must be one of nearest, stochastic"),
         (lambda: fp4(block=0), "codec 'fp4' got block = 0"),
         (lambda: sign(block=True), "codec 'sign' got block = True"),
-        (lambda: topk(k=0), "codec 'topk' got k = 0; allowed are whole numbers from 1 to 4096"),
+        (lambda: topk(k=0), "codec 'topk' got k = 0, which must be a whole number from 1 to 4096"),
         (lambda: topk(k=2.5), "codec 'topk' got k = 2.5"),
         (lambda: topk(chunk=5000), "codec 'topk' got chunk = 5000"),
-        (lambda: topk(values="int3"), "codec 'topk' got values = 'int3'; allowed are same, fp32, bf16, fp16"),
-        (lambda: topk2bit(k=11, chunk=10), "codec 'topk2bit' got k = 11; allowed are whole numbers from 1 to 10"),
+        (lambda: topk(values="int3"), "codec 'topk' got values = 'int3', which must be one of same, fp32, bf16, fp16"),
+        (lambda: topk2bit(k=11, chunk=10), "codec 'topk2bit' got k = 11, which must be a whole number from 1 to 10"),
         (lambda: dct_topk(k=5000), "codec 'dct_topk' got k = 5000"),
         (lambda: randomk(one_in=0), "codec 'randomk' got one_in = 0"),
         (lambda: cocktail(block=4), "codec 'cocktail' got block = 4"),
         (
             lambda: topk(k=5, chunk=4),
-            "codec 'topk' got k = 5; allowed are whole numbers from 1 to 4: choose one of them",
+            "codec 'topk' got k = 5, which must be a whole number from 1 to 4",
         ),
-        (lambda: randomk(scaled=1), "codec 'randomk' got scaled = 1; allowed are true, false"),
+        (lambda: randomk(scaled=1), "codec 'randomk' got scaled = 1, which must be true or false"),
     ],
 )
 def test_an_option_that_cannot_work_is_refused_with_a_sentence(build, sentence):

@@ -51,10 +51,10 @@ def odd(tensor: torch.Tensor) -> nn.Module:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"local_steps": 3.5}, "local_steps = 3.5; allowed are whole numbers of at least 1"),
+        ({"local_steps": 3.5}, "local_steps = 3.5, which must be a whole number of at least 1"),
         ({"seed": "x"}, "seed = 'x'"),
         ({"timeout_s": 0}, "timeout_s = 0"),
-        ({"rest": "copy"}, "rest = 'copy'; allowed are compare, broadcast, own"),
+        ({"rest": "copy"}, "rest = 'copy', which must be one of compare, broadcast, own"),
         ({"rule": "gaslok"}, "did you mean 'gasloc'"),
         ({"rule": gossamer.gasloc}, "a 'gasloc' that was not called as rule"),
         ({"rule": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)}, "a SGD as rule; .* your optimizer stays"),

@@ -270,7 +270,7 @@ def test_training_that_ends_within_a_round_can_be_finished_and_goes_on(rule, sch
 def test_what_cannot_work_is_refused_in_a_sentence():
     with pytest.raises(ConfigError, match="DistributedDataParallel"):
         gossamer.Outer(net(), gossamer.rules.data_parallel())
-    with pytest.raises(ConfigError, match="local_steps = 0; allowed are whole numbers of at least 1"):
+    with pytest.raises(ConfigError, match="local_steps = 0, which must be a whole number of at least 1"):
         gossamer.Outer(net(), gossamer.gasloc(), local_steps=0)
     with pytest.raises(ConfigError, match="for 4 workers"):
         gossamer.Outer(net(), gossamer.gasloc(), topology=gossamer.topologies.make_topology("ring", 4))
@@ -281,7 +281,7 @@ def test_what_cannot_work_is_refused_in_a_sentence():
         gossamer.Outer(net(), "gasloc", reduction="all_reduce")
     with pytest.raises(PairingError, match="reduction = 'all_reduce' blocks"):
         gossamer.Outer(net(), "diloco", reduction="all_reduce", schedule=SCHEDULES["overlap"])
-    with pytest.raises(ConfigError, match="reduction = 'mean'; allowed are ordered, all_reduce"):
+    with pytest.raises(ConfigError, match="reduction = 'mean', which must be one of ordered, all_reduce"):
         gossamer.Outer(net(), "diloco", reduction="mean")
 
 
@@ -379,7 +379,7 @@ NOT_HERE = {
     "run.adapt": {"gasloc_adaptive"},
     "it sets model.experts.count = 8, model.experts.holders = 2": {"fomoe"},
     "adapt_every = 5": {"dilocox_adaptive"},
-    "peers = 2; allowed are whole numbers from 1 to 1": {"gasloc_2peer"},
+    "peers = 2, which must be a whole number from 1 to 1": {"gasloc_2peer"},
 }  # fmt: skip
 
 

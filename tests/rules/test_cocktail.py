@@ -103,10 +103,10 @@ def test_the_way_back_draws_anew_in_every_round_so_that_all_gets_through():
     ("back", "said"),
     [
         ("topkk", "unknown codec 'topkk'; did you mean 'topk'"),
-        (3, "rule 'cocktail' got back = 3; allowed are a codec's name, or a table with its name and options"),
+        (3, "rule 'cocktail' got back = 3, which must be a codec's name, or a table with its name and options"),
         ({"k": 3}, "allowed are a codec's name"),
         ({"name": "topk", "kk": 3}, "codec 'topk' got an unknown option 'kk'; did you mean 'k'"),
-        ({"name": "topk", "k": 0}, "codec 'topk' got k = 0; allowed are whole numbers from 1"),
+        ({"name": "topk", "k": 0}, "codec 'topk' got k = 0, which must be a whole number from 1"),
         ({"name": "exact", "k": 3}, "codec 'exact' got an unknown option 'k'; Allowed: back"),
     ],
 )

@@ -449,8 +449,8 @@ def test_a_rule_with_unsettled_alpha_is_refused():
         (RULES["easgd"], {"elasticity": 1.5}, r"\(0, 1\]"),
         (RULES["choco"], {"alpha": 0.0}, r"\(0, 1\]"),
         (RULES["sparseloco"], {"decay": 1.1}, "decay"),
-        (RULES["sparta"], {"one_in": 0.5}, "whole numbers"),
-        (RULES["omr"], {"every": 0}, "whole numbers of at least 1"),
+        (RULES["sparta"], {"one_in": 0.5}, "a whole number"),
+        (RULES["omr"], {"every": 0}, "a whole number of at least 1"),
     ],
 )
 def test_an_option_that_cannot_work_is_refused_with_what_is_allowed(factory, options, word):

@@ -5,15 +5,15 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pytest
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from gossamer.errors import ConfigError
 from gossamer.rules import RULES, anchored_gasloc, gasloc
+from gossamer.settings.fields import Words
 from gossamer.settings.options import (
     Count,
     Decay,
     Given,
-    Interval,
     Positive,
     check_option,
     checked,
@@ -79,9 +79,9 @@ def test_a_factory_keeps_its_signature_its_name_and_its_docstring() -> None:
 
 def test_options_have_name_default_allowed_values_and_doc() -> None:
     assert [(o.name, o.default, o.allowed, o.doc) for o in options_of(plain)] == [
-        ("lr", 0.5, "numbers in (0, inf)", "how far it goes."),
-        ("word", "a", "a, b", "two at once."),
-        ("every", None, "whole numbers of at least 1", "two at once."),
+        ("lr", 0.5, "a number above 0", "how far it goes."),
+        ("word", "a", "one of a, b", "two at once."),
+        ("every", None, "a whole number of at least 1, or left out", "two at once."),
     ]
     assert [o.name for o in options_of(twice)] == ["times"]
     assert (listed(plain), listed(needy)) == ("lr=0.5, word=a, every=None", "lr")
@@ -90,18 +90,23 @@ def test_options_have_name_default_allowed_values_and_doc() -> None:
 @pytest.mark.parametrize(
     ("kind", "good", "bad", "allowed"),
     [
-        (Positive, [1, 1e-9, 1e300], [0.0, -1.0, float("inf"), float("nan"), True, "1", None], "numbers in (0, inf)"),
-        (Decay, [0, 0.0, 0.999], [1, 1.0, -1e-9, float("nan")], "numbers in [0, 1)"),
-        (Count, [1, 10**9], [0, 1.0, True, "1"], "whole numbers of at least 1"),
-        (Annotated[int, Interval("[8, 64]", multiples_of=8)], [8, 64], [4, 12, 72], "multiples of 8 from 8 to 64"),
-        (Positive | Literal["auto"], [0.5, "auto"], [0, "Auto"], "numbers in (0, inf) or auto"),
-        (Count | None, [None, 3], [0], "whole numbers of at least 1"),
-        (bool, [True, False], [0, 1, "true", None], "true, false"),
-        (Literal["a", "b"], ["a"], ["c", ["a"], None, 1], "a, b"),
-        (Sequence[str], [["a"], ("a", "b"), []], ["a", [1], None], "lists of text"),
-        (tuple[Decay, Decay], [(0.1, 0.2), [0.1, 0.2]], [(0.1,), (0.1, 1.0), 0.1], "2 numbers in [0, 1)"),
+        (Positive, [1, 1e-9, 1e300], [0.0, -1.0, float("inf"), float("nan"), True, "1", None], "a number above 0"),
+        (Decay, [0, 0.0, 0.999], [1, 1.0, -1e-9, float("nan")], "a number from 0 to below 1"),
+        (Count, [1, 10**9], [0, 1.0, True, "1"], "a whole number of at least 1"),
+        (Annotated[int, Field(ge=8, le=64, multiple_of=8)], [8, 64], [4, 12, 72], "a multiple of 8 from 8 to 64"),
+        (Positive | Literal["auto"], [0.5, "auto"], [0, "Auto"], 'a number above 0 or "auto"'),
+        (Count | None, [None, 3], [0], "a whole number of at least 1, or left out"),
+        (bool, [True, False], [0, 1, "true", None], "true or false"),
+        (Literal["a", "b"], ["a"], ["c", ["a"], None, 1], "one of a, b"),
+        (Sequence[str], [["a"], ("a", "b"), []], ["a", [1], None], "a list, each text"),
         (
-            Annotated[str | Mapping[str, Any], "a name or a table"],
+            tuple[Decay, Decay],
+            [(0.1, 0.2), [0.1, 0.2]],
+            [(0.1,), (0.1, 1.0), 0.1],
+            "a list of 2, each a number from 0 to below 1",
+        ),
+        (
+            Annotated[str | Mapping[str, Any], Words("a name or a table")],
             ["x", {"name": "x"}],
             [3, ["x"]],
             "a name or a table",
@@ -114,7 +119,7 @@ def test_an_annotation_allows_some_values_and_refuses_the_others_in_a_sentence(k
     for value in bad:
         with pytest.raises(ConfigError) as caught:
             check_option("rule 'r'", "o", value, kind)
-        assert str(caught.value) == f"rule 'r' got o = {value!r}; allowed are {allowed}: choose one of them"
+        assert str(caught.value) == f"rule 'r' got o = {value!r}, which must be {allowed}"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +127,7 @@ def test_an_annotation_allows_some_values_and_refuses_the_others_in_a_sentence(k
     [
         (Positive, {"exclusiveMinimum": 0.0}),
         (Decay, {"minimum": 0.0, "exclusiveMaximum": 1.0}),
-        (Annotated[int, Interval("[8, 64]", multiples_of=8)], {"minimum": 8.0, "maximum": 64.0, "multipleOf": 8}),
+        (Annotated[int, Field(ge=8, le=64, multiple_of=8)], {"minimum": 8, "maximum": 64, "multipleOf": 8}),
     ],
 )
 def test_a_json_schema_has_the_bounds_of_an_interval(kind, bounds) -> None:
@@ -151,7 +156,7 @@ def test_a_checked_function_or_class_is_called_by_its_own_name() -> None:
             self.size = size
 
     assert Thing(3).size == 3
-    with pytest.raises(ConfigError, match=r"Thing got size = 0; allowed"):
+    with pytest.raises(ConfigError, match=r"Thing got size = 0, which must be"):
         Thing(0)
 
 

@@ -4,10 +4,11 @@ import math
 from typing import Annotated, NamedTuple
 
 import torch
+from pydantic import AllowInfNan, Field
 from torch import Tensor
 
 from gossamer.asynchronous.contract import PushInfo, ServerRule
-from gossamer.settings.options import Decay, Interval, NotNegative, Positive, factory
+from gossamer.settings.options import Decay, NotNegative, Positive, factory
 
 __all__ = ["attenuation", "cgad"]
 
@@ -41,7 +42,7 @@ def cgad(
     beta2: Decay = 0.99,
     eps: Positive = 1e-8,
     decay: NotNegative = 0.1,
-    cutoff: Annotated[float, Interval("(0, inf]")] = 16.0,
+    cutoff: Annotated[float, Field(gt=0), AllowInfNan(True)] = 16.0,
 ) -> ServerRule:
     """Adam on pseudo-gradients, each attenuated by its age in both moments.
 

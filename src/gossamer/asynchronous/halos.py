@@ -1,12 +1,12 @@
 """HALoS: delayed Nesterov at the server of each region and at a global server, and a merge of models on the way down."""
 
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from gossamer.asynchronous.contract import PushInfo, Regions, ServerRule
 from gossamer.asynchronous.delayed_nesterov import delayed_nesterov
-from gossamer.settings.options import Count, Decay, Interval, Positive, factory
+from gossamer.settings.options import Count, Decay, Portion, Positive, factory
 
 __all__ = ["halos"]
 
@@ -33,7 +33,7 @@ def halos(
     local_momentum: Decay = 0.9,
     local_delay: Count = 16,
     every: Count = 32,
-    alpha: Annotated[float, Interval("[0, 1]")] = 0.25,
+    alpha: Portion = 0.25,
     carry: bool = False,
 ) -> ServerRule:
     """Workers push to the server of their region; after K pushes it reports to a global server, and merges its answer.

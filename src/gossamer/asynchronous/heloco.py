@@ -3,10 +3,11 @@
 from typing import Annotated, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from gossamer.asynchronous.contract import PushInfo, ServerRule
-from gossamer.settings.options import Decay, Interval, NotNegative, Positive, factory
+from gossamer.settings.options import Decay, NotNegative, Portion, Positive, factory
 
 __all__ = ["heloco"]
 
@@ -23,10 +24,10 @@ def heloco(
     lr: Positive = 0.7,
     momentum: Decay = 0.9,
     rho: Positive = 1.0,
-    c_ok: Annotated[float, Interval("[-1, 1]")] = 0.2,
+    c_ok: Annotated[float, Field(ge=-1, le=1)] = 0.2,
     conflict: NotNegative = 0.5,
     turn: NotNegative = 1.0,
-    beta_max: Annotated[float, Interval("[0, 1]")] = 0.5,
+    beta_max: Portion = 0.5,
     kappa: NotNegative = 3.0,
     eps: Positive = 1e-8,
 ) -> ServerRule:

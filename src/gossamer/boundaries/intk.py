@@ -4,16 +4,17 @@ import math
 from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from gossamer.boundaries.contract import Boundary, in_pieces, join
 from gossamer.codecs.blocks import absmax_bf16
 from gossamer.codecs.packing import num_bytes, pack_codes, unpack_codes
-from gossamer.settings.options import Count, Interval, factory
+from gossamer.settings.options import Count, factory
 
 __all__ = ["Bits", "aqsgd", "intk"]
 
-Bits = Annotated[int, Interval("[2, 8]")]
+Bits = Annotated[int, Field(ge=2, le=8)]
 
 
 def _encoded(groups: Tensor, bits: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from gossamer.boundaries.contract import Boundary, in_pieces, join
 from gossamer.boundaries.intk import Bits
 from gossamer.codecs.packing import num_bytes, pack_codes, unpack_codes
-from gossamer.settings.options import Interval, factory
+from gossamer.settings.options import Portion, factory
 
 __all__ = ["hadamard", "tahquant", "tahquant_bytes"]
 
@@ -61,7 +61,7 @@ def tahquant(
     tile: Tile = 64,
     bits: Bits = 4,
     low_bits: Bits = 3,
-    high_share: Annotated[float, Interval("[0, 1]")] = 0.8,
+    high_share: Portion = 0.8,
     granularity: Literal["tile", "token"] = "tile",
 ) -> Boundary:
     """Sends tiles of neighbouring channels in 4 or 3 bits per element, those that an outlier dominates after a rotation.

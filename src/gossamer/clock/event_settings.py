@@ -3,10 +3,10 @@
 import math
 from typing import Annotated
 
-from pydantic import AllowInfNan, Field
+from pydantic import AllowInfNan
 
 from gossamer.errors import ConfigError
-from gossamer.settings.fields import AtLeastOne
+from gossamer.settings.options import Count, NotNegative, Positive
 from gossamer.settings.schema import settings
 
 __all__ = ["Away", "EventsConfig"]
@@ -18,7 +18,7 @@ class Away:
 
     worker: int
     """Its number."""
-    leave_s: Annotated[float, Field(ge=0)]
+    leave_s: NotNegative
     """Virtual seconds after which it leaves."""
     return_s: Annotated[float, AllowInfNan(True)] = math.inf
     """Virtual seconds after which it returns; inf for never."""
@@ -40,11 +40,11 @@ class EventsConfig:
     dylu: bool = False
     """Whether slower workers take fewer inner steps a phase, so that all phases take about as long; the fastest worker takes
     run.local_steps."""
-    fragments: AtLeastOne = 1
+    fragments: Count = 1
     """Parts of the model that a server keeps and workers push one by one."""
     overlap: bool = False
     """Whether a worker continues to train while a reply of the server is in flight; needs at least two fragments."""
-    meetings: Annotated[float, Field(gt=0)] | None = None
+    meetings: Positive | None = None
     """Meetings of a worker per mean local phase, for a pair rule; 1 by default."""
     absences: tuple[Away, ...] = ()
     """Workers that leave, and when."""

@@ -18,6 +18,7 @@ from gossamer.codecs.statistical import int8_statistical as int8_statistical
 from gossamer.codecs.topk import topk as topk
 from gossamer.codecs.topk import topk2bit as topk2bit
 from gossamer.errors import ConfigError
+from gossamer.settings.fields import Words
 from gossamer.settings.options import row, table
 
 __all__ = [
@@ -47,7 +48,7 @@ CODECS: dict[str, Callable[..., Codec]] = table(
 )
 
 
-CodecSpec = Annotated[str | Mapping[str, Any], "a codec's name, or a table with its name and options"]
+CodecSpec = Annotated[str | Mapping[str, Any], Words("a codec's name, or a table with its name and options")]
 
 
 def make_codec(name: str, **options: Any) -> Codec:

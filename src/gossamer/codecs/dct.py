@@ -5,12 +5,13 @@ import math
 from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from gossamer.codecs.blocks import empty, num_blocks, spans
 from gossamer.codecs.codec import Codec
 from gossamer.codecs.topk import Kept, ValueFormat, topk, value_dtype
-from gossamer.settings.options import Interval, factory
+from gossamer.settings.options import factory
 
 __all__ = ["dct", "dct_topk"]
 
@@ -19,7 +20,7 @@ _TILE = _SIDE * _SIDE
 
 
 @factory
-def dct_topk(k: Annotated[int, Interval(f"[1, {_TILE}]")] = 64, values: ValueFormat = "same") -> Codec:
+def dct_topk(k: Annotated[int, Field(ge=1, le=_TILE)] = 64, values: ValueFormat = "same") -> Codec:
     """Sends the k largest coefficients of the cosine transform of every run of 4096 elements, taken as 64 x 64.
 
     C = D X Dᵀ with D_fj = √(2/64) cos(π (j + ½) f / 64), row 0 over √2;   X' = Dᵀ topk(C) D

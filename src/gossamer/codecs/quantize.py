@@ -9,18 +9,19 @@ from collections.abc import Callable
 from typing import Annotated, Literal, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from gossamer.codecs.blocks import SLAB, absmax, absmax_bf16, as_blocks, empty, num_blocks, spans, storable
 from gossamer.codecs.codec import Codec
 from gossamer.codecs.packing import lookup, num_bytes, pack_codes
 from gossamer.codecs.passes import passes_for
-from gossamer.settings.options import Interval, factory
+from gossamer.settings.options import factory
 
 __all__ = ["Block", "Quantized", "Rounding", "fp4", "int4", "int8", "sign"]
 
 Rounding = Literal["nearest", "stochastic"]
-Block = Annotated[int, Interval(f"[8, {SLAB}]", multiples_of=8)]
+Block = Annotated[int, Field(ge=8, le=SLAB, multiple_of=8)]
 _SEVENTHS = tuple((code - 8) / 7 for code in range(16))
 _E3M0 = (0.0, *(2.0 ** (e - 7) for e in range(1, 8)), 0.0, *(-(2.0 ** (e - 7)) for e in range(1, 8)))
 _MANTISSA = 23  # bits of the mantissa of fp32

@@ -3,6 +3,7 @@
 from typing import Annotated, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from gossamer.codecs.blocks import empty, num_blocks
@@ -11,12 +12,12 @@ from gossamer.codecs.packing import num_bytes, pack_codes, unpack_codes
 from gossamer.codecs.quantize import Block, Quantized, int4
 from gossamer.codecs.topk import PerChunk, ValueFormat, fits_chunk, gather, num_kept, value_bytes, value_dtype
 from gossamer.errors import TransportError
-from gossamer.settings.options import Interval, factory
+from gossamer.settings.options import factory
 
 __all__ = ["Cocktail", "Drawn", "Run", "cocktail", "randomk"]
 
 _KEY_BYTES = 8
-Run = Annotated[int, Interval(f"[1, {1 << 16}]")]
+Run = Annotated[int, Field(ge=1, le=1 << 16)]
 _KEYS = 1 << 63
 
 

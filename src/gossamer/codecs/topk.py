@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Literal, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from gossamer.codecs import cut
@@ -14,7 +15,7 @@ from gossamer.codecs.packing import num_bytes, pack_codes, pack_indices, unpack_
 from gossamer.codecs.passes import passes_for
 from gossamer.errors import TransportError
 from gossamer.layout import Layout
-from gossamer.settings.options import Interval, check_option, factory
+from gossamer.settings.options import check_option, factory
 from gossamer.tree import nbytes
 
 __all__ = [
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 LARGEST_CHUNK = 4096  # the range of an index of 12 bits
-PerChunk = Annotated[int, Interval(f"[1, {LARGEST_CHUNK}]")]
+PerChunk = Annotated[int, Field(ge=1, le=LARGEST_CHUNK)]
 
 ValueFormat = Literal["same", "fp32", "bf16", "fp16"]
 _LLOYD_STEPS = 4  # on Gaussian data one step is enough; the tails of Student's t with 3 degrees still gain a third
@@ -191,7 +192,7 @@ def _form(sizes: Sequence[tuple[int, int]]) -> KeptCoarsely:
 
 def fits_chunk(codec: str, k: int, chunk: int) -> None:
     """Raises ConfigError for a codec that is to keep more elements of a chunk than it has."""
-    check_option(f"codec '{codec}'", "k", k, Annotated[int, Interval(f"[1, {chunk}]")])
+    check_option(f"codec '{codec}'", "k", k, Annotated[int, Field(ge=1, le=chunk)])
 
 
 def num_kept(numel: int, k: int, chunk: int) -> int:

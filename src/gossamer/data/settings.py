@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from gossamer.settings.fields import NEUTRAL, AtLeastOne, AtLeastZero, CodeName, Words
+from gossamer.settings.fields import NEUTRAL, CodeName, Words
+from gossamer.settings.options import Count, Number
 from gossamer.settings.schema import settings
 from gossamer.settings.user_code import is_code
 
@@ -14,7 +15,7 @@ __all__ = ["DataConfig"]
 
 _Text = Annotated[str, Field(min_length=1), Words("text: a path, 'stdlib' or 'hf:NAME'")]
 _Shards = Annotated[
-    Literal["iid", "contiguous"] | Annotated[tuple[AtLeastZero, ...], Field(min_length=1)],
+    Literal["iid", "contiguous"] | Annotated[tuple[Number, ...], Field(min_length=1)],
     Words("'iid', 'contiguous', or a list with the place of a source for every worker, counted from 0"),
 ]
 
@@ -36,19 +37,19 @@ class DataConfig:
     """The field or column with the text, in jsonl, parquet and streams."""
     tokenizer: Annotated[str, Field(min_length=1), Words("the name of one; 'bytes' needs no file")] = "bytes"
     """"bytes", the path of a tokenizers JSON file or of a folder with a tokenizer.json, or a name on the Hub."""
-    seq_len: AtLeastOne = 128
+    seq_len: Count = 128
     """Input tokens of a sequence."""
-    batch_size: AtLeastOne = 8
+    batch_size: Count = 8
     """Sequences per worker in a forward and backward pass."""
-    global_batch: Annotated[AtLeastOne | None, NEUTRAL] = None
+    global_batch: Annotated[Count | None, NEUTRAL] = None
     """Sequences of all workers together in an inner step, in place of batch_size: each worker takes an equal part of them, in
     `accumulate` passes. So a sweep over workers keeps the tokens of a step."""
-    accumulate: AtLeastOne = 1
+    accumulate: Count = 1
     """Passes per inner step, their gradients averaged."""
     constant_batch: bool = False
     """Whether the workers of an elastic run that takes means over everyone train on the batches of those that are dead too, so
     that the global batch of a step stays the same. While nobody is dead, it changes no bit."""
-    windows: AtLeastOne | None = None
+    windows: Count | None = None
     """How many fixed windows of text each worker trains on, all of them in every epoch, in an order of its own; None draws every
     window at a new place."""
     shards: _Shards = "iid"
@@ -58,7 +59,7 @@ class DataConfig:
     yours as the source."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """The part of the text that is kept for validation."""
-    max_bytes: AtLeastOne | None = None
+    max_bytes: Count | None = None
     """The most bytes of UTF-8 text to read from files; the rest is not used."""
     cache: Annotated[str | None, NEUTRAL] = None
     """A folder that keeps tokenised files, which are then memory-mapped instead of held in memory."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from pydantic import Field
 from torch import nn
 
 from gossamer import rng
@@ -37,7 +38,7 @@ from gossamer.rounds.loop import OuterLoop
 from gossamer.rounds.mean_model import mean_over_workers
 from gossamer.rounds.schedule import Schedule, Stop
 from gossamer.rules import Rule
-from gossamer.settings.options import Count, Interval, Positive, check_option
+from gossamer.settings.options import Count, Number, Positive, check_option
 from gossamer.topologies import Topology
 from gossamer.tree import leaves, must_fit
 
@@ -312,7 +313,7 @@ class Outer(Generic[M]):
         50
         """
         self._must_be_open("common_steps")
-        check_option("common_steps", "mine", mine, Annotated[int, Interval("[0, inf)")])
+        check_option("common_steps", "mine", mine, Number)
         said = self._peers.agree("common_steps", mine)
         if wrong := [worker for worker, one in enumerate(said) if type(one) is not int or one < 0]:
             raise PeerError(
@@ -441,10 +442,8 @@ class Outer(Generic[M]):
             must_be_of(state, self._is_of)
         try:
             rounds, steps, saved = state["rounds"], state["steps"], list(state["outer"])
-            check_option("a saved outer state", "rounds", rounds, Annotated[int, Interval(f"[0, {(1 << 31) - 1}]")])
-            check_option(
-                "a saved outer state", "steps", steps, Annotated[int, Interval(f"[0, {self.local_steps - 1}]")]
-            )
+            check_option("a saved outer state", "rounds", rounds, Annotated[int, Field(ge=0, le=(1 << 31) - 1)])
+            check_option("a saved outer state", "steps", steps, Annotated[int, Field(ge=0, le=self.local_steps - 1)])
             must_fit(saved, mine)
             in_flight = {(one["round"], one["fragment"]) for one in state["under_way"]}
             if in_flight and in_flight != (expected := self._sent_by(rounds, steps)):  # none after `finish`

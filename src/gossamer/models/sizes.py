@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from gossamer.errors import ConfigError
-from gossamer.settings.fields import AtLeastOne, CodeName, OneOf
+from gossamer.settings.fields import CodeName, OneOf
+from gossamer.settings.options import Count, Decay, NotNegative, Number
 from gossamer.settings.schema import settings
 from gossamer.settings.user_code import is_code
 
@@ -55,13 +56,13 @@ class BottleneckConfig:
 
     name: Literal["resbm", "subspace"]
     """"resbm": an encoder and a decoder at each of `cuts`; "subspace": layers that write into a fixed subspace."""
-    width: AtLeastOne
+    width: Count
     """Numbers of a token that cross."""
-    cuts: Annotated[tuple[AtLeastOne, ...], Field(min_length=1)] | None = None
+    cuts: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
     """Of "resbm": the layers before which the stream is narrow, also where stages are laid out anew."""
     kind: Literal["linear", "mlp"] = "linear"
     """Of "resbm": one matrix each, or two with SiLU between them."""
-    free_layers: Annotated[int, Field(ge=0)] = 1
+    free_layers: Number = 1
     """Of "subspace": last layers that may write anywhere, after which the model is not cut."""
 
     def __post_init__(self) -> None:
@@ -85,10 +86,10 @@ class ExpertsConfig:
     """Experts of a layer (E)."""
     active: Annotated[int, Field(ge=2)] = 2
     """Experts that a token is sent to. Their gates sum to one, so a single one would teach the router nothing."""
-    holders: AtLeastOne | None = None
+    holders: Count | None = None
     """Workers that hold each expert, the overlap factor (O_e): the others let the tokens pass that the router sends to it. None
     for all workers; count · holders must be a multiple of them, so that all hold equally many."""
-    balance: Annotated[float, Field(ge=0)] = 0.01
+    balance: NotNegative = 0.01
     """Weight of the loss that spreads a worker's tokens evenly over all experts; 0 is none."""
 
     def __post_init__(self) -> None:
@@ -110,15 +111,15 @@ class ModelConfig:
     loss: CodeName | None = None
     """"package.module:name" of a function `loss(model, batch)` that returns a scalar; None for the mean cross-entropy of the
     next token."""
-    hidden_size: AtLeastOne | None = None
+    hidden_size: Count | None = None
     """Width of the model."""
-    layers: AtLeastOne | None = None
+    layers: Count | None = None
     """Transformer blocks."""
-    heads: AtLeastOne | None = None
+    heads: Count | None = None
     """Attention heads."""
-    kv_heads: AtLeastOne | None = None
+    kv_heads: Count | None = None
     """Heads of keys and values (grouped-query attention when fewer than `heads`)."""
-    intermediate_size: AtLeastOne | None = None
+    intermediate_size: Count | None = None
     """Width of the feed-forward layer."""
     bottleneck: BottleneckConfig | None = None
     """An architecture for slow links between the stages of a pipeline."""
@@ -126,7 +127,7 @@ class ModelConfig:
     """A mixture of experts in place of each feed-forward layer."""
     tie_embeddings: bool = False
     """One matrix for the embedding and the output head."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Decay = 0.0
     """Share of what attention and the feed-forward layer add that is left out at random in training; 0 draws nothing."""
 
     def __post_init__(self) -> Iterator[str]:

@@ -59,7 +59,8 @@ from gossamer.models.sizes import ModelConfig
 from gossamer.network.pipeline_time import StageLinks
 from gossamer.record.logs.trace import Integers
 from gossamer.rng import numpy_rng
-from gossamer.settings.fields import AtLeastOne, Words
+from gossamer.settings.fields import Words
+from gossamer.settings.options import Count
 from gossamer.settings.schema import build, parse_toml, plain, read_toml, settings
 
 __all__ = [
@@ -156,10 +157,10 @@ class StepOf:
     """An inner step of which the seconds are known."""
 
     model: ModelConfig = ModelConfig()
-    vocab_size: AtLeastOne = 256
-    seq_len: AtLeastOne = 128
+    vocab_size: Count = 256
+    seq_len: Count = 128
     """Tokens of a sequence."""
-    batch_size: AtLeastOne = 8
+    batch_size: Count = 8
     """Sequences of the step."""
 
     def __str__(self) -> str:

@@ -19,6 +19,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import AllowInfNan, Field
 
 from gossamer.errors import ConfigError
+from gossamer.settings.options import Positive
 from gossamer.settings.schema import settings
 
 __all__ = ["Order", "Pass", "PipelineStep", "StageLinks", "order_of", "pipeline_step"]
@@ -38,7 +39,7 @@ class StageLinks:
     """"half": activations and gradients take turns on the link between two stages."""
     serialised: bool = False
     """Whether a stage receives one message at a time, latency included."""
-    speeds: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)] | None = None
+    speeds: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None
     """Of the processes of a worker, in order of its stages, relative to the machine that takes `step_s`; all 1 when left out."""
 
 

@@ -1,7 +1,7 @@
 """GPA: a running average of the iterates, near which the gradients are taken."""
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from gossamer.optimizers.contract import InnerOptimizer, loss_of
 from gossamer.optimizers.pieces import pieces
-from gossamer.settings.options import Count, Decay, Interval, checked
+from gossamer.settings.options import Count, Decay, Portion, checked
 
 __all__ = ["GPA", "mu_x_like_diloco", "toward"]
 
@@ -58,7 +58,7 @@ class GPA(Optimizer):
         base: InnerOptimizer,
         *,
         mu_x: Decay | None = 0.9967,
-        mu_y: Annotated[float, Interval("[0, 1]")] = 0.7,
+        mu_y: Portion = 0.7,
         x: Mapping[nn.Parameter, Tensor] | None = None,
         z: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:

@@ -14,7 +14,8 @@ from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.optimizers import GPA, AccumAdamW, InnerOptimizer, Joined, SpectralMuon
 from gossamer.optimizers.uncompiled import uncompiled
-from gossamer.settings.fields import AtLeastOne, AtLeastZero, Changeable, OneOf
+from gossamer.settings.fields import Changeable, OneOf
+from gossamer.settings.options import Count, Decay, NotNegative, Number, Portion, Positive
 from gossamer.settings.schema import settings
 from gossamer.settings.user_code import is_code
 
@@ -31,9 +32,6 @@ __all__ = [
 
 OptimizerFactory = Callable[..., InnerOptimizer]
 """Makes the optimizer of these parameters: `optimizer(parameters)`."""
-_Above = Annotated[float, Field(gt=0)]
-_Decay = Annotated[float, Field(ge=0, lt=1)]
-_Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @settings("inner")
@@ -47,18 +45,18 @@ class InnerConfig:
     momentum and nesterov it takes."""
     options: Mapping[str, Any] | None = None
     """Keywords for an optimizer of your own."""
-    lr: Annotated[_Above, Changeable()] = 1e-3
+    lr: Annotated[Positive, Changeable()] = 1e-3
     """Peak learning rate. The updates of muon are scaled to the size of AdamW's, so that one number serves both; those of
     spectral_muon are not, and MuLoCo takes 0.02."""
-    betas: tuple[_Decay, _Decay] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of AdamW's two moments per step; schedule_free has no first moment, and its authors call mu_y β₁."""
-    eps: _Above = 1e-8
+    eps: Positive = 1e-8
     """The constant in the denominator of AdamW."""
-    moments_every: AtLeastOne = 4
+    moments_every: Count = 4
     """Inner steps whose mean gradient makes one update of accum_adamw's moments (s); its authors take more for more workers."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    weight_decay: NotNegative = 0.1
     """Decoupled decay per step and unit of learning rate (in sgd an L2 gradient); never on norms and biases."""
-    momentum: _Decay = 0.95
+    momentum: Decay = 0.95
     """Momentum of muon, spectral_muon and sgd; none with schedule_free."""
     nesterov: bool = True
     """Whether the momentum of muon, spectral_muon and sgd looks ahead."""
@@ -66,9 +64,9 @@ class InnerConfig:
     """Largest global norm of a worker's gradient; longer ones are shortened to it. None never clips."""
     schedule: Annotated[Literal["cosine", "wsd", "constant"], Changeable()] = "cosine"
     """After the warm-up: a cosine to the end, a plateau with a linear decay at its end (wsd), or a plateau."""
-    warmup_steps: Annotated[AtLeastZero, Changeable()] = 20
+    warmup_steps: Annotated[Number, Changeable()] = 20
     """Inner steps in which the learning rate rises linearly; a shorter run is all warm-up."""
-    min_lr_ratio: Annotated[_Share, Changeable()] = 0.1
+    min_lr_ratio: Annotated[Portion, Changeable()] = 0.1
     """Learning rate at the end over that at the peak."""
     decay_fraction: Annotated[float, Field(gt=0, le=1), Changeable()] = 0.2
     """The last part of the run in which wsd decays."""
@@ -80,9 +78,9 @@ class InnerConfig:
     averaging: Literal["gpa", "schedule_free"] | None = None
     """What is evaluated: an exponential average of the optimizer's iterates (gpa), their mean weighted by the squared learning
     rate (schedule_free, which steps without momentum and takes weight decay where it takes gradients), or the last."""
-    mu_x: _Decay = 0.9967
+    mu_x: Decay = 0.9967
     """Weight of gpa's old average in the new one; `0.9^(1/H)` averages like a DiLoCo of one worker with H local steps."""
-    mu_y: _Share = 0.7
+    mu_y: Portion = 0.7
     """Where between the last iterate (0) and the average (1) an averaging optimizer takes its gradients."""
 
     def __post_init__(self) -> None:

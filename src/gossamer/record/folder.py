@@ -45,7 +45,7 @@ from gossamer.record.logs.stage_seconds import STAGES_FILE
 from gossamer.record.logs.trace import Entry, line_of
 from gossamer.record.machines import machine_line, this_machine
 from gossamer.record.whole_files import Appender, atomic_write, make_folder, worker_suffix
-from gossamer.settings.fields import AtLeastOne
+from gossamer.settings.options import Count
 from gossamer.settings.schema import RECORD, Records, settings
 
 __all__ = [
@@ -92,7 +92,7 @@ class RecordConfig:
     """Whether a simulation in rounds measures after each round how far the workers' local phases agree, and how far their mean
     agrees with that of the round before. It keeps two more copies of all workers' parameters. Real workers, which do not see each
     other's pseudo-gradients, record none and warn; the simulation of their run file measures it."""
-    print_every: AtLeastOne = 10
+    print_every: Count = 10
     """Rounds between two lines of the log where no terminal shows a live table; a validation has a line too, and there is one
     at least every 30 s."""
 

@@ -14,7 +14,7 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from gossamer.record.jsonl import json_line, records
-from gossamer.settings.fields import AtLeastOne, AtLeastZero
+from gossamer.settings.options import Count, Number
 from gossamer.settings.schema import RECORD, Records
 
 __all__ = ["Machine", "machine_line", "read_machines", "this_machine"]
@@ -24,10 +24,10 @@ _Word = Annotated[str, Field(max_length=300)]
 
 @with_config(RECORD)
 class _Line(TypedDict):
-    round: AtLeastZero
+    round: Number
     torch: _Word
     processor: _Word
-    threads: AtLeastOne
+    threads: Count
 
 
 _LINES = Records[_Line](_Line)

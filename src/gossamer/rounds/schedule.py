@@ -6,11 +6,9 @@ training are Streaming DiLoCo, or streaming anything.
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from pydantic import Field
-
-from gossamer.settings.fields import AtLeastOne, AtLeastZero
+from gossamer.settings.options import Count, NotNegative, Number, Portion
 from gossamer.settings.schema import settings
 
 __all__ = ["Schedule", "Stop"]
@@ -44,23 +42,23 @@ class Stop(NamedTuple):
 class Schedule:
     """How a round is divided, and how long a transfer may overlap with training."""
 
-    fragments: AtLeastOne = 1
+    fragments: Count = 1
     """Parts of the model that are exchanged one after the other (P)."""
     pattern: Literal["strided", "sequential"] = "strided"
     """Which layers make a fragment: every P-th, or neighbours."""
-    overlap_steps: AtLeastZero = 0
+    overlap_steps: Number = 0
     """Inner steps between sending a fragment and applying its update (τ), for the worker that takes most; at most a round."""
-    merge: Literal["keep", "taylor"] | Annotated[float, Field(ge=0, le=1)] = "keep"
+    merge: Literal["keep", "taylor"] | Portion = "keep"
     """How a worker applies an outer update to its parameters x: "keep" adds it to x, so that nothing trained since the send
     is lost (the delta rule); a number a in [0, 1] sets x to a·x + (1 - a)·(outer result), the α of Streaming DiLoCo; "taylor"
     keeps too, and corrects what was trained since for where the update has moved to, as in CoCoDC."""
-    merge_strength: Annotated[float, Field(ge=0)] = 0.5
+    merge_strength: NotNegative = 0.5
     """Length of the correction of "taylor" for each tensor, as a multiple of what was trained since (λ); 0 is "keep"."""
-    sends: AtLeastZero = 0
+    sends: Number = 0
     """Sends in a round, each of the fragment whose outer value changes fastest, as in CoCoDC (N): at least as many as there are
     fragments, of which two or more, and at most one an inner step. 0 sends each fragment once a round, in turn. CoCoDC's N is
     max(fragments, 0.4 H · seconds of an inner step / seconds of a transfer), which spends bandwidth that is to spare."""
-    inner_every: tuple[AtLeastZero, ...] = ()
+    inner_every: tuple[Number, ...] = ()
     """Rounds between two averagings of the inner optimizer's first and second moments, as in DES-LOC; 0 for never, and ()
     leaves them to each worker alone."""
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from gossamer.errors import ConfigError
 from gossamer.rounds.merging import Merge
@@ -19,7 +20,7 @@ from gossamer.rounds.recursion import Recursion, of_consensus, of_rule
 from gossamer.rounds.updates import left_by_updates
 from gossamer.rules import RULES, Consensus, Rule
 from gossamer.rules.contract import MomentumSite
-from gossamer.settings.options import Decay, Interval, check_option
+from gossamer.settings.options import Decay, check_option
 from gossamer.topologies import Topology
 from gossamer.topologies.mixing import Mixing, laplacian_condition, matrix, spectral_gap
 
@@ -251,7 +252,7 @@ def outlook(topology: Topology, *, alpha: float, gamma: float) -> Outlook:
     >>> [(row.consensus.site, round(row.stability.radius, 3), row.best_alpha) for row in found.gossip]
     [('post', 0.807, 0.795), ('pre', 0.866, 0.808), ('drift', 0.655, 1.06), ('post', 0.655, 1.0)]
     """
-    check_option("gossip", "alpha", alpha, Annotated[float, Interval("(0, 2)")])
+    check_option("gossip", "alpha", alpha, Annotated[float, Field(gt=0, lt=2)])
     check_option("gossip", "momentum", gamma, Decay)
     if not topology.doubly_stochastic:
         return Outlook(None, None, ())

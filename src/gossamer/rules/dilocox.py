@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from math import ceil
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from gossamer import rng
 from gossamer.layout import Layout
 from gossamer.rules.contract import Adapted, Context, Rule
-from gossamer.settings.options import Count, Decay, Interval, Positive, factory
+from gossamer.settings.options import Count, Decay, Number, Positive, factory
 from gossamer.topologies.mixing import Row, widen
 from gossamer.tree import Tree, map_leaves
 
@@ -57,7 +57,7 @@ def dilocox(
     momentum: Decay = 0.9,
     rank: Count = 64,
     form: Literal["restart", "eager", "blocking"] = "restart",
-    adapt_every: Annotated[int, Interval("[0, inf)")] = 0,
+    adapt_every: Number = 0,
 ) -> Rule:
     """DiLoCo in which each matrix of the pseudo-gradient is sent as two factors, and their mean is applied a round late.
 

@@ -4,10 +4,11 @@ import math
 from typing import Annotated, Literal, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from gossamer.rules.contract import Consensus, Context, MomentumSite, OuterSGD, Rule
-from gossamer.settings.options import Decay, Interval, Positive, factory
+from gossamer.settings.options import Decay, Positive, factory
 from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
 
@@ -29,7 +30,7 @@ class _State(NamedTuple):
 def gasloc(
     lr: Positive = 0.7,
     momentum: Decay = 0.5,
-    alpha: Annotated[float, Interval("(0, 2)")] | Literal["auto"] = 1.0,
+    alpha: Annotated[float, Field(gt=0, lt=2)] | Literal["auto"] = 1.0,
     form: Literal["post", "published", "drift"] = "post",
     optimizer: Literal["nesterov", "heavy_ball", "sgd"] = "nesterov",
 ) -> Rule:

@@ -3,10 +3,11 @@
 from typing import Annotated, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from gossamer.rules.contract import Context, Rule
-from gossamer.settings.options import Count, Interval, factory
+from gossamer.settings.options import Count, factory
 from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
 
@@ -20,7 +21,7 @@ class _State(NamedTuple):
 
 
 @factory
-def jacobi(dimension: Annotated[float, Interval("(0, 64]")] = 1.0, every: Count = 8) -> Rule:
+def jacobi(dimension: Annotated[float, Field(gt=0, le=64)] = 1.0, every: Count = 8) -> Rule:
     """Gossip with its own momentum, so that K rounds average as the best polynomial of degree K for graphs of that dimension.
 
     m_i ← a_t Σ_j w_ij (θ_j - θ_i) + c_t m_i;   θ_i ← θ_i + m_i;   t = round mod K

@@ -4,15 +4,12 @@ import re
 from collections.abc import Iterable
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import AfterValidator, Field, GetCoreSchemaHandler
+from pydantic import AfterValidator, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from gossamer.settings.user_code import is_code
 
-__all__ = ["NEUTRAL", "AtLeastOne", "AtLeastZero", "Changeable", "CodeName", "FolderName", "OneOf", "Words"]
-
-AtLeastOne = Annotated[int, Field(ge=1)]
-AtLeastZero = Annotated[int, Field(ge=0)]
+__all__ = ["NEUTRAL", "Changeable", "CodeName", "FolderName", "OneOf", "Words"]
 
 
 class Words(NamedTuple):

@@ -1,30 +1,32 @@
 """Options of methods, each declared once: in the signature and the docstring of the factory that takes it.
 
 A factory is a function that makes a rule, a topology, a codec or a server. The annotation of an option says which values it
-takes: words (`Literal`), numbers in an `Interval`, which are whole where the type is `int`, or a type. The line of the option
-under `Args:` gives its meaning. Everything else derives from these: the checks, the name and options of the result, the errors
-for unknown and missing options, `gossamer list` and the run file.
+takes, as that of a field of a run file does: words (`Literal`), numbers with bounds (`Positive`, or a pydantic `Field`), or a
+type. The line of the option under `Args:` gives its meaning. Everything else derives from these: the checks, the name and
+options of the result, the errors for unknown and missing options, `gossamer list` and the run file.
 """
 
 import functools
 import inspect
-import math
 import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, Self, TypeVar
 
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
 from gossamer.errors import ConfigError, choose
+from gossamer.settings.schema import words_of
 
 __all__ = [
     "Count",
     "Decay",
     "Given",
-    "Interval",
     "NotNegative",
+    "Number",
     "Option",
+    "Portion",
     "Positive",
     "Share",
     "check_option",
@@ -42,55 +44,21 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Interval:
-    """The numbers of an interval, as mathematics writes it, or the multiples of a whole number in it.
-
-    >>> 0 in Interval("[0, 1)"), 1 in Interval("[0, 1)"), 12 in Interval("[8, 64]", multiples_of=8)
-    (True, False, False)
-    """
-
-    text: str
-    multiples_of: int = 1
-
-    def __contains__(self, number: Any) -> bool:
-        low, high = map(float, self._ends())
-        above = low < number if self.text[0] == "(" else low <= number
-        below = number < high if self.text[-1] == ")" else number <= high
-        return above and below and (self.multiples_of == 1 or number % self.multiples_of == 0)
-
-    def _ends(self) -> list[str]:
-        return self.text[1:-1].replace(" ", "").split(",")
-
-    def __get_pydantic_json_schema__(self, schema: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        low, high = map(float, self._ends())  # so that editors of run files check the bounds
-        bounds = {
-            "exclusiveMinimum" if self.text[0] == "(" else "minimum": low,
-            "exclusiveMaximum" if self.text[-1] == ")" else "maximum": high,
-        }
-        multiple = {"multipleOf": self.multiples_of} if self.multiples_of > 1 else {}
-        return handler(schema) | {word: end for word, end in bounds.items() if math.isfinite(end)} | multiple
-
-    def words(self, *, whole: bool) -> str:
-        """The interval in the words of errors."""
-        if not whole:
-            return f"numbers in {self.text}"
-        low, high = self._ends()
-        span = f"of at least {low}" if high == "inf" else f"from {low} to {high}"
-        return f"{'whole numbers' if self.multiples_of == 1 else f'multiples of {self.multiples_of}'} {span}"
-
-
 V = TypeVar("V")
 _GIVEN = object()
 Given = Annotated[V, _GIVEN]
 """A parameter of a factory that is not an option, such as the number of workers: the caller sets it, not the run file."""
 
-Positive = Annotated[float, Interval("(0, inf)")]
-NotNegative = Annotated[float, Interval("[0, inf)")]
-Decay = Annotated[float, Interval("[0, 1)")]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 """The share that a running average keeps in each step, such as a momentum."""
-Share = Annotated[float, Interval("(0, 1]")]
-Count = Annotated[int, Interval("[1, inf)")]
+Share = Annotated[float, Field(gt=0, le=1)]
+Portion = Annotated[float, Field(ge=0, le=1)]
+"""A share that may be nothing."""
+Count = Annotated[int, Field(ge=1)]
+Number = Annotated[int, Field(ge=0)]
+"""A count that may be none."""
 
 
 class Option(NamedTuple):
@@ -112,7 +80,7 @@ class Option(NamedTuple):
     @property
     def allowed(self) -> str:
         """The values it takes, in words."""
-        return _words(self.kind)
+        return words_of(self.kind)
 
 
 class _Named(Protocol):
@@ -192,7 +160,7 @@ def options_of(factory: Callable[..., Any]) -> tuple[Option, ...]:
 
     >>> from gossamer.codecs import sign
     >>> [(option.name, option.default, option.allowed, option.doc) for option in options_of(sign)]
-    [('block', 1024, 'multiples of 8 from 8 to 65536', 'elements per scale.')]
+    [('block', 1024, 'a multiple of 8 from 8 to 65536', 'elements per scale.')]
     """
     docs = _docs(getattr(factory, "__like__", factory))
     return tuple(
@@ -271,43 +239,26 @@ def unknown_options(owner: str, options: Iterable[str], allowed: Sequence[str]) 
 
 
 def check_option(owner: str, option: str, got: object, kind: Any) -> None:
-    """Raises ConfigError unless `got` fits `kind`, an annotation such as `Annotated[int, Interval("[1, 8]")]`."""
-    if not _fits(kind, got):
-        raise ConfigError(f"{owner} got {option} = {got!r}; allowed are {_words(kind)}: choose one of them")
+    """Raises ConfigError unless `got` fits `kind`, an annotation such as `Annotated[int, Field(ge=1, le=8)]`."""
+    if (checks := _checker(kind)) is None:
+        return
+    try:
+        checks.validate_python(tuple(got) if isinstance(got, list) else got)  # TOML has no tuples
+    except ValidationError:
+        raise ConfigError(f"{owner} got {option} = {got!r}, which must be {words_of(kind)}") from None
 
 
-def _fits(kind: Any, value: Any) -> bool:
-    """Whether an annotation allows a value; unknown annotations, such as the rule of a wrapper, allow all values."""
+@functools.cache
+def _checker(kind: Any) -> TypeAdapter[Any] | None:
+    """Checks values against an annotation; None for one that allows all, such as the rule of a wrapper."""
+    return TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False)) if _is_plain(kind) else None
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether an annotation is of what TOML has."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        return any(_fits(one, value) for one in args)
     if origin is Annotated:
-        return _fits(args[0], value) and all(value in one for one in args[1:] if isinstance(one, Interval))
-    if origin is Literal:
-        return any(type(value) is type(word) and value == word for word in args)
-    if origin is tuple:
-        return isinstance(value, tuple | list) and len(value) == len(args) and all(map(_fits, args, value))
-    if origin is Sequence:
-        return isinstance(value, tuple | list) and all(_fits(args[0], one) for one in value)
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind in (int, bool, types.NoneType):
-        return type(value) is kind
-    return isinstance(value, {Mapping: Mapping, str: str}.get(origin or kind, object))
-
-
-def _words(kind: Any) -> str:
-    """The values that an annotation allows, in words; a text in `Annotated` replaces them."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        return " or ".join(_words(one) for one in args if one is not types.NoneType)
-    if origin is Annotated:
-        said = (one.words(whole=args[0] is int) if isinstance(one, Interval) else one for one in args[1:])
-        return next((words for words in said if isinstance(words, str)), _words(args[0]))
-    if origin is Literal:
-        return ", ".join(map(str, args))
-    if origin is tuple:
-        return f"{len(args)} {_words(args[0])}"
-    if origin is Sequence:
-        return f"lists of {_words(args[0])}"
-    return {bool: "true, false", int: "whole numbers", float: "numbers", str: "text"}.get(kind, "tables")
+        return _is_plain(args[0])
+    if origin in (types.UnionType, typing.Union, tuple, Sequence, Mapping):
+        return all(map(_is_plain, args))
+    return origin is Literal or kind in (float, int, bool, str, types.NoneType, Any)

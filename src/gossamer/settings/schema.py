@@ -49,6 +49,7 @@ __all__ = [
     "refuse",
     "settings",
     "soundest",
+    "words_of",
 ]
 
 T = TypeVar("T")
@@ -447,7 +448,7 @@ def _sentence(items: list[ErrorDetails], place: _Place, where: str, root: Any) -
             return f"unknown {what} '{key}'; it is {' or '.join(homes)}: write it there"
         return choose(what, key, known) + "; correct the name"
     if first["type"] == "missing" and first["loc"][-1:] == path[-1:]:
-        return f"{owner or 'this'} has the keys {sorted(given)} and '{path[-1]}' is needed too; add it: {_words(hint, name)}"
+        return f"{owner or 'this'} has the keys {sorted(given)} and '{path[-1]}' is needed too; add it: {words_of(hint, name)}"
     if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
         key = first["ctx"]["discriminator"].strip("'")  # pyright: ignore[reportTypedDictNotRequiredAccess]
         known = [tag for member in get_args(_bare(hint)) for tag in get_args(_bare(_hints(member)[key]))]
@@ -459,7 +460,7 @@ def _sentence(items: list[ErrorDetails], place: _Place, where: str, root: Any) -
             given, name, hint = item["input"], name + "".join(f"[{k}]" for k in within), _item(hint, within)
             break
     shown = "an empty list" if given in ((), []) else f"{given!r:.60}"
-    return f"{name or 'this'} is {shown} but must be {_words(hint, name)}"
+    return f"{name or 'this'} is {shown} but must be {words_of(hint, name)}"
 
 
 def _within(path: tuple[Any, ...], location: tuple[int | str, ...]) -> list[int]:
@@ -485,8 +486,8 @@ def _item(hint: Any, within: list[int]) -> Any:
     return hint
 
 
-def _words(hint: Any, name: str) -> str:
-    """What a field allows, in words."""
+def words_of(hint: Any, name: str = "") -> str:
+    """What a field or an option allows, in words."""
     extras = _extras(hint)
     if said := next((one.text for one in extras if isinstance(one, Words)), ""):
         return said
@@ -495,7 +496,7 @@ def _words(hint: Any, name: str) -> str:
     if names := _names(hint):
         return "one of " + ", ".join(names) if len(names) > 1 else f'"{names[0]}"'
     if origin in (typing.Union, types.UnionType):
-        one, *more = (_words(part, name) for part in arguments if part is not type(None))
+        one, *more = (words_of(part, name) for part in arguments if part is not type(None))
         text = (
             f"{one}, or a list of them"
             if [text.endswith(f"each {one}") for text in more] == [True]
@@ -505,16 +506,17 @@ def _words(hint: Any, name: str) -> str:
     if _is_table(bare):
         return "an object" if is_typeddict(bare) else "a table"
     if origin is Mapping:
-        return f"tables; write each as [{name}.NAME]"
+        return f"tables; write each as [{name}.NAME]" if name else "a table"
     if origin in (list, tuple) and _is_table(_bare(arguments[0])):
         return f"tables; write each as [[{name}]]"
     if hasattr(bare, "_fields"):
         return f"a list of {len(bare._fields)}"
-    if origin in (list, tuple, frozenset):
+    if origin in (list, tuple, frozenset, Sequence):
         count = f" of {len(arguments)}" if arguments[1:] and arguments[1] is not ... else ""
-        return f"a list{count}, each {_words(arguments[0], name)}"
+        return f"a list{count}, each {words_of(arguments[0], name)}"
     kinds = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-    return kinds.get(bare, str(bare)) + _span(extras)
+    multiple = next((one.multiple_of for one in extras if hasattr(one, "multiple_of")), None)
+    return (f"a multiple of {multiple}" if multiple else kinds.get(bare, str(bare))) + _span(extras)
 
 
 def _span(extras: list[Any]) -> str:
@@ -528,8 +530,8 @@ def _span(extras: list[Any]) -> str:
     )
     if longer:
         return " that is not empty"
-    if ge and le:
-        return f" from {ge} to {le}"
+    if ge and (le or lt):
+        return f" from {ge} to {le or f'below {lt}'}"
     low = f" of at least {ge}" if ge else f" above {gt}" if gt else ""
     high = f" at most {le}" if le else f" below {lt}" if lt else ""
     return f"{low} and{high}" if low and high else low or high

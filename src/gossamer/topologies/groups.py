@@ -4,16 +4,17 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
 from gossamer.errors import ConfigError
 from gossamer.rng import numpy_rng
-from gossamer.settings.options import Count, Interval, factory
+from gossamer.settings.options import Count, factory
 from gossamer.topologies.contract import Seed, Topology, Workers, planned_topology
 from gossamer.topologies.mixing import Mixing, in_groups
 
 __all__ = ["grid", "groups"]
 
-Size = Annotated[int, Interval("[2, inf)")]
+Size = Annotated[int, Field(ge=2)]
 
 
 @factory

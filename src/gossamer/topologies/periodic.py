@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from gossamer.errors import ConfigError
+from gossamer.settings.fields import Words
 from gossamer.settings.options import Count, factory, row
 from gossamer.topologies.contract import Seed, Topology, Workers, planned_topology
 from gossamer.topologies.graphs import complete
@@ -13,7 +14,7 @@ from gossamer.topologies.plain import PLAIN
 
 __all__ = ["pga"]
 
-Graph = Annotated[str | Mapping[str, Any], "a topology's name, or a table with its name and options"]
+Graph = Annotated[str | Mapping[str, Any], Words("a topology's name, or a table with its name and options")]
 
 
 @factory

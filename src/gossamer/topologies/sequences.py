@@ -5,9 +5,11 @@ from functools import lru_cache
 from itertools import zip_longest
 from typing import Annotated
 
+from pydantic import Field
+
 from gossamer.errors import ConfigError
 from gossamer.rng import numpy_rng
-from gossamer.settings.options import Count, Interval, check_option, factory
+from gossamer.settings.options import Count, check_option, factory
 from gossamer.topologies.contract import Edge, Seed, Topology, Workers, chosen, over_alive, planned_topology
 from gossamer.topologies.matching import random_matchings
 from gossamer.topologies.mixing import Mixing, from_edges
@@ -255,4 +257,4 @@ def powers_of_two(m: int) -> list[int]:
 
 def _fewer(topology: str, peers: int, n: int) -> None:
     """Raises ConfigError for more peers than there are other workers; a worker alone may name one."""
-    check_option(f"topology '{topology}'", "peers", peers, Annotated[int, Interval(f"[1, {max(1, n - 1)}]")])
+    check_option(f"topology '{topology}'", "peers", peers, Annotated[int, Field(ge=1, le=max(1, n - 1))])

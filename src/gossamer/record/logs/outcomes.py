@@ -27,7 +27,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field
 
 from gossamer.record.logs.event_log import EventLog, LogWriter, impossible
-from gossamer.settings.fields import AtLeastZero
+from gossamer.settings.options import Number
 
 __all__ = ["Begun", "Ended", "ExchangeOutcome", "Followed", "Life", "OutcomeWriter", "RoundOutcome", "read_outcomes"]
 
@@ -41,7 +41,7 @@ class Followed(NamedTuple):
 
     donor: _Whole
     after: _Whole
-    steps: AtLeastZero
+    steps: Number
     sha256: _Hash = ""
 
 
@@ -51,8 +51,8 @@ class Begun(NamedTuple):
     round: _Whole
     after: _Whole
     donor: _Whole
-    steps: AtLeastZero
-    incarnation: AtLeastZero
+    steps: Number
+    incarnation: Number
     sha256: _Hash = ""
     followed: tuple[Followed, ...] = ()
     """If any, the inner optimizer is the process's own."""
@@ -85,7 +85,7 @@ class RoundOutcome(NamedTuple):
     """None for everyone."""
     missed: _Slots
     unsure: _Slots
-    steps: AtLeastZero
+    steps: Number
 
     @property
     def lost(self) -> frozenset[int]:

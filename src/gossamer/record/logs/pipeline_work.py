@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 
 from gossamer.errors import ConfigError, DataError
 from gossamer.record.whole_files import atomic_write
+from gossamer.settings.options import Count, Portion
 from gossamer.settings.schema import RECORD, Records, parse_toml
 
 __all__ = ["PIPELINE_FILE", "PipelineWork", "has_stages", "read_pipeline", "write_pipeline"]
@@ -19,7 +20,6 @@ __all__ = ["PIPELINE_FILE", "PipelineWork", "has_stages", "read_pipeline", "writ
 PIPELINE_FILE = "pipeline.json"
 _MOST_PASSES = 1_000_000
 """Of micro-batches through pieces in an inner step, whose seconds are found pass by pass."""
-_Share = Annotated[float, Field(ge=0, le=1)]
 _Sizes = Annotated[list[Annotated[int, Field(ge=0, lt=2**53)]], Field(max_length=4095)]
 
 
@@ -30,15 +30,15 @@ class PipelineWork(TypedDict):
     stages: Annotated[int, Field(ge=2, le=4096)]
     chunks: Annotated[int, Field(ge=1, le=4096)]
     schedule: Literal["gpipe", "1f1b", "interleaved"]
-    micro_batches: Annotated[int, Field(ge=1)]
-    shares: Annotated[list[_Share], Field(max_length=4096)]
+    micro_batches: Count
+    shares: Annotated[list[Portion], Field(max_length=4096)]
     """Of each piece in the work."""
     forward_bytes: _Sizes
     """Of one micro-batch over each boundary, at most."""
     backward_bytes: _Sizes
     again_bytes: _Sizes
     """As `forward_bytes`, of samples that the boundary remembers."""
-    first: _Share
+    first: Portion
     """Of all inner steps of the run, those whose samples no boundary remembers."""
     cut: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=2**20)] | None
     """The workers in stages; null for all."""

@@ -15,6 +15,7 @@ from gossamer.errors import ConfigError, DataError
 from gossamer.network.links import Network, from_options
 from gossamer.record.jsonl import short
 from gossamer.report.reading.tail import open_record
+from gossamer.settings.options import Count
 from gossamer.settings.schema import RECORD, Records, parse_toml
 from gossamer.version import __version__
 
@@ -120,8 +121,8 @@ def line_of_kind(kind: str, line: bytes, where: str) -> dict[str, Any]:
 
 @with_config({**RECORD, "extra": "allow"})
 class _Loop(TypedDict):
-    steps: Annotated[int, Field(ge=1)]
-    local_steps: Annotated[int, Field(ge=1)] | Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
+    steps: Count
+    local_steps: Count | Annotated[list[Count], Field(min_length=1)]
 
 
 @with_config({**RECORD, "extra": "allow"})

@@ -20,7 +20,7 @@ from gossamer.record.logs.order import read_order
 from gossamer.record.logs.outcomes import Begun, Ended, Life, read_outcomes
 from gossamer.record.logs.seconds import RoundSeconds, read_seconds
 from gossamer.record.whole_files import worker_suffix
-from gossamer.settings.fields import AtLeastOne
+from gossamer.settings.options import Count
 from gossamer.settings.schema import RECORD, Records, parse_toml
 from gossamer.transport.elastic.ask import View, look
 from gossamer.transport.elastic.members import MemberStatus, SlotEntry, merged
@@ -36,8 +36,8 @@ _MOST_WORKERS = 1 << 20
 
 @with_config({**RECORD, "extra": "allow"})
 class _Loop(TypedDict):
-    steps: AtLeastOne
-    local_steps: AtLeastOne | Annotated[list[AtLeastOne], Field(min_length=1)]
+    steps: Count
+    local_steps: Count | Annotated[list[Count], Field(min_length=1)]
     elastic: NotRequired[bool]
 
 

@@ -20,7 +20,8 @@ from gossamer.models.stages import cutting_faults, minimax, piece_of, work_of_pi
 from gossamer.rounds.schedule import Schedule
 from gossamer.run.config.choice import Choice, NamedIn
 from gossamer.run.config.document import DIRECTIONS
-from gossamer.settings.fields import AtLeastOne, AtLeastZero, Changeable, OneOf
+from gossamer.settings.fields import Changeable, OneOf
+from gossamer.settings.options import Count, Number, Positive
 from gossamer.settings.schema import settings
 from gossamer.settings.user_code import is_code
 
@@ -36,7 +37,6 @@ __all__ = [
 ]
 
 _vocabulary = cache(vocabulary)
-_Speed = Annotated[float, Field(gt=0)]
 
 
 def _with_whole_backward_passes(name: object) -> object:
@@ -54,12 +54,12 @@ def _with_whole_backward_passes(name: object) -> object:
 class PipelineConfig:
     """The stages of a replica, and what crosses between two of them. Micro-batches are the passes of `data.accumulate`."""
 
-    stages: Annotated[AtLeastOne, Changeable()] = 1
+    stages: Annotated[Count, Changeable()] = 1
     """Parts of consecutive layers; 1 is a whole replica."""
-    cuts: Annotated[tuple[AtLeastOne, ...] | None, Changeable()] = None
+    cuts: Annotated[tuple[Count, ...] | None, Changeable()] = None
     """The layers before which it is cut, one fewer than stages; None, or an empty list, gives every stage about as much work, or
     by speeds."""
-    speeds: Annotated[Annotated[tuple[_Speed, ...], Field(min_length=1)] | None, Changeable()] = None
+    speeds: Annotated[Annotated[tuple[Positive, ...], Field(min_length=1)] | None, Changeable()] = None
     """How fast each stage computes, in any unit: without cuts, the slowest stage is as fast as possible. None for equal ones."""
     forward: Annotated[Choice, NamedIn("boundary"), Changeable()] = Choice("dense")
     """How activations are compressed."""
@@ -69,10 +69,10 @@ class PipelineConfig:
         str, OneOf(("1f1b", "gpipe", "interleaved")), BeforeValidator(_with_whole_backward_passes), Changeable()
     ] = "gpipe"  # fmt: skip
     """The order in which processes pass micro-batches forward and backward; the bits are the same in any."""
-    chunks: Annotated[AtLeastOne, Changeable()] = 1
+    chunks: Annotated[Count, Changeable()] = 1
     """Pieces of each stage with the schedule interleaved: the layers are cut into stages times chunks, of which each process
     has every stages-th. 1 with the other schedules."""
-    workers: Annotated[tuple[AtLeastZero, ...], Field(min_length=1)] | None = None
+    workers: Annotated[tuple[Number, ...], Field(min_length=1)] | None = None
     """The workers whose replicas are cut, by their numbers; None cuts all. The others train whole replicas."""
 
     @property

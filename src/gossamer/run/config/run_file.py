@@ -26,7 +26,8 @@ from gossamer.run.config.choice import Choice, NamedIn
 from gossamer.run.config.document import DIRECTIONS, EXPERIMENT, TABLES, flat, with_settings
 from gossamer.run.config.pipeline import PipelineConfig, misfits
 from gossamer.run.config.totals import each_batch, rounds_for, tokens_for
-from gossamer.settings.fields import NEUTRAL, AtLeastOne, AtLeastZero, Changeable, FolderName
+from gossamer.settings.fields import NEUTRAL, Changeable, FolderName
+from gossamer.settings.options import Count, Number
 from gossamer.settings.schema import build, plain, settings, soundest
 from gossamer.settings.schema import faults as schema_faults
 
@@ -64,16 +65,16 @@ _Pace = Annotated[float, Field(ge=0, le=_LONGEST_S)]
 class LoopSettings:
     """How long to train, how often to exchange, and on which device."""
 
-    steps: Annotated[AtLeastOne, Changeable()] = 300
+    steps: Annotated[Count, Changeable()] = 300
     """Inner steps of a worker that takes the full number per round."""
-    tokens: Annotated[AtLeastOne | None, NEUTRAL] = None
+    tokens: Annotated[Count | None, NEUTRAL] = None
     """The most tokens of all workers together, in place of steps: the run has as many whole rounds as they pay for."""
     tokens_per_parameter: Annotated[float | None, Field(gt=0), NEUTRAL] = None
     """The same for each parameter of the model; 20 is the usual choice for a model of the best size for its compute."""
     wait: bool = True
     """Whether a worker waits for the messages of its round; with false, it mixes with what its peers published last. A
     simulation takes the virtual time of `events.network`."""
-    local_steps: AtLeastOne | Annotated[tuple[AtLeastOne, ...], Field(min_length=1)] = 15
+    local_steps: Count | Annotated[tuple[Count, ...], Field(min_length=1)] = 15
     """Inner steps between two exchanges (H); one number for all, or one per worker."""
     adapt: bool | str = False
     """Whether each worker takes as many local steps as fit its speed and its link (H_i), measured while the run goes on;
@@ -81,10 +82,10 @@ class LoopSettings:
     name of the network whose seconds count."""
     weigh_steps: bool = False
     """Whether the drift of a worker that took fewer local steps is scaled up by H / H_i, so that it counts fully."""
-    eval_every: Annotated[AtLeastZero, NEUTRAL] = 60
+    eval_every: Annotated[Number, NEUTRAL] = 60
     """Inner steps between two validations, each at the end of the round that reaches them; the first is of the initial values.
     0 validates only at the end."""
-    eval_batches: Annotated[AtLeastOne, NEUTRAL] = 8
+    eval_batches: Annotated[Count, NEUTRAL] = 8
     """Validation batches of `data.batch_size` sequences."""
     eval_workers: Annotated[bool, NEUTRAL] = True
     """Whether a validation of a simulation or of `gossamer evaluate` also tries every worker's own parameters. With false it
@@ -93,7 +94,7 @@ class LoopSettings:
     """Whether a validation also measures how far the workers' predictions are apart: the mean Jensen-Shannon divergence to their
     mean, on the first validation batch. It costs one more forward pass of each worker, and their logits of one sequence in
     memory. Of a real run, `gossamer evaluate` measures it."""
-    checkpoint_every: Annotated[AtLeastZero, NEUTRAL] = 150
+    checkpoint_every: Annotated[Number, NEUTRAL] = 150
     """Inner steps between two checkpoints; the last round always writes one, and 0 writes only that one."""
     device: Annotated[Literal["auto", "cpu", "cuda"], NEUTRAL] = "auto"
     """Where tensors live; auto takes CUDA if there is a device."""
@@ -102,9 +103,9 @@ class LoopSettings:
     reduction: Literal["ordered", "all_reduce"] = "ordered"
     """How a real run carries a mean: summed in worker order by chunk owners, or the backend's own all-reduce, whose order
     and last bits are its own."""
-    threads: Annotated[AtLeastZero, NEUTRAL] = 0
+    threads: Annotated[Number, NEUTRAL] = 0
     """Intra-op threads per worker; 0 takes one in the simulator and an equal share of the cores in real runs."""
-    batched: AtLeastOne = 1
+    batched: Count = 1
     """How many replicas a simulation trains as one computation. On small models that is faster; their numbers then differ from
     those of processes by rounding. It takes the built-in model with AdamW."""
     compile: Annotated[bool, NEUTRAL] = False
@@ -116,9 +117,9 @@ class LoopSettings:
     For rules that gossip on parameters over a symmetric topology."""
     round_deadline_s: Annotated[float | None, Field(gt=0, le=_LONGEST_S), NEUTRAL] = None
     """How long an elastic worker waits in a round for peers that live but have not answered; `timeout_s` if not set."""
-    rejoin_rounds: Annotated[AtLeastZero, NEUTRAL] = 2
+    rejoin_rounds: Annotated[Number, NEUTRAL] = 2
     """A worker that comes back goes on from its own state if that is at most so many rounds old, else from another worker's."""
-    ghost_rounds: Annotated[AtLeastZero, NEUTRAL] = 0
+    ghost_rounds: Annotated[Number, NEUTRAL] = 0
     """Local phases that a process which joins an elastic run trains as a ghost: it follows another worker's parameters and outer
     state, and nobody hears of it, until its own inner optimizer is warm. 0 takes over that worker's inner optimizer instead."""
     pace_s: Annotated[_Pace | Annotated[tuple[_Pace, ...], Field(min_length=1)], NEUTRAL] = 0.0
@@ -178,7 +179,7 @@ class RunConfig(RunLength):
     """The name of the run, and of its folder in `runs/` unless --out is given."""
     seed: int = 0
     """Of initial parameters, data order, topology and rounding."""
-    workers: AtLeastOne = 8
+    workers: Count = 8
     """Replicas of the model; in a real run, processes."""
     rule: Annotated[Choice, NamedIn("rule"), Changeable("lr")] = Choice("gasloc")
     """What workers send after a local phase, and their update from what they receive."""

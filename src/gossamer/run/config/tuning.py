@@ -5,22 +5,22 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from gossamer.settings.fields import AtLeastOne, Words
+from gossamer.settings.fields import Words
+from gossamer.settings.options import Count, Decay, Positive, Share
 from gossamer.settings.schema import settings
 
-__all__ = ["Above", "OuterValues", "TuneConfig"]
+__all__ = ["OuterValues", "Positive", "TuneConfig"]
 
-Above = Annotated[float, Field(gt=0)]
-OuterValues = tuple[Above, Annotated[float, Field(ge=0, lt=1)]]
+OuterValues = tuple[Positive, Decay]
 
 
 @settings("tune")
 class TuneConfig:
     """The `[tune]` table of an experiment file: what `gossamer tune` tries for each method, and with how many tokens."""
 
-    budget_tokens: AtLeastOne
+    budget_tokens: Count
     """The most tokens that one method may train on, all its runs together; the same for every method."""
-    lr: Annotated[tuple[Above, ...], Field(min_length=1)]
+    lr: Annotated[tuple[Positive, ...], Field(min_length=1)]
     """The first grid of `inner.lr`, each twice the one before. It grows where the best is at its edge."""
     outer: Annotated[
         tuple[OuterValues, ...], Words("a list of pairs [η, γ] with η above 0 and γ from 0 to below 1")
@@ -35,7 +35,7 @@ class TuneConfig:
     grid: Literal["cross", "product"] = "cross"
     """"cross": each `inner.lr` with the first pair, each pair at the best of them, and then what is missing around the best;
     "product": each `inner.lr` with each pair, and η takes these values only."""
-    rungs: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)] = (1.0,)
+    rungs: Annotated[tuple[Share, ...], Field(min_length=1)] = (1.0,)
     """Lengths of the runs as shares of the whole run, from the first rung of successive halving to the last, which is 1. Runs
     of a quarter of the length, which cost less, ranked η the other way round than whole ones."""
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)

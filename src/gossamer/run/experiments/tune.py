@@ -9,10 +9,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import tomli_w
-from pydantic import Field, with_config
+from pydantic import with_config
 from typing_extensions import TypedDict
 
 from gossamer.errors import ConfigError
@@ -23,10 +23,10 @@ from gossamer.record.whole_files import LineWriter, atomic_write, make_folder
 from gossamer.run.config.document import TABLES, with_settings
 from gossamer.run.config.experiment_file import Variant, folder_name, laid_out
 from gossamer.run.config.run_file import RunConfig, digest, parse
-from gossamer.run.config.tuning import Above, OuterValues, TuneConfig
+from gossamer.run.config.tuning import OuterValues, TuneConfig
 from gossamer.run.experiments.processes import Apart, RunEnd
 from gossamer.run.experiments.search import Found, GridPoint, OuterPair, Search, Space, Trial, search
-from gossamer.settings.options import options_of
+from gossamer.settings.options import Number, Positive, options_of
 from gossamer.settings.schema import RECORD, Records, build
 
 __all__ = ["Contender", "RunOutcome", "Tuned", "contenders", "searched", "tune", "tuned_file"]
@@ -39,9 +39,9 @@ class RunOutcome(TypedDict):
     run: str
     """Of everything that decides its loss."""
     method: str
-    lr: Above
+    lr: Positive
     outer: OuterValues | None
-    rung: Annotated[int, Field(ge=0)]
+    rung: Number
     seed: int
     tokens: int
     loss: float | None
