@@ -26,10 +26,10 @@ from gossamer.rules.relaysum import relaysum as relaysum
 from gossamer.rules.restarted import omr as omr
 from gossamer.rules.restarted import restarted as restarted
 from gossamer.rules.robust import robust as robust
-from gossamer.rules.robust import trusted as trusted
 from gossamer.rules.sgp import sgp as sgp
 from gossamer.rules.slowmo import slowmo as slowmo
 from gossamer.rules.sparta import sparta as sparta
+from gossamer.rules.trusted import trusted as trusted
 from gossamer.rules.weighted import weighted as weighted
 from gossamer.settings.options import row, table
 

@@ -1,7 +1,8 @@
 """GASLoC: gossip on the parameters after the local phase, with outer momentum that accelerates the gossip too."""
 
 import math
-from typing import Annotated, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -16,6 +17,13 @@ __all__ = ["gasloc"]
 
 
 _SITES: dict[str, MomentumSite] = {"post": "post", "published": "pre", "drift": "drift"}
+_MOMENTUM: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
+    "post": lambda theta, y, z: z,
+    "published": lambda theta, y, z: y,
+    "heavy_ball": lambda theta, y, z: theta,
+    "drift": lambda theta, y, z: (),
+}
+"""The point p of a round whose way since the round before is the momentum: θ' = z + γ (p - p_prev)."""
 
 
 class _State(NamedTuple):
@@ -72,6 +80,7 @@ def gasloc(
     gamma = 0.0 if optimizer == "sgd" else momentum
     nesterov = optimizer == "nesterov"
     on_drift = nesterov and form == "drift"
+    refers_to = _MOMENTUM[form if nesterov else "heavy_ball"]
     keeps_anchor = eta != 1.0 or optimizer == "heavy_ball" or on_drift
 
     def init(x: Tensor, ctx: Context) -> _State:
@@ -86,17 +95,14 @@ def gasloc(
     def recv(x: Tensor, s: _State, own_decoded: Tree, combined: Tree, ctx: Context) -> tuple[Tensor, _State]:
         y = send(x, s, ctx)
         z = y + a * combined
-        if optimizer == "sgd":
-            theta, prev = z, ()
-        elif optimizer == "heavy_ball":
-            theta, prev = z + gamma * (s.anchor - s.prev), s.anchor
-        elif on_drift:
-            theta, prev = z, _remembered(gamma, x, s)
-        elif form == "published":
-            theta, prev = z + gamma * (y - s.prev), y
+        if on_drift:
+            theta, p = z, _remembered(gamma, x, s)
+        elif optimizer == "sgd":
+            theta, p = z, ()
         else:
-            theta, prev = z + gamma * (z - s.prev), z
-        return theta, _State(theta if keeps_anchor else (), prev)
+            p = refers_to(s.anchor, y, z)
+            theta = z + gamma * (p - s.prev)
+        return theta, _State(theta if keeps_anchor else (), p)
 
     return Rule(
         init,

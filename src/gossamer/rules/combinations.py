@@ -1,0 +1,79 @@
+"""Messages of all workers combined in ways that a few of them cannot move far, with the same bits on every worker."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gossamer.errors import ConfigError
+from gossamer.rules.contract import Context, Rule, sends_parameters
+from gossamer.tree import Tree
+
+__all__ = ["by_worker", "geometric_median", "krum", "must_average", "norm", "total", "trimmed_mean", "weighted_sum"]
+
+_WEISZFELD_STEPS, _NEAREST = 32, 1e-8
+_BLOCK = 1024  # elements that one thread sums, so that the bits do not depend on the number of threads
+
+
+def must_average(rule: Rule) -> None:
+    """Raises ConfigError unless a rule receives the mean of all differences or gradients in the round that made them."""
+    if not (rule.averages and rule.identical) or rule.delay_rounds or sends_parameters(rule):
+        raise ConfigError(
+            f"a robust combination needs a rule that averages the pseudo-gradients or gradients of a round, and got '{rule.name}'"
+            "; allowed are rules such as 'diloco' and 'data_parallel' (local SGD is 'diloco' with lr = 1 and optimizer = 'sgd')"
+        )
+
+
+def by_worker(own_decoded: Tree, received: Sequence[Tree], ctx: Context) -> list[Tree]:
+    """The messages of all workers in their order, this one's too: the same list on every worker."""
+    own = sum(j < ctx.worker for j in ctx.peers)
+    return [*received[:own], own_decoded, *received[own:]]
+
+
+def trimmed_mean(messages: Sequence[Tensor], faulty: int) -> Tensor:
+    """The mean of each coordinate without its largest and smallest values."""
+    n = len(messages)
+    b = min(faulty, (n - 1) // 2)
+    kept = torch.stack([*messages]).sort(0).values[b : n - b].unbind()
+    return weighted_sum(kept, [1.0 / len(kept)] * len(kept))
+
+
+def krum(messages: Sequence[Tensor], faulty: int, best: int) -> Tensor:
+    """The mean of the messages that are nearest to others."""
+    n = len(messages)
+    near = min(max(1, n - faulty - 2), n - 1)
+    apart = [
+        [total((a - b).square()) if i != j else 0.0 for j, b in enumerate(messages)] for i, a in enumerate(messages)
+    ]
+    scores = [sum(sorted(row[:i] + row[i + 1 :])[:near]) for i, row in enumerate(apart)]
+    chosen = sorted(sorted(range(n), key=scores.__getitem__)[:best])
+    return weighted_sum([messages[i] for i in chosen], [1.0 / len(chosen)] * len(chosen))
+
+
+def geometric_median(messages: Sequence[Tensor]) -> Tensor:
+    """The point with the least sum of distances to all messages."""
+    y = weighted_sum(messages, [1.0 / len(messages)] * len(messages))
+    for _ in range(_WEISZFELD_STEPS):
+        closeness = [1.0 / max(norm(one - y), _NEAREST) for one in messages]
+        y = weighted_sum(messages, [c / sum(closeness) for c in closeness])
+    return y
+
+
+def weighted_sum(messages: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """A weighted sum, one term after the other."""
+    total = weights[0] * messages[0]
+    for w, one in zip(weights[1:], messages[1:], strict=True):
+        total = total + w * one
+    return total
+
+
+def total(x: Tensor) -> float:
+    """The sum of all elements, with the same bits whatever the number of threads: no sum is split between two."""
+    while x.numel() > _BLOCK:
+        whole = x.numel() // _BLOCK * _BLOCK
+        x = torch.cat([x[:whole].view(-1, _BLOCK).sum(1), x[whole:]])
+    return float(x.sum())
+
+
+def norm(x: Tensor) -> float:
+    return total(x.square()) ** 0.5
