@@ -35,7 +35,7 @@ from gossamer.version import __version__
 __all__ = ["VERBS", "app", "main"]
 
 VERBS = {
-    "demo": "Compare four methods on a small model: what there is to see in some minutes.",
+    "demo": "Compare four methods on a small model (a few minutes).",
     "init": "Write commented run files to start from.",
     "simulate": "Train all workers of a run in this process.",
     "check": "Show what a run file will do, or list all its errors.",

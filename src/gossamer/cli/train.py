@@ -62,10 +62,10 @@ def command(
         out: run folder (default: runs/NAME)
         resume: continue this run folder from the newest round of which all workers have sound checkpoints, with --set for what
             changes; auto: continue the run in its folder (--out), or start it there
-        local: start this many workers on this machine, each as many processes as it has stages; a run that goes on without the
-            dead may start with fewer than its workers; with --rank they are some of those of all machines
-        join: take a free slot in the run of the worker at this address, which is elastic (run.elastic), in pairs or without
-            waiting; auto: of one whose run folder is here
+        local: start this many workers on this machine, each as many processes as it has stages; elastic and asynchronous
+            runs may start with fewer than configured; with --rank they are some of those of all machines
+        join: join a running elastic, pairwise or asynchronous run through any worker; auto: read the address from the run
+            folder
     """
     if local is not None:
         import_early()

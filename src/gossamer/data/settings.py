@@ -67,8 +67,8 @@ class DataConfig:
     def __post_init__(self) -> Iterator[str]:
         if self.global_batch is not None and self.batch_size != DataConfig.batch_size:
             yield (
-                f"data.batch_size is {self.batch_size} and data.global_batch is {self.global_batch}, which decides it; remove "
-                "data.batch_size"
+                f"data.batch_size is {self.batch_size}, and data.global_batch = {self.global_batch} already determines it; "
+                "remove data.batch_size"
             )
         if self.windows is not None and (self.own or self.streamed):
             yield (

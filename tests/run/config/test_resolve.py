@@ -361,7 +361,7 @@ def test_text_that_only_workers_with_few_local_steps_have_is_told_of():
     uneven = {"workers": 4, "run__local_steps": [8, 2, 1, 8], "run__steps": 16}
     both = {"data__source": [str(TEXT), str(TEXT.parent / "json")]}
     (sentence,) = resolve(tiny(**uneven, **both, data__shards=[0, 1, 1, 0])).warnings
-    assert "/json' is with workers that take at most 2 of 8 local steps" in sentence and "run.weigh_steps" in sentence
+    assert "/json' is only on workers that take 2 of 8 local steps" in sentence and "run.weigh_steps" in sentence
     for heard in ({}, {"data__shards": "contiguous"}, {**both, "data__shards": [0, 1, 1, 1]}):
         assert not resolve(tiny(**uneven, **heard)).warnings
     assert not resolve(tiny(**uneven, **both, data__shards=[0, 1, 1, 0], run__weigh_steps=True)).warnings

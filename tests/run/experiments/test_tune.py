@@ -185,7 +185,7 @@ def tuning(**changes: Any) -> dict[str, Any]:
     [
         ({"tune": {"lr": [1e-3, 3e-3]}}, r"tune\.lr is \[0\.001, 0\.003\], but each must be twice the one before"),
         ({"tune": {"rungs": [0.5]}}, r"tune\.rungs is \[0\.5\], but they must grow and end in 1\.0"),
-        ({"tune": {"seeds": [1, 1]}}, r"tune\.seeds is \[1, 1\], which has a value twice"),
+        ({"tune": {"seeds": [1, 1]}}, r"tune\.seeds is \[1, 1\], which contains duplicates"),
         ({"tune": {"final_seeds": [1, 2]}}, r"tune\.final_seeds is \[1, 2\], but it must hold all .*, \[0\].* \[0, 1\]"),
         ({"tune": {"final_seeds": [0, 1]}}, r"the budget is 1,100 tokens, .* two in the final take 1,536; raise"),
         ({"tune": {"budget": 3}}, r"tune.*budget"),

@@ -132,9 +132,8 @@ def _unheard(config: RunConfig) -> tuple[str, ...]:
     for worker, source in enumerate(config.data.shards):
         steps.setdefault(source, []).append(config.local_steps_of(worker))
     return tuple(
-        f"the text of data.source {config.data.sources[source]!r:.60} is with workers that take at most {max(taken)} of "
-        f"{config.full_steps} local steps, so it counts for little; if it matters, let them take more or set "
-        "run.weigh_steps = true"
+        f"data.source {config.data.sources[source]!r:.60} is only on workers that take {max(taken)} of {config.full_steps} local "
+        "steps, so it is under-weighted; raise their local steps or set run.weigh_steps = true"
         for source, taken in sorted(steps.items())
         if 4 * max(taken) <= config.full_steps
     )

@@ -53,7 +53,7 @@ class TuneConfig:
             yield (f"tune.rungs is {[*self.rungs]}, but they must grow and end in 1.0; write [0.25, 1.0]")
         for name, values in (("outer", self.outer), ("seeds", self.seeds), ("final_seeds", self.final_seeds)):
             if len(set(values)) < len(values):
-                yield (f"tune.{name} is {[*values]}, which has a value twice; name each once")
+                yield (f"tune.{name} is {[*values]}, which contains duplicates; list each once")
         if self.final_seeds and not {*self.final_seeds} > {*self.seeds}:
             yield (
                 f"tune.final_seeds is {[*self.final_seeds]}, but it must hold all of tune.seeds, {[*self.seeds]}, and one more; "

@@ -1,4 +1,4 @@
-"""Runs of their own: several simulations at a time, each in a process with its share of the cores."""
+"""Runs several simulations in parallel, one subprocess each, with its share of the cores."""
 
 import gc
 import logging
