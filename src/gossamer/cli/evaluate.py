@@ -24,7 +24,7 @@ def command(
     Args:
         folder: run folder
         round: number of finished rounds (default: the newest that all workers have; of an elastic run, most)
-        source: score it on other text, as data.source has it: files whole, up to a million tokens of them; nothing is written
+        source: evaluate on another text, as data.source has it: whole files, up to a million tokens of them; writes nothing
     """
     from gossamer.run.bookkeeping.evaluate import UNUSED, evaluate
     from gossamer.run.config.document import load_run

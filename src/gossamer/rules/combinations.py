@@ -76,4 +76,5 @@ def total(x: Tensor) -> float:
 
 
 def norm(x: Tensor) -> float:
+    """The Euclidean norm, of `total`."""
     return total(x.square()) ** 0.5

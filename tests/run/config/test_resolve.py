@@ -266,6 +266,13 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
 }
 
 
+def test_muon_says_that_it_trains_the_routers_of_experts() -> None:
+    experts = {"model__experts": {"count": 4}, "workers": 4}
+    (sentence,) = resolve(tiny(inner__optimizer="muon", **experts)).warnings
+    assert sentence.startswith("inner.optimizer 'muon' trains the routers of model.experts too")
+    assert not resolve(tiny(**experts)).warnings
+
+
 def test_every_row_of_the_table_has_a_combination_here():
     assert set(MEETS) == {row.name for row in INCOMPATIBILITIES} and len(MEETS) == len(INCOMPATIBILITIES)
 

@@ -65,7 +65,10 @@ def resolve(config: RunConfig, parts: UserParts = BUILT_IN, *, real: bool = Fals
     if facts.kind == "rounds":
         method = method_of(facts, compile=config.run.compile)
         method = method._replace(codec=by_stage(method.codec, config.pipeline, config.model, config.data))
-        network, warnings = facts.pacing_network, (*warnings, *_unrecorded(config, real), *_unheard(config))
+        network, warnings = (
+            facts.pacing_network,
+            (*warnings, *_unrecorded(config, real), *_unheard(config), *_routed(config)),
+        )
     elif facts.kind == "server":
         method = WithServer(make(parts, "server", config), facts.codec)
     elif facts.pair is not None:
@@ -121,6 +124,16 @@ def _unrecorded(config: RunConfig, real: bool) -> tuple[str, ...]:
     return (
         "record.alignment is true, but a real worker does not see the pseudo-gradients of all others, so their alignment is not "
         "recorded; run gossamer simulate on the same file to measure it",
+    )
+
+
+def _routed(config: RunConfig) -> tuple[str, ...]:
+    """How the routers of experts are trained, where that is not how they usually are."""
+    if config.model.experts is None or config.inner.optimizer not in ("muon", "spectral_muon"):
+        return ()
+    return (
+        f"inner.optimizer '{config.inner.optimizer}' trains the routers of model.experts too, as they are hidden matrices; with "
+        "'adamw' they are trained as norms and embeddings are",
     )
 
 
