@@ -263,6 +263,73 @@ def test_a_leader_that_hangs_and_a_worker_that_hangs_before_it_is_ready_are_susp
     assert worker.awaited == {2}, "worker 1 leads where 0 has hung"
 
 
+class Trio:
+    """Three workers whose letters arrive at once, but those from or to whom is `cut` off."""
+
+    def __init__(self):
+        entries = [SlotEntry(i, 0, 100 + i, MemberStatus.ALIVE, 0) for i in range(3)]
+        self.workers = [Closing(Members(limits(3), i, entries), limit_s=3.0, beat_s=0.5) for i in range(3)]
+        self.cut, self.now = set(), 0.0
+        for worker in self.workers:
+            worker.enter(0)
+
+    def pass_s(self, seconds):
+        for _ in range(round(seconds / STEP_S)):
+            self.now += STEP_S
+            for worker in self.workers:
+                worker.tick(self.now)
+            while letters := [(i, *one) for i, worker in enumerate(self.workers) for one in worker.outbox]:
+                for worker in self.workers:
+                    worker.outbox.clear()
+                for sender, target, letter in letters:
+                    if not self.cut & {sender, target}:
+                        self.workers[target].heard(letter, self.now)
+
+    def close(self, *some):
+        """The round of these, with all that it waits for; returns over whom it was closed."""
+        for i in some:
+            self.workers[i].ready(self.now)
+        self.pass_s(0.2)
+        over = self.workers[some[0]].proposed
+        for i in over.workers if over else ():
+            self.workers[i].hold(over.attempt, self.now)
+        self.pass_s(0.2)
+        for i in some:
+            if self.workers[i].closed:
+                self.workers[i].advance()
+        return over and over.workers
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_worker_that_is_left_out_again_is_waited_for_until_the_deadline(in_time):
+    trio = Trio()
+    late = trio.workers[2]
+    trio.cut = {2}
+    assert trio.close(0, 1) is None
+    trio.pass_s(3.0)
+    assert trio.close(0, 1) == {0, 1}
+    trio.cut = set()
+    trio.pass_s(0.6)
+    assert late.left_out
+    assert trio.close(0, 1) == {0, 1}, "nobody waits for who was left out once: it may have been cut off for long"
+    late.enter(1, line=0)  # with a state that is a round too old, as it took longer than a round
+    trio.pass_s(0.6)
+    assert late.left_out
+    assert trio.close(0, 1) is None, "the others wait"
+    if in_time:
+        late.enter(2, line=trio.workers[0].line)
+        assert trio.close(0, 1, 2) == {0, 1, 2}
+        assert [worker.round for worker in trio.workers] == [3, 3, 3]
+    else:
+        trio.pass_s(3.0)
+        assert trio.close(0, 1) == {0, 1}
+        trio.pass_s(0.6)
+        late.enter(2, line=trio.workers[0].line)
+        trio.pass_s(0.6)
+        assert late.left_out
+        assert trio.close(0, 1) == {0, 1}, "of who is too slow for the deadline not every round waits"
+
+
 def test_less_than_a_majority_never_closes_a_round():
     world = World(0, 4)
     world.faults, world.side = [60.0], [0, 0, 1, 1]

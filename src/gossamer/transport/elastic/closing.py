@@ -16,6 +16,10 @@ it has, it tells everybody that it is away, so that nobody waits for it or lets 
 would wait for it, and it for the state that they have after that. Where a round has several closings and only few have made the
 first ones, as others died, nobody gets that state: those few go back to the start of the round.
 
+Where a round takes less time than a state, the others would have closed another one whenever it is back. So one that is left out
+again, before any round was closed with it, says that it returns: whoever leads the next round waits for it, as for anybody else
+for its deadline at most. What it fetches meanwhile is the state after the last round that was closed, and it is in time.
+
 Whoever has made the update says so in its reports, so a leader that failed amid its CLOSED letters leaves no doubt.
 """
 
@@ -75,6 +79,8 @@ class _Report(NamedTuple):
     """The attempt of its round that it takes no part in, or whose mean cannot become complete here; -1 for none."""
     away: bool
     """Whether it has been left out of its round, and takes another's state."""
+    returns: bool
+    """Whether the others shall wait for it though it is away."""
     last: _Closed | None
 
 
@@ -106,6 +112,9 @@ class Closing:
         self._rounds: dict[int, int] = {}
         """The round that each was in when it last said so."""
         self._away_until_s: dict[int, float] = {}
+        self._returns_until_s: dict[int, float] = {}
+        self._misses = 0
+        """How often it was left out since a round was closed with it."""
 
     def enter(self, round: int, line: int | None = None) -> None:
         """Begins a round; `line` is that of another worker's state, if this worker has just taken one."""
@@ -138,6 +147,7 @@ class Closing:
         """The update of a closed round is made."""
         assert self.closed and self.proposed is not None
         self._last = _Closed(self.round, self.line, self.proposed.attempt)
+        self._misses = 0
         self.line = key(self.line, "closed", self.round, self.proposed.attempt, *sorted(self.proposed.workers))
         self.enter(self.round + 1)
 
@@ -167,6 +177,7 @@ class Closing:
     def tick(self, now: float, *, again: bool = False) -> None:
         """Repeats its report, and leads if it is the one to lead."""
         self._away_until_s = {j: until_s for j, until_s in self._away_until_s.items() if now < until_s}
+        self._returns_until_s = {j: until_s for j, until_s in self._returns_until_s.items() if now < until_s}
         alive = self._alive
         leader = min(alive)
         if self.round % self.per_round and 2 * len(alive) <= self.members.slots < 2 * len(self._living):
@@ -212,7 +223,10 @@ class Closing:
     @property
     def _own(self) -> _Report:
         ready, held, failed = self._ready_s is not None, self._held, self._failed
-        return _Report(self.round, self.line, ready, held, self._attempt, failed, self.left_out, self._last)
+        # Of several closings in a round it could come back at the first alone, and the others would wait for it at each. It asks
+        # every other time: one whose state takes longer than the deadline does not hold up every round.
+        returns = self.left_out and self.per_round == 1 and self._misses % 2 == 0
+        return _Report(self.round, self.line, ready, held, self._attempt, failed, self.left_out, returns, self._last)
 
     def _lead(self, alive: frozenset[int], now: float) -> None:
         assert self._ready_s is not None
@@ -236,7 +250,8 @@ class Closing:
             self._settle_line(alive)
         if self.left_out:
             return
-        if 2 * len(reports) > self.members.slots and (reports.keys() >= alive or now >= since_s + self._limit_s):
+        expected = alive | (self._living & self._returns_until_s.keys())
+        if 2 * len(reports) > self.members.slots and (reports.keys() >= expected or now >= since_s + self._limit_s):
             # A newcomer that leads amid a round has not heard of its attempts. No two leaders give the same number.
             newest = max(self._attempt, *(report.attempt for report in reports.values()))
             self._attempt = (newest // self.members.slots + 1) * self.members.slots + self.members.me
@@ -261,7 +276,7 @@ class Closing:
 
     def _leave_out(self, source: int | None) -> None:
         if not self.left_out:
-            self.left_out, self.source = True, source
+            self.left_out, self.source, self._misses = True, source, self._misses + 1
             self._tell_all(LetterKind.REPORT, _plain(self._own))
 
     def _name(self, proposed: Proposal) -> list[object]:
@@ -270,8 +285,11 @@ class Closing:
     def _heard_report(self, sender: int, report: _Report, now: float) -> None:
         self._reports[sender], self._rounds[sender] = report, report.round
         self._away_until_s.pop(sender, None)
+        self._returns_until_s.pop(sender, None)
         if report.away:
             self._away_until_s[sender] = now + _AWAY_BEATS * self._beat_s
+            if report.returns:
+                self._returns_until_s[sender] = self._away_until_s[sender]
             if not self.left_out:
                 self._say(sender, LetterKind.REPORT, _plain(self._own))  # which tells it what it can wait for
         elif report.round > self.round:
@@ -322,12 +340,20 @@ class Closing:
 
     def _report(self, values: object) -> _Report | None:
         match values:
-            case [int(round), int(line), bool(ready), int(held), int(attempt), int(failed), bool(away), last] if (
-                self._are_bounded(round, line, attempt) and self._may_be(held) and self._may_be(failed)
-            ):
+            case [
+                int(round),
+                int(line),
+                bool(ready),
+                int(held),
+                int(attempt),
+                int(failed),
+                bool(away),
+                bool(returns),
+                last,
+            ] if self._are_bounded(round, line, attempt) and self._may_be(held) and self._may_be(failed):
                 before = None if last is None else self._closed_round(last)
                 if last is None or before is not None:
-                    return _Report(round, line, ready, held, attempt, failed, away, before)
+                    return _Report(round, line, ready, held, attempt, failed, away, returns, before)
         return None
 
     def _closed_round(self, values: object) -> _Closed | None:
