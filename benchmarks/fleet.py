@@ -202,8 +202,8 @@ def _take_notes(path: Path) -> None:
     import gossamer.run.elastic.elastic_rounds as driver
     from gossamer.run.worker.replica import LocalPhase, Replica
 
-    participant, file = driver._Participant, path.open("ab", buffering=0)
-    begin, keep, train = participant._begin, participant._keep, Replica.train
+    participant, file = driver.ElasticRounds, path.open("ab", buffering=0)
+    begin, keep, train = participant.begin, participant._keep, Replica.train
 
     def note(what: str, slot: int, round: int, x: Tensor | None = None, sha256: str = "") -> None:
         digest = "" if x is None else hashlib.sha256(x.numpy().tobytes()).hexdigest()
@@ -215,7 +215,7 @@ def _take_notes(path: Path) -> None:
 
     def keeping(self: Any, after: int) -> None:
         keep(self, after)
-        note("kept", self.slot, after, self._replica.evaluated, self._kept.whole.sha256)
+        note("kept", self.slot, after, self.replica.evaluated, self._kept.whole.sha256)
 
     def training(
         self: Replica, round: int, start: int, stop: int, after_step: Callable[[], None] = lambda: None
@@ -226,7 +226,7 @@ def _take_notes(path: Path) -> None:
         finally:
             note("trained", self.index, round)
 
-    participant._begin, participant._keep, Replica.train = beginning, keeping, training
+    participant.begin, participant._keep, Replica.train = beginning, keeping, training
 
 
 class Network(NamedTuple):

@@ -23,7 +23,7 @@ from gossamer.record.logs.trace import Operation
 from gossamer.report.reading.status import Sighting, run_status, standing_of
 from gossamer.run.bookkeeping.which_round import to_resume, to_score
 from gossamer.run.config.run_file import dump
-from gossamer.run.participant.exit_status import ending
+from gossamer.run.participant.exit_status import exit_status, far_in_rounds
 from gossamer.run.participant.membership_log import changes
 from gossamer.transport.elastic.ask import look
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
@@ -196,15 +196,16 @@ def test_a_run_has_ended_well_once_somebody_has_trained_all_rounds():
         return [Life(Begun(0, 0, 0, 0, 0), outcomes, None if why is None else Ended(rounds, why))]
 
     lives = {0: life("finished", 9), 1: life(None, 4), 2: life("left", 5)}
-    well = ending({1: 137, 2: 0, 0: 0}, {1: 4}, lives, 9)
+    far = far_in_rounds(lives, 9)
+    well = exit_status({1: 137, 2: 0, 0: 0}, {1: 4}, far)
     assert well.code == 0
     assert well.sentences == ["worker 1 ended with code 137 after round 4 of 9", "worker 2 has left after round 5 of 9"]
-    assert ending({1: 137, 2: 0}, {1: 4}, lives, 9).code == 137  # worker 0 may have finished, and another run at that
-    assert ending({2: 0}, {}, lives, 9) == (
+    assert exit_status({1: 137, 2: 0}, {1: 4}, far).code == 137  # worker 0 may have finished, and another run at that
+    assert exit_status({2: 0}, {}, far) == (
         2,
         ["worker 2 has left after round 5 of 9", "no worker has reached round 9"],
     )
-    assert ending({0: 2, 1: 130}, {}, lives, 9).code == 130
+    assert exit_status({0: 2, 1: 130}, {}, far).code == 130
 
 
 ROUNDS = st.frozensets(st.integers(1, 9), max_size=5)

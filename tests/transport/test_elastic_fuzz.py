@@ -17,7 +17,10 @@ from gossamer.record.addresses import read_addresses
 from gossamer.record.logs.order import Entered, Finished, Mixed, OrderWriter, Published, read_order
 from gossamer.record.logs.outcomes import Begun, Ended, ExchangeOutcome, OutcomeWriter, RoundOutcome, read_outcomes
 from gossamer.record.packed import cold, packed, unpacked
-from gossamer.run.asynchronous.async_state import fact_of, state_of
+from gossamer.run.asynchronous.async_state import OwnState, state_of
+from gossamer.run.config.resolve import resolve
+from gossamer.run.participant.agreement import limits_of
+from gossamer.run.participant.seat import fact_of
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic import newcomer
 from gossamer.transport.elastic.core import ElasticCore
@@ -34,7 +37,7 @@ from gossamer.transport.sockets import letter as letters
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.header import HEADER_BYTES, LetterKind, Limits
 from gossamer.transport.sockets.letter import Letter, body_of, receive_letter
-from tiny import limits
+from tiny import limits, tiny
 
 JUNK = [
     None,
@@ -255,20 +258,38 @@ def test_hundreds_of_orders_of_events_are_lives_or_refused(count: int, tmp_path:
         planned(lambda: read_order(tmp_path))
 
 
-def test_thousands_of_states_and_facts_of_asynchronous_workers_are_read_or_refused(count: int) -> None:
+def test_thousands_of_states_and_facts_of_asynchronous_workers_are_read_or_refused(count: int, tmp_path: Path) -> None:
     draw = random.Random(9)
     state = {
         "x": torch.zeros(2), "outer": [], "inner": {}, "phases": 3, "place": [1, 7, 6], "held": {0: 4}
     }  # fmt: skip
-    fact = ["127.0.0.1:4000", 5, [2, 3, [[0, 4], [1, 6]]], [2, [[2, None, None]]]]
+    fact = ["127.0.0.1:4000", 5, [2, [[2, None, None]]], [3, [[0, 4], [1, 6]]]]
+    run = resolve(tiny(run__wait=False), real=True)
+    most, brought = limits_of(run), OwnState(run, tmp_path)
     for _ in range(count):
         with contextlib.suppress(CheckpointError):
-            found = state_of(swapped(state, draw), 2)
+            found = state_of(swapped(state, draw), 2, most)
             numbers = [found.phases, *found.source, *found.held, *found.held.values()]
             assert all(type(one) is int and one >= 0 for one in numbers)
+            assert all(slot < 3 and steps <= most.steps for slot, steps in found.held.items())
         with contextlib.suppress(PeerError):
-            said = fact_of(0, swapped(fact, draw), slots=3)
-            assert all(0 <= slot < 3 and steps >= 0 for slot, steps in said.held.items())
+            said = fact_of(0, swapped(fact, draw), brought).fact
+            assert all(0 <= slot < 3 and 0 <= steps <= most.steps for slot, steps in said.held.items())
+
+
+def test_what_one_worker_claims_above_the_limits_of_the_run_is_told_to_no_other(tmp_path: Path) -> None:
+    run = resolve(tiny(run__wait=False), real=True)
+    most, brought = limits_of(run), OwnState(run, tmp_path)
+    state = {"x": torch.zeros(2), "outer": [], "inner": {}, "phases": 3, "place": [1, 7, 6], "held": {0: most.steps}}
+    assert state_of(state, 2, most).held == {0: most.steps}
+    for wrong in ({"held": {0: most.steps + 1}}, {"held": {3: 1}}, {"phases": most.rounds + 1}, {"place": [3, 7, 6]}):
+        with pytest.raises(CheckpointError, match="holds"):
+            state_of({**state, **wrong}, 2, most)
+    stated = ["127.0.0.1:4000", 5, [2, [[2, None, None]]]]
+    assert fact_of(1, [*stated, [3, [[0, most.steps]]]], brought).fact.held == {0: most.steps}
+    for wrong in ([3, [[0, most.steps + 1]]], [3, [[3, 1]]], [most.rounds + 1, []]):
+        with pytest.raises(PeerError, match="worker 1 published"):
+            fact_of(1, [*stated, wrong], brought)
 
 
 def test_thousands_of_letters_in_any_order_never_raise_in_calls_nor_fill_them(count: int) -> None:

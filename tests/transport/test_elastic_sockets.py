@@ -16,7 +16,7 @@ import torch
 
 from gossamer.errors import PeerError, TransportError
 from gossamer.record.packed import cold, frozen, unpacked
-from gossamer.run.participant.state_transfer import give_state, take_state
+from gossamer.run.participant.state_transfer import fetch_state, serve_state
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic import newcomer
 from gossamer.transport.elastic.core import Outcome
@@ -232,17 +232,17 @@ def test_who_needs_a_state_asks_again_as_long_as_its_donor_has_not_come_up_and_n
     endpoint, members = Endpoint(listeners[0], RUN, SECRET, LIMIT_S), Members(limits(2), 0, entries)
     kept = newcomer.Handover(6, lambda: frozen({"x": torch.ones(2)})(), cold)
     with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(take_state, members, endpoint, first=1, behind=0)
+        asking = pool.submit(fetch_state, members, endpoint, first=1, behind=0)
         for _ in range(2):
             listeners[1].accept()[0].close()  # as of one that is too busy to answer within the time of a handshake
         listeners[1].settimeout(None)
         donor = ElasticTransport(Members(limits(2), 1, entries), Endpoint(listeners[1], RUN, SECRET, LIMIT_S))
-        donor._host = lambda channel: give_state(channel, donor, endpoint, lambda: kept)
+        donor._host = lambda channel: serve_state(channel, donor, endpoint, lambda: kept)
         offer, state = asking.result(LIMIT_S)
     assert (offer.donor, offer.after, state["x"].tolist()) == (1, 6, [1.0, 1.0])
     donor.close()
     with pytest.raises(PeerError, match="nobody to take a state from"):
-        take_state(members, endpoint._replace(timeout_s=1e6), first=1, behind=0)
+        fetch_state(members, endpoint._replace(timeout_s=1e6), first=1, behind=0)
     listeners[0].close()
 
 

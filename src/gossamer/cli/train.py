@@ -163,7 +163,7 @@ def _train_one(
             )
         train_asynchronous(config, folder, join=join, resume=resume)
     elif config.run.elastic:
-        from gossamer.run.elastic.elastic_rounds import train_elastic
+        from gossamer.run.elastic.train_elastic import train_elastic
 
         train_elastic(config, folder, join=join, resume=resume)
     elif join is not None:
@@ -215,7 +215,7 @@ def import_early(*more: str) -> None:
         work = [
             "gossamer.cli.train",
             "gossamer.run.synchronous.train",
-            "gossamer.run.elastic.elastic_rounds",
+            "gossamer.run.elastic.train_elastic",
             "gossamer.run.asynchronous.train_asynchronous",
             "gossamer.run.served.server",
             "gossamer.run.served.served_worker",
@@ -244,50 +244,39 @@ def _start_workers(
     if config.kind == "server":
         again = ["train", str(folder / "run.toml"), "--out", str(folder), "--resume", AUTO]
         return run_served(n, main, words, folder_secret(folder, make=True), resume=again)
-    if config.run.elastic:
-        return _start_elastic(config, folder, n, words, among)
-    if config.kind in ("pair", "no waiting"):
-        return _start_asynchronous(folder, n, words, among)
+    if goes_on:
+        return _start_participants(config, folder, n, words, among)
     return run_local(n, main, words, parts=config.pipeline.processes(config.workers), among=among)
 
 
-def _start_elastic(config: "ResolvedRun", folder: Path, n: int, words: list[str], among: "Among | None") -> int:
-    """Starts workers of an elastic run on this machine, and says at the end who was lost on the way."""
+def _start_participants(
+    config: "ResolvedRun", folder: Path, n: int, words: list[str], among: "Among | None"
+) -> int:  # fmt: skip
+    """Starts workers that go on without the dead on this machine, and says at the end who was lost on the way."""
     from gossamer.cli import main
+    from gossamer.record.logs.order import read_order
     from gossamer.record.logs.outcomes import read_outcomes
-    from gossamer.run.participant.exit_status import ending, rounds_behind
+    from gossamer.run.participant.exit_status import HowFar, exit_status, far_in_phases, far_in_rounds
     from gossamer.transport.processes.local import run_elastic
     from gossamer.transport.secret import folder_secret
 
     lost: dict[int, int] = {}
 
-    def fell(worker: int, code: int, left: str) -> None:
-        lost[worker] = rounds_behind(read_outcomes(folder).get(worker, []))
-        log.warning("worker %d ended with code %d after round %d, and %s", worker, code, lost[worker], left)
-
-    codes = run_elastic(n, main, words, b"" if among else folder_secret(folder, make=True), fell, among)
-    end = ending(codes, lost, read_outcomes(folder), config.rounds)
-    for sentence in end.sentences:
-        log.warning("%s", sentence)
-    return end.code
-
-
-def _start_asynchronous(folder: Path, n: int, words: list[str], among: "Among | None") -> int:
-    """Starts workers that wait for nobody on this machine, and says at the end who was lost on the way."""
-    from gossamer.cli import main
-    from gossamer.record.logs.order import phases_in, read_order
-    from gossamer.run.participant.exit_status import ending_of_order
-    from gossamer.transport.processes.local import run_elastic
-    from gossamer.transport.secret import folder_secret
-
-    lost: dict[int, int] = {}
+    def recorded() -> HowFar:
+        return (
+            far_in_rounds(read_outcomes(folder), config.rounds)
+            if config.run.elastic
+            else far_in_phases(read_order(folder))
+        )
 
     def fell(worker: int, code: int, left: str) -> None:
-        lost[worker] = phases_in(read_order(folder).get(worker, []))
-        log.warning("worker %d ended with code %d after %d local phases, and %s", worker, code, lost[worker], left)
+        far = recorded()
+        lost[worker] = far.behind.get(worker, 0)
+        where = far.words(lost[worker])
+        log.warning("worker %d ended with code %d after %s, and %s", worker, code, where, left)
 
     codes = run_elastic(n, main, words, b"" if among else folder_secret(folder, make=True), fell, among)
-    end = ending_of_order(codes, lost, read_order(folder))
+    end = exit_status(codes, lost, recorded())
     for sentence in end.sentences:
         log.warning("%s", sentence)
     return end.code

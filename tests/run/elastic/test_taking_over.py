@@ -10,6 +10,8 @@ import torch
 
 from gossamer.errors import PeerError
 from gossamer.record import checkpoint
+from gossamer.record.checkpoint import Lineage
+from gossamer.record.folder import read_metrics
 from gossamer.record.logs.outcomes import Begun, OutcomeWriter, RoundOutcome
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import digest, dump
@@ -65,6 +67,23 @@ def test_the_error_that_a_worker_has_not_sent_is_not_sent_by_who_takes_over_its_
 @pytest.mark.parametrize("settings", [FEEDBACK[0], FEEDBACK[2]], ids=["sparseloco", "dilocox"])
 def test_with_error_feedback_workers_stay_equal_when_one_dies_and_another_joins(settings, tmp_path):
     config = run_of(**settings)
+    result = replay_with_a_newcomer(config, tmp_path)
+    assert result.loss < 6.0
+    store = tmp_path / "again" / "checkpoints"
+    saved = [checkpoint.load(store, 6, worker, digest(config))["x"] for worker in range(3)]
+    assert torch.equal(saved[0], saved[1]) and torch.equal(saved[0], saved[2])
+
+
+def test_the_lines_of_a_newcomer_have_the_steps_of_its_model_and_not_those_of_its_slot(tmp_path):
+    replay_with_a_newcomer(run_of(**FEEDBACK[0]), tmp_path)
+    lines = [line for line in read_metrics(tmp_path / "again") if line["kind"] == "train"]
+    assert {(line["round"], line["worker"]) for line in lines} >= {(1, 2), (4, 2), (5, 2), (5, 0)}
+    assert all(line["step"] == 2 * (line["round"] + 1) for line in lines)
+    assert all(line["tokens"] == 2 * 16 * line["step"] for line in lines)
+
+
+def replay_with_a_newcomer(config, tmp_path):
+    """A run in which worker 2 is killed after two rounds, and another takes its slot from round 4 on."""
     lives = {slot: [(Begun(0, 0, slot, 0, 0), 0, 6)] for slot in range(2)}
     lives[2] = [(Begun(0, 0, 2, 0, 0), 0, 2), (Begun(4, 4, 0, 4, 1), 4, 6)]
     for slot, some in lives.items():
@@ -75,11 +94,7 @@ def test_with_error_feedback_workers_stay_equal_when_one_dies_and_another_joins(
                     alive = frozenset({0, 1}) if r in (2, 3) else None
                     log.write(RoundOutcome(r, alive, NOBODY, NOBODY, begun.steps + 2 * (k + 1)))
     (tmp_path / "real" / "run.toml").write_text(dump(config))
-    result = replay_elastic(resolve(config, real=True), tmp_path / "again", tmp_path / "real")
-    assert result.loss < 6.0
-    store = tmp_path / "again" / "checkpoints"
-    saved = [checkpoint.load(store, 6, worker, digest(config))["x"] for worker in range(3)]
-    assert torch.equal(saved[0], saved[1]) and torch.equal(saved[0], saved[2])
+    return replay_elastic(resolve(config, real=True), tmp_path / "again", tmp_path / "real")
 
 
 def test_who_asks_for_a_state_while_a_worker_starts_up_gets_none_and_disturbs_nothing(monkeypatch, tmp_path):
@@ -105,7 +120,7 @@ def test_who_asks_for_a_state_while_a_worker_starts_up_gets_none_and_disturbs_no
         return transport
 
     monkeypatch.setattr(elastic, "ElasticTransport", slowly)
-    seat = Seat(members, endpoint, config.digest, Begun(0, 0, 0, 0, 0))
-    participant = elastic._Participant(config, tmp_path, task_of(config), seat, threading.Event())
+    seat = Seat(members, endpoint, Lineage(config.digest), 0, 0, goes_on=False)
+    transport = elastic.ElasticRounds(config, tmp_path, task_of(config), seat, threading.Event()).connect()
     assert asked.wait(20) and not answers
-    participant._transport.close()
+    transport.close()

@@ -9,10 +9,10 @@ from pathlib import Path
 from gossamer.clock.gossip_worker import GossipWorker
 from gossamer.record.logs.order import Mixed, Published
 from gossamer.rounds.compatibility.combine import Method
-from gossamer.run.asynchronous.async_state import AsyncSeat
-from gossamer.run.asynchronous.without_waiting import PATIENCE_S, AsyncParticipant
+from gossamer.run.asynchronous.message_form import MessageForm
+from gossamer.run.asynchronous.without_waiting import PATIENCE_S, WithoutWaiting
 from gossamer.run.config.resolved import ResolvedRun
-from gossamer.run.participant.message_form import MessageForm
+from gossamer.run.participant.seat import Seat
 from gossamer.run.worker.replica import LocalPhase
 from gossamer.run.worker.task import Task
 from gossamer.transport.elastic.fetches import Fetched, Fetches
@@ -20,7 +20,7 @@ from gossamer.transport.elastic.fetches import Fetched, Fetches
 __all__ = ["GossipParticipant"]
 
 
-class GossipParticipant(AsyncParticipant[GossipWorker]):
+class GossipParticipant(WithoutWaiting[GossipWorker]):
     """A worker that mixes, after each local phase, with the newest messages that it has fetched from its peers.
 
     It asks for them so long before the end of the phase as the last answer took, twice over and at least one inner step. An
@@ -29,7 +29,7 @@ class GossipParticipant(AsyncParticipant[GossipWorker]):
     stays at home.
     """
 
-    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: AsyncSeat, asked: threading.Event) -> None:
+    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: threading.Event) -> None:
         super().__init__(config, folder, task, seat, asked)
         m = config.method
         assert isinstance(m, Method)
@@ -41,24 +41,27 @@ class GossipParticipant(AsyncParticipant[GossipWorker]):
         self.calls = self._fetches = Fetches(seat.members, self._messages.wire_bytes, limit_s=self.limit_s)
         self._step_s = 0.0
 
-    def phase(self, number: int, round: int, alive: frozenset[int]) -> tuple[LocalPhase, float]:
-        """See `AsyncParticipant`."""
+    def train(self, number: int, round: int, alive: frozenset[int]) -> tuple[LocalPhase, float]:
+        """See `WithoutWaiting`."""
         start_s, mixing = self.now_s(), self._topology.mixing(number, alive)
         replica = self.replica
         replica.steps_taken = number * replica.local_steps
         report = replica.train(round, 0, replica.local_steps, self._asking(mixing.receives_from(self.slot)))
         self._step_s, ended_s = report.compute_s / replica.local_steps, self.now_s()
         own, packed = self._messages.pack(self.core.message(number, mixing), number)
-        self.log.write(Published(number, round, start_s, ended_s))  # whoever gets the message finds it in the log
-        with self.transport.changed:
+        # In the log before any peer can get it: were this worker killed in between, a mix of that peer could not be replayed.
+        self.log.write(Published(number, round, start_s, ended_s))
+        with self.transport.changed:  # the threads of connections answer with it
             self._fetches.publish(number + 1, packed, replica.steps_taken)
         came: dict[int, Fetched] = {}
         self.stopwatch.blocking(lambda: came.update(self._fetched()))
         received = {peer: self._messages.unpack(one.payload, peer) for peer, one in sorted(came.items())}
         now_s, everyone = self.now_s(), len(alive) == self.config.workers
+        # In the log before it is computed: who is killed in between has lost the mix, and its next life begins before it.
         heard = tuple((peer, came[peer].version, came[peer].life) for peer in received)
         self.log.write(Mixed(number, None if everyone else alive, heard, now_s))
         for peer in received:
+            # From now on whoever fills the slot of this peer goes on behind these steps: they are in this worker's parameters.
             self.holds(peer, came[peer].steps)
             self.events.write(
                 round, "fetch", source=peer, target=self.slot, fragment=0, bytes=self._messages.bytes, start_s=ended_s,
@@ -69,7 +72,7 @@ class GossipParticipant(AsyncParticipant[GossipWorker]):
         return report, start_s
 
     def end(self) -> float:
-        """See `AsyncParticipant`."""
+        """See `WithoutWaiting`."""
         return 0.0
 
     def _asking(self, peers: Iterable[int]) -> Callable[[], None]:
@@ -78,7 +81,7 @@ class GossipParticipant(AsyncParticipant[GossipWorker]):
         steps = 1 + math.ceil(2 * self._fetches.took_s / self._step_s) if self._step_s else 1
 
         def ask() -> None:
-            with self.transport.changed:
+            with self.transport.changed:  # both at once: an answer is noted only where a question is
                 self._fetches.ask(peers, time.monotonic())
                 self.transport.flush()
 
@@ -95,6 +98,7 @@ class GossipParticipant(AsyncParticipant[GossipWorker]):
     def _fetched(self) -> dict[int, Fetched]:
         """What has come, once nothing may still come."""
         with self.transport.changed:
+            # A thread of the transport gives up what has taken too long, so this ends.
             while self._fetches.pending:
                 self.transport.changed.wait(PATIENCE_S)
             return self._fetches.take()

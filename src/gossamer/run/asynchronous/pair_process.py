@@ -13,10 +13,10 @@ from gossamer.clock.pair_worker import PairWorker
 from gossamer.record.logs.order import Learned, Met, Told
 from gossamer.record.progress import say
 from gossamer.rng import numpy_rng
-from gossamer.run.asynchronous.async_state import AsyncSeat
-from gossamer.run.asynchronous.without_waiting import AsyncParticipant
+from gossamer.run.asynchronous.message_form import MessageForm
+from gossamer.run.asynchronous.without_waiting import WithoutWaiting
 from gossamer.run.config.resolved import InPairs, ResolvedRun
-from gossamer.run.participant.message_form import MessageForm
+from gossamer.run.participant.seat import Seat
 from gossamer.run.worker.replica import LocalPhase
 from gossamer.run.worker.task import Task
 from gossamer.transport.elastic.meetings import Appointment, Meetings
@@ -35,7 +35,7 @@ def pair_rule_of(method: InPairs) -> PairRule:
     return rule if rule.settle is None else rule.settle(*conditions(method.topology.n, method.rates))
 
 
-class PairParticipant(AsyncParticipant[PairWorker]):
+class PairParticipant(WithoutWaiting[PairWorker]):
     """A worker that starts `events.meetings / 2` meetings per mean local phase, at random times, with neighbours drawn alike.
 
     A local phase takes as long as those of all workers together have taken so far, over their number. Where a rule computes its
@@ -43,7 +43,7 @@ class PairParticipant(AsyncParticipant[PairWorker]):
     nobody starts a meeting and no time passes.
     """
 
-    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: AsyncSeat, asked: threading.Event) -> None:
+    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: threading.Event) -> None:
         super().__init__(config, folder, task, seat, asked)
         method = config.method
         assert isinstance(method, InPairs)
@@ -69,21 +69,23 @@ class PairParticipant(AsyncParticipant[PairWorker]):
 
     @property
     def busy(self) -> bool:
-        """See `AsyncParticipant`."""
+        """See `WithoutWaiting`."""
         return self._meetings.busy
 
-    def begin(self) -> None:
-        """See `AsyncParticipant`."""
+    def before_others(self) -> None:
+        """See `WithoutWaiting`."""
         self._first_s = self._last_s = self.now_s()
         self._before = {slot: one.ended for slot, one in self.transport.phases().items()}
         if self._neighbours:
             threading.Thread(target=self._start_meetings, daemon=True, name="gossamer meetings").start()
 
-    def phase(self, number: int, round: int, alive: frozenset[int]) -> tuple[LocalPhase, float]:
-        """See `AsyncParticipant`."""
+    def train(self, number: int, round: int, alive: frozenset[int]) -> tuple[LocalPhase, float]:
+        """See `WithoutWaiting`."""
         start_s, self._round = self.now_s(), round
         self.replica.round = round
         report = self.replica.local_phase(number)
+        # Trained without the lock, so that meetings take place meanwhile. The drift is added with it: a meeting that came between
+        # the time that passes, the line in the log and the update would be replayed on the other side of them.
         with self.transport.changed:
             if self._failed is not None:
                 raise self._failed
@@ -96,7 +98,7 @@ class PairParticipant(AsyncParticipant[PairWorker]):
         return report, start_s
 
     def end(self) -> float:
-        """See `AsyncParticipant`."""
+        """See `WithoutWaiting`."""
         self._ended.set()
         if self._failed is not None:
             raise self._failed
@@ -131,11 +133,13 @@ class PairParticipant(AsyncParticipant[PairWorker]):
             if self._ended.wait(wait_s):
                 return
             if phase_s:
+                # The seconds of a training step never hold this lock, so the time of a meeting is as drawn.
                 with self.transport.changed:
                     self._meetings.invite(int(rng.choice(self._neighbours)), time.monotonic())
                     self.transport.flush()
 
-    # What follows is called by the threads of connections, which hold `changed`.
+    # What follows is called by the threads of connections, which hold `changed`. So it takes place between two events of the
+    # thread that trains, and the order of lines in the log is the order in which the parameters have changed.
 
     def _guarded(self, act: Callable[[], T]) -> T:
         """Keeps an error, which would end the connection alone, for the thread that trains."""
@@ -148,7 +152,7 @@ class PairParticipant(AsyncParticipant[PairWorker]):
     def _tell_it(self, one: Appointment) -> Tensor:
         dt = self._pass()
         self._told_s = self.now_s()
-        # Written before anybody has the message.
+        # Written before anybody has the message, so that whoever meets with it finds it in the log.
         self.log.write(Told(one.peer, one.starter, one.life, one.number, dt, self._told_s))
         self._told, packed = self._messages.pack(self.core.tell(), one.number, one.starter)
         return packed
@@ -157,6 +161,7 @@ class PairParticipant(AsyncParticipant[PairWorker]):
         heard, told = self._messages.unpack(payload, one.peer), self._told
         assert isinstance(heard, Tensor) and isinstance(told, Tensor)
         dt, now_s = self._pass(), self.now_s()
+        # Both messages are here and the other end knows it: from this line on the meeting counts, whatever happens to either.
         self.log.write(Met(one.peer, one.starter, one.life, one.number, dt, now_s))
         self.core.meet(told, heard)
         self.holds(one.peer, one.steps)

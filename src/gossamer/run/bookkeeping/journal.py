@@ -75,7 +75,7 @@ class Journal:
 
         In the trace each fragment has a round of its own, which ends when it is sent.
         """
-        whole, steps = report.whole, worker.replica.steps_taken
+        whole, steps = report.whole, self._steps_behind(worker.replica, round + 1)
         more: dict[str, Any] = {"hashes": worker.hashes()} if self.config.record.hash else {}
         if (staged := worker.replica.staged) is not None:
             more["boundary_bytes"] = staged.sent_bytes()
@@ -113,9 +113,19 @@ class Journal:
             self._save(finished)
             self._saved = finished
 
+    def _steps_behind(self, replica: Replica, finished: int) -> int:
+        """Inner steps that a worker's model has behind it after so many rounds, whoever has taken them.
+
+        `steps_taken` is its place in its own data. In an elastic run that of a newcomer begins where its slot was left, while the
+        state that it took over has all rounds behind it, and stands there on every curve.
+        """
+        if not self.config.run.elastic or replica.places is not None:
+            return replica.steps_taken
+        return max(replica.steps_taken, finished * replica.local_steps)
+
     def end_own_round(self, replica: Replica, finished: int) -> None:
-        """As `end_round`, of one worker, whose lines have the inner steps and tokens that it has behind it."""
-        step = replica.steps_taken
+        """As `end_round`, of one worker, whose lines have the inner steps and tokens that its model has behind it."""
+        step = self._steps_behind(replica, finished)
         self.end_round(finished, worker=replica.index, step=step, tokens=step * self.config.step_tokens)
 
 

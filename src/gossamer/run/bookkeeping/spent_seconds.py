@@ -76,7 +76,7 @@ class Stopwatch:
     """
 
     def __init__(self, worker: int, before_s: float = 0.0) -> None:
-        self._tally = Tally(worker, before_s=before_s)
+        self.before_s, self._tally = before_s, Tally(worker, before_s=before_s)
         self.start()
 
     def start(self) -> None:

@@ -1,48 +1,35 @@
-"""One worker of an elastic run: it trains on when peers die or hang, takes newcomers in, and may itself join a running run.
+"""Elastic rounds: a worker trains on when peers die or hang, takes newcomers in, and may itself join a running run.
 
-A worker fills a slot. What it does in a round depends on what it knows of the others; the log of outcomes
-(`gossamer.record.logs.outcomes`) keeps that, and with it the run can be computed again. There is no place that all depend on:
-after the start the workers know each other's addresses, and any of them takes a newcomer in.
+What it does in a round depends on what it knows of the others; the log of outcomes (`gossamer.record.logs.outcomes`) keeps that,
+and with it the run can be computed again. There is no place that all depend on: after the start the workers know each other's
+addresses, and any of them takes a newcomer in.
 """
 
+import contextlib
 import logging
-import secrets
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from gossamer.errors import CheckpointError
 from gossamer.record import checkpoint
-from gossamer.record.folder import RunFolder
 from gossamer.record.logs.outcomes import Begun, Ended, ExchangeOutcome, Followed, OutcomeWriter, RoundOutcome
-from gossamer.record.packed import cold, frozen
 from gossamer.record.progress import say
-from gossamer.run.bookkeeping.evaluate import Probe
-from gossamer.run.bookkeeping.journal import Journal
-from gossamer.run.bookkeeping.resume import Resume
-from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
-from gossamer.run.bookkeeping.text_read import tell_text
-from gossamer.run.bookkeeping.which_round import ended
 from gossamer.run.config.resolved import ResolvedRun
-from gossamer.run.participant.agreement import run_key, use_threads
-from gossamer.run.participant.membership_log import say_changes
-from gossamer.run.participant.seat import Seat, addresses_in, joined, started
-from gossamer.run.participant.sigterm import leaving
-from gossamer.run.participant.state_transfer import give_state, take_state
-from gossamer.run.worker.replica import Replica
-from gossamer.run.worker.task import Task, task_of
-from gossamer.run.worker.worker import Worker
+from gossamer.run.participant.life import Participant
+from gossamer.run.participant.seat import Seat
+from gossamer.run.worker.task import Task
+from gossamer.run.worker.worker import RoundReport, Worker
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.closing import LeftOutError
 from gossamer.transport.elastic.core import Outcome
-from gossamer.transport.elastic.members import MemberStatus, SlotTakenError
-from gossamer.transport.elastic.newcomer import Handover
+from gossamer.transport.elastic.members import MemberStatus
 from gossamer.transport.elastic.transport import ElasticTransport
-from gossamer.transport.processes.launch import device_of
-from gossamer.transport.sockets.channel import Channel
 
-__all__ = ["KEPT", "train_elastic"]
+__all__ = ["KEPT", "ElasticRounds"]
 
 log = logging.getLogger("gossamer")
 
@@ -50,108 +37,68 @@ KEPT = 4
 """Checkpoints that a worker keeps: gossip lets workers run ahead, and nobody knows what a worker that is gone has owned."""
 
 
-def train_elastic(config: ResolvedRun, folder: Path, *, join: str | None = None, resume: Resume = False) -> None:
-    """Trains one worker of an elastic run to the end, or until it is asked to leave by SIGTERM.
+class ElasticRounds(Participant[ElasticTransport]):
+    """A worker that takes part in rounds with whoever is alive in its view.
 
-    Args:
-        join: the address of any worker of a running run, "auto" for one that has written its address into `folder`; None to
-            start with all others.
-        resume: whether a run that starts goes on from its checkpoints, from the round of
-            `gossamer.run.bookkeeping.which_round.to_resume`. Those without it take the state of one that has it.
-    Raises: ConfigError, DataError, CheckpointError, TrainingError; PeerError when no worker can be reached to join;
-        SlotTakenError when another process has taken the slot of one that has not joined, which asks for another.
+    A rule that needs everyone closes its rounds: all that make an update agree over whom the mean is taken
+    (`gossamer.transport.elastic.closing`). A worker that was too late for it takes another's state.
     """
-    use_threads(config)
-    task = task_of(config)
-    key, nonce = run_key(config, task), secrets.randbits(61)
-    starts = join is None
-    seat = started(config, folder, key, nonce, resume=resume) if starts else joined(config, folder, key, nonce, join)
-    if starts and seat.begun.after == config.rounds:
-        seat.endpoint.listener.close()
-        if seat.members.me == 0:
-            say(ended(folder, config.rounds))
-        return
-    with leaving() as asked:
-        while True:
-            try:
-                return _Participant(config, folder, task, seat, asked).train()
-            except SlotTakenError:
-                if join is None or asked.is_set():
-                    raise
-            lost, others = seat.members.me, seat.members.with_status(MemberStatus.ALIVE)
-            say(f"worker {lost} lost its slot to another process, and asks for a free one")
-            nonce = secrets.randbits(61)
-            seat = joined(config, folder, key, nonce, join, [entry.address for entry in others])
 
-
-class _Participant:
-    """One process in its slot."""
+    # Where a majority is waited for, the others shall not wait for one whose training has failed.
+    a_failure_is_a_leave = True
 
     def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: threading.Event) -> None:
-        m = config.in_rounds
-        self.config, self.folder, self._method, self._seat, self._asked = config, folder, m, seat, asked
-        self.slot, self._store, self._line = seat.members.me, folder / "checkpoints", seat.line
-        device = device_of(config.run.device)
-        self._replica = Replica(self.slot, config, task, device)
-        self._probe = Probe(config, task, device)
-        self._kept, self._ready = Handover(0, bytes, cold), threading.Event()
-        self._closes = m.rule.needs == "everyone"
-        # A message has at most four tensors of the size of x; what is larger is no payload.
-        limit_bytes = 16 * self._replica.layout.numel + (1 << 16) if self._closes else None
+        super().__init__(config, folder, task, seat, asked)
+        self._method = m = config.in_rounds
+        self._closes, self._once = m.rule.needs == "everyone", m.exchanges_once
+        self._topology_of = m.topology_of(config.seed)
         self._closings = sum(bool(stop.sends) for stop in m.schedule.stops(0, config.full_steps))
-        self._transport = ElasticTransport(
-            seat.members,
-            seat.endpoint,
-            host=self._host,
-            device=device,
-            limit_bytes=limit_bytes,
-            closings=self._closings,
-        )
-        self._transport.stop = asked.is_set
-        self._transport.redial.addresses = lambda: addresses_in(folder, config, seat.endpoint.run)
-        if not m.exchanges_once:
-            self._transport.taken = lambda: self._replica.steps_taken
-        self._topology_of, self._once = m.topology_of(config.seed), m.exchanges_once
-        self._worker = Worker(self._replica, m, self._transport)
-        self._worker.loop.alive = self._take_part
-        self._worker.loop.next = self._next
-        self._worker.loop.closes = self if self._closes else None
+        self._fresh = task.data.state()
+        """Its own place in the data at the start, which no other worker's state replaces."""
+        self._finished = 0
+        """Rounds that are over in its parameters."""
+        self._begins = True
+        """Whether the next round is the first one with the state that it has just begun with."""
         self._alive: frozenset[int] = frozenset()
-        """Who takes part in the round that was begun last, or in the closing that was named last."""
+        """Who takes part in the round that was begun last, or in the closing that was proposed last."""
+        self._entered = -1
+        """The round that it has told the others it is in."""
         self._after: tuple[int, int] | None = None
         """The newest round after which it is decided with which one to go on, and that one."""
         self._sends: tuple[int, int | None] | None = None
         """The same of the round for which this worker sends ahead; None where it sends nothing."""
-        self._entered = -1
         self._views: dict[tuple[int, int], frozenset[int]] = {}
         """Who takes part in each exchange that was announced and has not ended, by the round that it follows and fragment."""
         self._ended: list[ExchangeOutcome] = []
         """The exchanges that have ended in this round."""
-        self._fresh = task.data.state()
-        self._known = dict(seat.members.entries)
 
-    def train(self) -> None:
-        """Trains until the end of the run, or until it is asked to leave."""
-        try:
-            begun = self._begin()
-            fresh = not self._seat.resumes
-            with (
-                RunFolder(  # which refuses a folder that holds another run, before anything of it is written over
-                    self.folder, self.config.document, self.config.record, worker=self.slot,
-                    resume_round=None if fresh else begun.round, traced_per_round=self._method.sends_per_round,
-                ) as record,
-                OutcomeWriter(self.folder, self.slot, None if fresh else begun.round) as log,
-            ):  # fmt: skip
-                tell_text(record, self._worker.replica.task.data)
-                log.write(begun)
-                self._rounds(begun, log, record)
-        finally:
-            self._transport.close()
+    @property
+    def x(self) -> Tensor:
+        """See `Participant`."""
+        return self.replica.evaluated
 
-    def _begin(self) -> Begun:
-        """Takes over the state that this process begins with, and tells the others from which round on it takes part."""
-        begun, members, transport = self._seat.begun, self._seat.members, self._transport
-        joins = members.own.status == MemberStatus.JOINING
+    # --- connect and begin --------------------------------------------------------------------------------------------
+
+    def connect(self) -> ElasticTransport:
+        """See `Participant`."""
+        # A message has at most four tensors of the size of x; what is larger is no payload.
+        limit_bytes = 16 * self.replica.layout.numel + (1 << 16) if self._closes else None
+        transport = ElasticTransport(
+            self.seat.members, self.seat.endpoint, host=self.host, device=self.device, limit_bytes=limit_bytes,
+            closings=self._closings,
+        )  # fmt: skip
+        transport.stop = self.asked.is_set
+        if not self._once:
+            transport.taken = lambda: self.replica.steps_taken
+        self._worker = Worker(self.replica, self._method, transport)
+        self._worker.loop.alive, self._worker.loop.next = self._take_part, self._next
+        self._worker.loop.closes = self if self._closes else None
+        return transport
+
+    def begin(self) -> None:
+        """See `Participant`."""
+        seat, members, transport = self.seat, self.seat.members, self.transport
+        begun, joins = Begun(seat.after, seat.after, seat.donor, 0, members.own.incarnation), self.joins
         if joins:
             newest = transport.first_round(self.config.run.timeout_s) - 1
             begun = begun._replace(round=0 if self._closes else newest + 1)
@@ -161,7 +108,7 @@ class _Participant:
                 begun = self._fetched(begun)
         if begun.after and begun.donor == self.slot:
             try:
-                saved = checkpoint.load(self._store, begun.after, self.slot, self._line)
+                saved = checkpoint.load(self.folder / "checkpoints", begun.after, self.slot, seat.line)
                 self._worker.restore({**saved, "under_way": []})
             except CheckpointError as error:
                 log.warning("worker %d takes another's state: %s", self.slot, error)
@@ -169,29 +116,27 @@ class _Participant:
         elif begun.after and not joins:
             begun = self._fetched(begun)
         if self._worker.loop.sharing is None:
-            self._replica.steps_taken = max(self._replica.steps_taken, members.own.steps)
+            self.replica.steps_taken = max(self.replica.steps_taken, members.own.steps)
+        # Kept before anybody hears that it is alive, and may ask it for its state.
         self._keep(begun.after)
-        self._ready.set()
         if joins:
             if not self._closes:
                 begun = begun._replace(round=max(begun.round, transport.newest_round + 1))
             transport.declare(MemberStatus.ALIVE, begun.round)
-            whose = "its own checkpoint" if begun.donor == self.slot else f"the state of worker {begun.donor}"
+            whose = self.whose(begun.donor)
             say(f"worker {self.slot} joins at round {begun.round} with {whose} after round {begun.after}")
-        return begun._replace(steps=self._replica.steps_taken)
+        self._begun = begun._replace(steps=self.replica.steps_taken)
+        self.round, self._finished = begun.round, begun.after
 
     def _follow(self, begun: Begun) -> Begun:
         """Trains as a ghost, until the inner optimizer is warm; returns how this process begins, as far as that is known then."""
-        transport, replica, followed = self._transport, self._replica, list[Followed]()
+        transport, replica, followed = self.transport, self.replica, list[Followed]()
         transport.declare(MemberStatus.GHOST)
         behind = transport.members.own.steps
         for k in range(self.config.run.ghost_rounds):
-            if self._asked.is_set() or transport.members.replaced:
+            if self.asked.is_set() or transport.members.replaced:
                 break
-            members, endpoint = transport.members, self._seat.endpoint
-            offer, state = take_state(
-                members, endpoint, first=begun.donor, behind=begun.after, inner=False, stop=self._asked.is_set
-            )
+            offer, state = self.fetch(first=begun.donor, behind=begun.after, inner=False)
             steps = behind + k * replica.local_steps
             self._worker.rehearse(offer.after, self._mine(state, steps))
             followed.append(Followed(offer.donor, offer.after, steps, offer.sha256))
@@ -199,66 +144,89 @@ class _Participant:
         newest = transport.first_round(self.config.run.timeout_s) - 1
         return begun._replace(round=0 if self._closes else newest + 1, followed=tuple(followed))
 
-    def _rounds(self, begun: Begun, log: OutcomeWriter, record: RunFolder) -> None:
-        config, worker, transport, replica = self.config, self._worker, self._transport, self._replica
-        journal = Journal(
-            config, lambda: record, lambda: {"loss": self._probe.loss(replica.evaluated, replica.buffers)}, self._save,
-            kind="validation",
-        )  # fmt: skip
-        if (begun.round, begun.incarnation) == (0, 0):  # for one that joins, others may be waiting
-            journal.begin(worker=self.slot)
-        stopwatch = Stopwatch(self.slot, recorded_s(self.folder, self.slot, begun.round))
-        stopwatch.start()
-        round, finished, begins = begun.round, begun.after, True
-        while round < config.rounds and not self._asked.is_set():
-            self._known = say_changes(self._known, transport, round=round, rounds=config.rounds)
-            before = replica.steps_taken
-            self._enter(round)
-            alive = self._alive
-            if begins and round:
-                self._after = round - 1, round
-                worker.loop.send_ahead(round)
-            begins = False
-            try:
-                report = worker.train_round(round, lambda: self._note(round, log))  # noqa: B023
-            except LeftOutError as error:
-                replica.steps_taken = before  # nobody has what they have led to: they are taken again
-                self._views.clear()
-                worker.hashes()
-                if self._asked.is_set():
-                    break
-                begun = Begun(round, finished, self.slot, 0, self._incarnation)
-                round, begins = self._go_on(begun, log, error.source), True
-                continue
-            finished = round + 1
-            self._note(round, log)
-            alive = self._alive if self._closes else alive
-            missed = frozenset(peer for one in self._ended for peer in one.missed)
-            unsure = frozenset(peer for one in self._ended for peer in one.unsure)
-            log.write(RoundOutcome(round, self._or_all(alive), missed, unsure, replica.steps_taken))
-            self._show(alive, record)
-            self._keep(finished)
-            stopwatch.phase(report.whole.compute_s)
-            stopwatch.waited(transport.waits(), transport.deliveries())
-            journal.enter(worker, round, report)
-            journal.end_own_round(replica, finished)
-            record.log_seconds(stopwatch.round(round))
-            round = self._decided(round)
-            if round > finished + config.run.rejoin_rounds and round < config.rounds:
-                self._settle(finished, log)
-                round, begins = self._go_on(Begun(round, finished, self.slot, 0, self._incarnation), log), True
-        self._end(min(round, config.rounds), finished, log)
+    def open_record(self, open_: contextlib.ExitStack) -> None:
+        """See `Participant`."""
+        begun = self._begun
+        cut = begun.round if self.seat.goes_on else None
+        self.open_folder(open_, cut, traced_per_round=self._method.sends_per_round)
+        self._log = open_.enter_context(OutcomeWriter(self.folder, self.slot, cut))
+        self._log.write(begun)
+        self.start_clock(initial=(begun.round, begun.incarnation) == (0, 0))
+
+    # --- a round ------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_more(self) -> bool:
+        """See `Participant`."""
+        return self.round < self.config.rounds
+
+    def phase(self) -> None:
+        """One round, or as much of it as was made when it was closed without this worker."""
+        self.say_changes(rounds=self.config.rounds)
+        round, steps_before = self.round, self.replica.steps_taken
+        self._enter(round)
+        alive = self._alive
+        if self._begins and round:
+            self._after = round - 1, round
+            self._worker.loop.send_ahead(round)
+        self._begins = False
+        try:
+            report = self._worker.train_round(round, lambda: self._note(round))
+        except LeftOutError as error:
+            # Nobody has what these steps have led to, so they are taken again.
+            self.replica.steps_taken = steps_before
+            self._views.clear()
+            self._worker.hashes()
+            if not self.asked.is_set():
+                self._take_anothers_state(round, error.source)
+            return
+        self._end_round(report, alive)
+        self.round = self._decided(round)
+        if self._finished + self.config.run.rejoin_rounds < self.round < self.config.rounds:
+            self._drop_in_flight()
+            self._take_anothers_state(self.round)
+
+    def _end_round(self, report: RoundReport, alive: frozenset[int]) -> None:
+        """Writes what became of a round, keeps its state, and validates and saves what is due."""
+        round, replica = self.round, self.replica
+        self._finished = round + 1
+        self._note(round)
+        alive = self._alive if self._closes else alive
+        missed = frozenset(peer for one in self._ended for peer in one.missed)
+        unsure = frozenset(peer for one in self._ended for peer in one.unsure)
+        # The outcome is in the log before the state is kept: a newcomer may have that and name it in its own log.
+        self._log.write(RoundOutcome(round, self._or_all(alive), missed, unsure, replica.steps_taken))
+        self._show(alive)
+        self._keep(self._finished)
+        self.stopwatch.phase(report.whole.compute_s)
+        self.stopwatch.waited(self.transport.waits(), self.transport.deliveries())
+        self.journal.enter(self._worker, round, report)
+        self.journal.end_own_round(replica, self._finished)
+        self.record.log_seconds(self.stopwatch.round(round))
+
+    def _take_anothers_state(self, round: int, source: int | None = None) -> None:
+        """Goes on with the state of another worker, first that of `source`, in place of this round."""
+        if self._closings > 1 and source is not None:  # states are given away as they were at the ends of rounds
+            self.transport.await_later(round)
+        self._entered, self._begins = -1, True
+        own = Begun(round, self._finished, self.slot, 0, self.transport.members.own.incarnation)
+        begun = self._fetched(own, source)
+        self._keep(begun.after)
+        self._log.write(begun._replace(steps=self.replica.steps_taken))
+        self.round = begun.round
+
+    # --- what `OuterLoop` asks ----------------------------------------------------------------------------------------
 
     def _enter(self, round: int) -> None:
         """Begins a round, or the sending for it, if this worker has not yet."""
         if round != self._entered:
-            steps = self._replica.steps_taken + self._replica.local_steps
-            self._alive, self._entered = self._transport.enter(round, self._peers(round), steps), round
+            steps = self.replica.steps_taken + self.replica.local_steps
+            self._alive, self._entered = self.transport.enter(round, self._peers(round), steps), round
 
     def _decided(self, round: int) -> int:
-        """The round to go on with after this one."""
+        """The round to go on with after this one. What it says once stays: payloads may have been sent ahead for it."""
         if self._after is None or self._after[0] != round:
-            self._after = round, self._transport.next_round()
+            self._after = round, self.transport.next_round()
         return self._after[1]
 
     def _next(self, round: int) -> int | None:
@@ -266,7 +234,7 @@ class _Participant:
         if self._sends is None or self._sends[0] != round:
             after = self._decided(round)
             far = after > round + 1 + self.config.run.rejoin_rounds
-            self._sends = round, None if far or after >= self.config.rounds or self._asked.is_set() else after
+            self._sends = round, None if far or after >= self.config.rounds or self.asked.is_set() else after
             if self._sends[1] is not None:
                 self._enter(after)
         return self._sends[1]
@@ -276,40 +244,14 @@ class _Participant:
         self._views[round, fragment] = self._alive
         return self._alive
 
-    @property
-    def _incarnation(self) -> int:
-        return self._transport.members.own.incarnation
-
-    def _go_on(self, begun: Begun, log: OutcomeWriter, source: int | None = None) -> int:
-        """Goes on with another worker's state; returns the round to go on with."""
-        if self._closings > 1 and source is not None:  # states are given away as they were at the ends of rounds
-            self._transport.await_later(begun.round)
-        self._entered = -1
-        begun = self._fetched(begun, source)
-        self._keep(begun.after)
-        log.write(begun._replace(steps=self._replica.steps_taken))
-        return begun.round
-
     def proposed(self, round: int) -> tuple[int, frozenset[int]]:
         """See `gossamer.transport.contract.Closes`."""
-        attempt, self._alive = self._transport.proposed(round)
+        attempt, self._alive = self.transport.proposed(round)
         return attempt, self._alive
 
     def committed(self, attempt: int, *, whole: bool) -> bool:
         """See `gossamer.transport.contract.Closes`."""
-        return self._transport.committed(attempt, whole=whole)
-
-    def _end(self, round: int, finished: int, log: OutcomeWriter) -> None:
-        """Receives what is under way, saves and says goodbye."""
-        if self._worker.loop.in_flight:
-            self._worker.receive_rest()
-            self._note(finished, log)
-        left = self._asked.is_set() and round < self.config.rounds
-        if finished < self.config.rounds:
-            self._save(finished if left else self.config.rounds)
-        log.write(Ended(round, "left" if left else "finished"))
-        if left:
-            say(f"worker {self.slot} leaves after round {finished}, as it was asked to, and has saved its state")
+        return self.transport.committed(attempt, whole=whole)
 
     def _peers(self, round: int) -> Callable[[frozenset[int]], tuple[int, ...]]:
         every = range(self._worker.loop.exchanges)
@@ -318,12 +260,17 @@ class _Participant:
     def _hears_from(self, of: int, fragment: int, alive: frozenset[int]) -> tuple[int, ...]:
         return self._topology_of(fragment).mixing(of, alive).receives_from(self.slot)
 
+    # --- what became of the exchanges ---------------------------------------------------------------------------------
+
     def _or_all(self, alive: frozenset[int]) -> frozenset[int] | None:
         return None if len(alive) == self.config.workers else alive
 
-    def _note(self, round: int, log: OutcomeWriter) -> None:
-        """Keeps what became of the exchanges that have ended since the last call, before anything else is sent."""
-        collected = self._transport.outcomes()
+    def _note(self, round: int) -> None:
+        """Writes what became of the exchanges that have ended since the last call, before anything else is sent.
+
+        So of a worker that is killed the log says how far it came, whatever the others have of it.
+        """
+        collected = self.transport.outcomes()
         if self._closes:  # what is closed has everything
             collected = {Ticket(*key): dict[int, Outcome]() for key in self._views}
         for ticket, outcomes in collected.items():
@@ -335,61 +282,67 @@ class _Participant:
             ended = ExchangeOutcome(round, ticket.round, ticket.fragment, alive, missed, unsure)
             self._ended.append(ended)
             if not self._once:
-                log.write(ended)
+                self._log.write(ended)
             if ended.lost:
                 which = ", ".join(map(str, sorted(ended.lost)))
                 say(
                     f"round {round + 1}: worker {self.slot} did not exchange with worker {which}; its weight stays here"
                 )
 
-    def _show(self, alive: frozenset[int], record: RunFolder) -> None:
+    def _show(self, alive: frozenset[int]) -> None:
         """Shows what became of the exchanges of a round, and forgets them."""
         everyone = frozenset(range(self.config.workers))
         made = sum(
             len({*self._hears_from(one.of, one.fragment, one.alive or everyone)} - one.lost) for one in self._ended
         )
         missed, unsure = sum(len(one.missed) for one in self._ended), sum(len(one.unsure) for one in self._ended)
-        record.show_exchanges(alive=len(alive), made=made, missed=missed, unsure=unsure)
+        self.record.show_exchanges(alive=len(alive), made=made, missed=missed, unsure=unsure)
         self._ended.clear()
 
-    def _settle(self, round: int, log: OutcomeWriter) -> None:
-        """Waits for what is under way and drops it, before another's state is taken over: other ends may count it."""
+    def _drop_in_flight(self) -> None:
+        """Waits for what is in flight and drops it, before another's state is taken over: other ends may count it."""
         in_flight = self._worker.loop.in_flight
         for exchange in in_flight.values():
             exchange.receive()
         in_flight.clear()
-        self._note(round, log)
+        self._note(self._finished)
 
-    def _save(self, finished: int) -> None:
-        checkpoint.save(self._store, finished, self.slot, self._worker.state(), digest=self._line, keep=KEPT)
+    # --- its state, and its end ---------------------------------------------------------------------------------------
+
+    def save(self, finished: int) -> None:
+        """See `Participant`."""
+        store, line = self.folder / "checkpoints", self.seat.line
+        checkpoint.save(store, finished, self.slot, self._worker.state(), digest=line, keep=KEPT)
 
     def _keep(self, after: int) -> None:
-        """Keeps the present state for newcomers. Cost: one copy of the model, its outer and its inner state."""
-        state = {**self._worker.state(), "under_way": [], "line": self._transport.line}
-        self._kept = Handover(after, frozen(state), cold)
+        # What is in flight is this worker's own; the line tells a newcomer after which closed rounds the state is.
+        self.keep(after, {**self._worker.state(), "under_way": [], "line": self.transport.line})
 
     def _fetched(self, begun: Begun, source: int | None = None) -> Begun:
         """Goes on with another worker's parameters, outer and inner state, and with its own place in the data."""
-        first, members, endpoint = (
-            begun.donor if source is None else source,
-            self._transport.members,
-            self._seat.endpoint,
-        )
-        offer, state = take_state(
-            members, endpoint, first=first, behind=begun.after, inner=not begun.followed, stop=self._asked.is_set
-        )
-        self._worker.take_over(self._mine(state, max(members.own.steps, self._replica.steps_taken)))
+        first, members = begun.donor if source is None else source, self.transport.members
+        offer, state = self.fetch(first=first, behind=begun.after, inner=not begun.followed)
+        self._worker.take_over(self._mine(state, max(members.own.steps, self.replica.steps_taken)))
         round = max(begun.round, offer.after)
         if self._closes:
             round = offer.after
-            self._transport.go_on_from(offer.after, int(state["line"]))
+            self.transport.go_on_from(offer.after, int(state["line"]))
         return begun._replace(round=round, after=offer.after, donor=offer.donor, sha256=offer.sha256)
 
     def _mine(self, state: dict[str, Any], steps: int) -> dict[str, Any]:
         """Another worker's state with this one's own place in the data."""
         return {**state, "data": self._fresh, "steps_taken": steps, "under_way": []}
 
-    def _host(self, channel: Channel) -> None:
-        # Somebody may ask while this object is made. Who asks one without a state may ask another.
-        if self._seat.members.own.status != MemberStatus.GHOST and self._ready.wait(self._seat.endpoint.timeout_s):
-            give_state(channel, self._transport, self._seat.endpoint, lambda: self._kept)
+    def leave(self) -> None:
+        """See `Participant`."""
+        round, finished = min(self.round, self.config.rounds), self._finished
+        if self._worker.loop.in_flight:
+            self._worker.receive_rest()
+            self._note(finished)
+        left = self.asked.is_set() and round < self.config.rounds
+        if finished < self.config.rounds:
+            self.save(finished if left else self.config.rounds)
+        # Last in the log: it says that there is a checkpoint.
+        self._log.write(Ended(round, "left" if left else "finished"))
+        if left:
+            say(f"worker {self.slot} leaves after round {finished}, as it was asked to, and has saved its state")

@@ -4,15 +4,25 @@ import hashlib
 
 import torch
 
-from gossamer.run.config.resolved import RunSettings
-from gossamer.run.worker.task import Task, found_by_each
+from gossamer.run.config.resolved import ResolvedRun, RunSettings
+from gossamer.run.worker.task import Task, found_by_each, task_of
 from gossamer.transport.alike import short_settings
 from gossamer.transport.sockets.header import Limits
 
-__all__ = ["HERE", "limits_of", "run_key", "run_settings", "use_threads"]
+__all__ = ["HERE", "limits_of", "prepare", "run_key", "run_settings", "use_threads"]
 
 HERE = "these machines"
 """What a real run calls the network whose seconds it records."""
+
+
+def prepare(config: ResolvedRun) -> tuple[Task, int]:
+    """What a process does before it looks for the others: it sets its threads and opens its data.
+
+    Returns: what it trains, and the key of the run. Raises: ConfigError, DataError.
+    """
+    use_threads(config)
+    task = task_of(config)
+    return task, run_key(config, task)
 
 
 def use_threads(config: RunSettings) -> None:

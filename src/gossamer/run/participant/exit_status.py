@@ -1,4 +1,4 @@
-"""How an elastic run has ended whose workers a launcher has started, or one that waits for nobody: exit code, and who died."""
+"""How a run has ended whose workers may come and go and were started by a launcher: its exit code, and what became of whom."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -6,75 +6,73 @@ from typing import NamedTuple
 from gossamer.record.logs.order import OrderLife, phases_in
 from gossamer.record.logs.outcomes import Life
 
-__all__ = ["Ending", "ending", "ending_of_order", "rounds_behind"]
+__all__ = ["ExitStatus", "HowFar", "exit_status", "far_in_phases", "far_in_rounds"]
 
 
-class Ending(NamedTuple):
+class ExitStatus(NamedTuple):
     """What a launcher says, and its exit code."""
 
     code: int
-    """0 when a worker has trained all rounds; its model is finite then, or it would have failed. Else not 0."""
+    """0 when a worker has trained to the end of the run; its model is finite then, or it would have failed. Else not 0."""
     sentences: list[str]
 
 
-def rounds_behind(lives: Sequence[Life]) -> int:
-    """Rounds that a slot has behind it, as its log of outcomes says."""
-    return max((one.round + 1 for life in lives for one in life.rounds), default=0)
+class HowFar(NamedTuple):
+    """How far the slots of a run are, as its logs say."""
+
+    behind: Mapping[int, int]
+    """The rounds, or local phases, that each slot has behind it."""
+    whys: Mapping[int, str | None]
+    """Why the newest process of each slot has ended; None for one that runs, or was killed."""
+    rounds: int | None
+    """Of the whole run; None where local phases are counted."""
+
+    def words(self, behind: int) -> str:
+        """A number of `behind` in words."""
+        return f"{behind} local phases" if self.rounds is None else f"round {behind}"
 
 
-def ending(
-    codes: Mapping[int, int], lost: Mapping[int, int], lives: Mapping[int, Sequence[Life]], rounds: int
-) -> Ending:
+def far_in_rounds(lives: Mapping[int, Sequence[Life]], rounds: int) -> HowFar:
+    """By the log of outcomes of an elastic run with so many rounds."""
+    behind = {i: max((one.round + 1 for life in own for one in life.rounds), default=0) for i, own in lives.items()}
+    ends = {i: own[-1].ended for i, own in lives.items() if own}
+    return HowFar(behind, {i: None if end is None else end.why for i, end in ends.items()}, rounds)
+
+
+def far_in_phases(order: Mapping[int, Sequence[OrderLife]]) -> HowFar:
+    """By the order of events of a run that waits for nobody."""
+    ends = {i: own[-1].ended for i, own in order.items() if own}
+    behind = {i: phases_in(own) for i, own in order.items()}
+    return HowFar(behind, {i: None if end is None else end.why for i, end in ends.items()}, None)
+
+
+def exit_status(codes: Mapping[int, int], lost: Mapping[int, int], far: HowFar) -> ExitStatus:
     """How a run has ended.
 
     Args:
         codes: of the workers, in the order in which they ended.
-        lost: the rounds that a worker had behind it when it failed.
-        lives: the log of outcomes.
-        rounds: of the whole run.
+        lost: how far a worker was when it failed; another process may have filled its slot since.
+        far: how far the slots are now.
 
-    >>> from gossamer.record.logs.outcomes import Begun, Ended
-    >>> ending({1: 137, 0: 0}, {1: 7}, {0: [Life(Begun(0, 0, 0, 0, 0), (), Ended(20, "finished"))]}, 20)
-    Ending(code=0, sentences=['worker 1 ended with code 137 after round 7 of 20'])
+    >>> exit_status({1: 137, 0: 0}, {1: 7}, HowFar({0: 20, 1: 7}, {0: "finished", 1: None}, 20))
+    ExitStatus(code=0, sentences=['worker 1 ended with code 137 after round 7 of 20'])
+    >>> exit_status({2: 0}, {}, HowFar({2: 11}, {2: "left"}, None)).sentences
+    ['worker 2 has left after 11 local phases', 'no worker has reached the end of the run']
     """
+    of_all = "" if far.rounds is None else f" of {far.rounds}"
     said = [
-        f"worker {i} ended with code {code} after round {lost.get(i, 0)} of {rounds}"
+        f"worker {i} ended with code {code} after {far.words(lost.get(i, 0))}{of_all}"
         for i, code in codes.items()
         if code
     ]
-    ends = {i: own[-1].ended for i, own in lives.items() if own and codes.get(i) == 0}
-    for i, ended in ends.items():
-        if ended is not None and ended.why == "left":
-            said.append(f"worker {i} has left after round {rounds_behind(lives[i])} of {rounds}")
-    if any(ended is not None and ended.why == "finished" for ended in ends.values()):
-        return Ending(0, said)
-    failed = [code for code in codes.values() if code]
-    return Ending(failed[-1] if failed else 2, [*said, f"no worker has reached round {rounds}"])
-
-
-def ending_of_order(
-    codes: Mapping[int, int], lost: Mapping[int, int], order: Mapping[int, Sequence[OrderLife]]
-) -> Ending:  # fmt: skip
-    """How a run has ended that waits for nobody.
-
-    Args:
-        codes: as of `ending`.
-        lost: the local phases that a worker had behind it when it failed; another process may have filled its slot since.
-        order: of the events of each worker.
-
-    >>> from gossamer.record.logs.order import Entered, Finished
-    >>> life = OrderLife(7, Entered(0, 0, None, 0.0), (Finished("finished", 20, 0.0, 9.5),))
-    >>> ending_of_order({1: 137, 0: 0}, {}, {0: [life], 1: []})
-    Ending(code=0, sentences=['worker 1 ended with code 137 after 0 local phases'])
-    """
-    phases = {i: phases_in(order.get(i, [])) for i in codes}
-    said = [
-        f"worker {i} ended with code {code} after {lost.get(i, 0)} local phases" for i, code in codes.items() if code
+    whys = {i: far.whys.get(i) for i, code in codes.items() if not code}
+    said += [
+        f"worker {i} has left after {far.words(far.behind.get(i, 0))}{of_all}"
+        for i, why in whys.items()
+        if why == "left"
     ]
-    ends = {i: order[i][-1].ended for i, code in codes.items() if not code and order.get(i)}
-    whys = {i: end.why for i, end in ends.items() if end is not None}
-    said += [f"worker {i} has left after {phases[i]} local phases" for i, why in whys.items() if why == "left"]
     if "finished" in whys.values():
-        return Ending(0, said)
+        return ExitStatus(0, said)
     failed = [code for code in codes.values() if code]
-    return Ending(failed[-1] if failed else 2, [*said, "no worker has reached the end of the run"])
+    end = "the end of the run" if far.rounds is None else f"round {far.rounds}"
+    return ExitStatus(failed[-1] if failed else 2, [*said, f"no worker has reached {end}"])

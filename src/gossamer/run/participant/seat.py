@@ -1,30 +1,27 @@
-"""How the process of an elastic run finds its slot and the others: all start together, or one joins a run that is under way."""
+"""How a process of a run whose workers come and go finds its slot and the others: all start together, or one joins later.
+
+Those that start together tell each other what checkpoints they have, and each decides from the same facts with which round the
+run goes on. What these facts are depends on the kind of run: `gossamer.run.elastic.held_rounds` for one in rounds,
+`gossamer.run.asynchronous.async_state` for one that waits for nobody.
+"""
 
 import logging
 import os
+import secrets
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import quote
-from typing import NamedTuple
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 from gossamer.errors import ConfigError, GossamerError, PeerError, first_line
 from gossamer.record import checkpoint
 from gossamer.record.addresses import Address, read_addresses, write_address
 from gossamer.record.checkpoint import Lineage
-from gossamer.record.logs.outcomes import Begun
 from gossamer.record.progress import say
-from gossamer.run.bookkeeping.resume import Resume, history, lineage
-from gossamer.run.bookkeeping.which_round import (
-    Held,
-    KeptRounds,
-    heard,
-    kept_by,
-    newest_of_own,
-    said,
-    to_go_on,
-    to_resume,
-)
+from gossamer.run.bookkeeping.resume import History, Resume, history, lineage
+from gossamer.run.bookkeeping.which_round import Held, KeptRounds, heard, newest_of_own, said, to_go_on
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.participant.agreement import limits_of
 from gossamer.run.worker.stages.checkpoints import Store
@@ -39,110 +36,159 @@ from gossamer.transport.elastic.members import (
 from gossamer.transport.elastic.newcomer import Applicant, ask
 from gossamer.transport.processes.interfaces import address_towards
 from gossamer.transport.processes.launch import agree, join, part
-from gossamer.transport.processes.member import Member
 from gossamer.transport.secret import folder_secret
 from gossamer.transport.sockets.addresses import is_loopback, listen, shown, split
 from gossamer.transport.sockets.connection import Endpoint
 from gossamer.transport.sockets.header import Limits
 
-__all__ = ["Seat", "addresses_in", "announce", "arrived", "is_address", "joined", "started", "warn_of_loopback"]
+__all__ = [
+    "Brought",
+    "Own",
+    "Progress",
+    "Seat",
+    "Stated",
+    "addresses_in",
+    "announce",
+    "fact_of",
+    "joined",
+    "started",
+    "warn_of_loopback",
+]
 
 log = logging.getLogger("gossamer")
 
+Fact = TypeVar("Fact")
+NONCE_BITS = 61
+"""Of the random number by which the others know this process."""
+
 
 class Seat(NamedTuple):
-    """The slot of this process, and what it begins with."""
+    """The slot of this process, and from where it goes on."""
 
     members: Members
     endpoint: Endpoint
     line: Lineage
     """Whose checkpoints belong to the run."""
-    begun: Begun
-    resumes: bool = False
+    after: int
+    """Rounds that are over in the checkpoint with which it goes on; 0 where there is none, as at the start of a run."""
+    donor: int
+    """Whose checkpoint that is: its own, or that of the slot that is asked first for its state."""
+    goes_on: bool
     """Whether files of this slot may be there already."""
+    content: object = None
+    """What `Brought.own` has read of its own checkpoint, which is read once; None for nothing."""
 
 
-def started(config: RunSettings, folder: Path, run: int, nonce: int, *, resume: Resume) -> Seat:
+class Own(NamedTuple):
+    """What this process has kept of a run that goes on."""
+
+    kept: KeptRounds
+    more: object = None
+    """What else the others have to know, as JSON."""
+    content: object = None
+    """What was read of it."""
+
+
+class Progress(NamedTuple):
+    """How far a slot is when a run starts."""
+
+    since: int
+    """The first round that it takes part in."""
+    round: int
+    steps: int
+    """Inner steps behind which whoever fills it goes on, whatever its own checkpoint says."""
+
+
+class Brought(ABC, Generic[Fact]):
+    """What each process of one kind of run brings to its start, and what all of them decide from it.
+
+    All decide for themselves, so every answer must follow from what all have been told, in the order of the slots.
+    """
+
+    word: ClassVar[str]
+    """In what all must have in common: processes of another kind of run are refused."""
+    one_round: ClassVar[bool]
+    """Whether all go on with the same round, and read it before they agree on it; else each goes on with its own newest."""
+
+    @abstractmethod
+    def own(self, slot: int, past: History) -> Own:
+        """What this process has kept."""
+
+    @abstractmethod
+    def read(self, more: object) -> Fact | None:
+        """What another process has said in `Own.more`, null where the run begins; None for what no process says."""
+
+    @abstractmethod
+    def pick(self, held: Mapping[int, Held]) -> int:
+        """The round that counts, among those that each slot has; 0 for none."""
+
+    @abstractmethod
+    def progress(self, slot: int, facts: Sequence[Fact], held: Mapping[int, Held], after: int) -> Progress:
+        """How far a slot is, be it one that nobody fills, as there is no fact of it."""
+
+
+def started(
+    config: RunSettings, folder: Path, run: int, brought: Brought[Fact], *, resume: Resume
+) -> Seat:  # fmt: skip
     """Waits for all processes of a run that starts, as torchrun's environment variables or our launcher name them.
 
     They may be fewer than the run has slots; the others are empty until somebody joins.
 
     Raises: ConfigError, CheckpointError; PeerError when workers do not come or run another configuration.
     """
-    wait_s = config.run.timeout_s
-    member, listener, address = arrived(config)
+    wait_s, store = config.run.timeout_s, Store(config, folder)
+    member = join(
+        config.workers, backend="gloo", device=config.run.device, threads=config.run.threads, timeout_s=wait_s, group=False
+    )  # fmt: skip
     me, past = member.worker, history(config, folder) if resume else None
-    store = Store(config, folder)
-    own = KeptRounds({}) if past is None else kept_by(store, [me], past.lineage, past.before)[me]
-    settings, common = short_settings(config.decisive), f"{run:016x} elastic"
-    stated = agree(member, common, [address, nonce, said(own)], settings=settings, timeout_s=wait_s)
-    facts = [_fact(slot, fact) for slot, fact in enumerate(stated)]
-    kept, line, after = {slot: fact.kept for slot, fact in enumerate(facts)}, Lineage(config.digest), 0
+    # Listens before it publishes its address: who reads it may connect at once.
+    listener, address = _listening(os.environ["MASTER_ADDR"])
+    nonce = secrets.randbits(NONCE_BITS)
+    own = Own(KeptRounds({})) if past is None else brought.own(me, past)
+    settings, common = short_settings(config.decisive), f"{run:016x} {brought.word}"
+    stated = agree(
+        member, common, [address, nonce, said(own.kept), own.more], settings=settings, timeout_s=wait_s
+    )  # fmt: skip
+    known = [fact_of(slot, value, brought) for slot, value in enumerate(stated)]
+    kept, line, after = {slot: one.kept for slot, one in enumerate(known)}, Lineage(config.digest), 0
 
     def read(round: int) -> dict[int, str | None]:
-        why = store.fault(round, me, line if past is None else past.lineage) if round in own.whole else None
+        if not brought.one_round:  # each has read its own, and has said what is wrong with them
+            return {}
+        why = store.fault(round, me, line if past is None else past.lineage) if round in own.kept.whole else None
         whys = agree(member, common, why, timeout_s=wait_s)
         return {slot: None if why is None else f"{why}" for slot, why in enumerate(whys)}
 
     try:
         if past is not None:
-            choice = to_go_on(
-                past, store, kept, read, auto=resume == "auto", speaks=me == 0,
-                pick=lambda held: to_resume(held, config.run.rejoin_rounds),
-            )  # fmt: skip
+            speaks = brought.one_round and me == 0
+            choice = to_go_on(past, store, kept, read, auto=resume == "auto", pick=brought.pick, speaks=speaks)
             after, kept = choice.round, choice.kept
-            checkpoint.rewind(store.path, after, me, aside=choice.damaged)
+            last = after if brought.one_round else max(kept[me].whole, default=-1)
+            # Later checkpoints go before the branch is written: one that is killed in between would take them for its own.
+            checkpoint.rewind(store.path, last, me, aside=choice._replace(round=last).damaged)
             line = past.go_on(folder, after)
     finally:  # also where all are refused: each shall say why, and not that the store is gone
         part(member, wait_s)
+    warn_of_loopback(address, [one.address for one in known])
     held = {slot: one.whole for slot, one in kept.items()}
-    donor = me if after in (0, *held[me]) else next(slot for slot in held if after in held[slot])
+    has_own = after == 0 or (after in held[me] if brought.one_round else bool(held[me]))
+    donor = me if has_own else next(slot for slot in held if after in held[slot])
+    entries: list[SlotEntry] = []
+    for slot in range(config.workers):
+        since, round, steps = brought.progress(slot, [one.fact for one in known], held, after)
+        where, whose, status = "", 0, MemberStatus.LEFT  # of a slot that nobody fills
+        if slot < len(known):
+            where, whose, status = known[slot].address, known[slot].nonce, MemberStatus.ALIVE
+        entries.append(SlotEntry(slot, 0, whose, status, since, where, round, steps))
     endpoint = Endpoint(listener, run, member.secret, wait_s, config.run.round_deadline_s)
-    warn_of_loopback(address, [fact.address for fact in facts])
-    members = Members(
-        limits_of(config), me, [_entry(slot, facts, held, after, config) for slot in range(config.workers)]
-    )
     announce(folder, Address(me, address, run))
-    return Seat(members, endpoint, line, Begun(after, after, donor, 0, 0), past is not None)
-
-
-def announce(folder: Path, own: Address) -> None:
-    """Writes the address of this process into the run folder, and says it: those who join from elsewhere have no such folder."""
-    write_address(folder, own)
-    say(f"worker {own.slot} listens on {own.address}: another takes a free slot with --join {own.address}")
-
-
-def arrived(config: RunSettings) -> tuple[Member, socket.socket, str]:
-    """This process among those that start together, the socket at which it listens from now on, and its address."""
-    run = config.run
-    member = join(
-        config.workers, backend="gloo", device=run.device, threads=run.threads, timeout_s=run.timeout_s, group=False
-    )  # fmt: skip
-    return member, *_listening(os.environ["MASTER_ADDR"])
-
-
-def _entry(
-    slot: int, facts: Sequence["_Fact"], held: Mapping[int, Held], after: int, config: RunSettings
-) -> SlotEntry:  # fmt: skip
-    """What is known of a slot at the start.
-
-    One whose checkpoint is lost goes on behind all inner steps that it can have taken, so that none is trained twice.
-    """
-    lost = slot >= len(facts) or after not in held[slot]
-    steps = after * config.local_steps_of(slot) if lost else 0
-    if slot >= len(facts):  # nobody fills it
-        return SlotEntry(slot, 0, 0, MemberStatus.LEFT, 0, steps=steps)
-    address, nonce, _ = facts[slot]
-    return SlotEntry(slot, 0, nonce, MemberStatus.ALIVE, after, address, after, steps)
-
-
-def addresses_in(folder: Path, config: RunSettings, run: int) -> list[tuple[int, str]]:
-    """The slots of a run and the addresses of their newest processes, as its folder on this machine says."""
-    return [(one.slot, one.address) for one in read_addresses(folder) if one.run == run and one.slot < config.workers]
+    members = Members(limits_of(config), me, entries)
+    return Seat(members, endpoint, line, after, donor, past is not None, own.content)
 
 
 def joined(
-    config: RunSettings, folder: Path, run: int, nonce: int, where: str, others: Sequence[str] = ()
+    config: RunSettings, folder: Path, run: int, where: str, others: Sequence[str] = ()
 ) -> Seat:  # fmt: skip
     """Gets a slot of a run that is under way. The state comes later, when this process is ready to train.
 
@@ -158,7 +204,8 @@ def joined(
         raise ConfigError(
             f"'{folder}' holds no address of a worker; give --join HOST:PORT, as a worker of the run prints it"
         )
-    why = ""
+    # A new number for each slot that is asked for: a process that was taken for dead would be taken for itself again.
+    why, nonce = "", secrets.randbits(NONCE_BITS)
     for address in found:
         try:
             listener, own = _listening(split(address)[0])
@@ -172,35 +219,46 @@ def joined(
             listener.close()
             why = f"{address}: {first_line(error)}"
             continue
-        members, slot = Members(limits_of(config), offer.slot, offer.entries), offer.slot
-        own_round = 0 if config.event_driven else newest_of_own(Store(config, folder), slot, line).round
-        begun = Begun(0, own_round, slot, 0, members.own.incarnation)
-        announce(folder, Address(slot, own, run))
-        return Seat(members, Endpoint(listener, run, secret, wait_s, config.run.round_deadline_s), line, begun, True)
+        # One that waits for nobody reads its own when it begins.
+        after = 0 if config.event_driven else newest_of_own(Store(config, folder), offer.slot, line).round
+        endpoint = Endpoint(listener, run, secret, wait_s, config.run.round_deadline_s)
+        announce(folder, Address(offer.slot, own, run))
+        members = Members(limits_of(config), offer.slot, offer.entries)
+        return Seat(members, endpoint, line, after, offer.slot, goes_on=True)
     raise PeerError(
         f"no worker of the run could be joined ({why}); look whether it runs, with gossamer status {quote(str(folder))}"
     )
 
 
-class _Fact(NamedTuple):
-    """What a worker says of itself at the start."""
+def announce(folder: Path, own: Address) -> None:
+    """Writes the address of this process into the run folder, and says it: those who join from elsewhere have no such folder."""
+    write_address(folder, own)
+    say(f"worker {own.slot} listens on {own.address}: another takes a free slot with --join {own.address}")
+
+
+def addresses_in(folder: Path, config: RunSettings, run: int) -> list[tuple[int, str]]:
+    """The slots of a run and the addresses of their newest processes, as its folder on this machine says."""
+    return [(one.slot, one.address) for one in read_addresses(folder) if one.run == run and one.slot < config.workers]
+
+
+class Stated(NamedTuple, Generic[Fact]):
+    """What a process says of itself at the start."""
 
     address: str
     nonce: int
     kept: KeptRounds
+    fact: Fact
 
 
-def _fact(slot: int, value: object) -> _Fact:
+def fact_of(slot: int, value: object, brought: Brought[Fact]) -> Stated[Fact]:
+    """What a process has published at the start. Raises: PeerError for anything else."""
     match value:
-        case [str(address), int(nonce), kept] if is_address(address, nonce):
-            return _Fact(address, nonce, heard(slot, kept))
+        case [str(address), int(nonce), kept, more]:
+            entry = SlotEntry(0, 0, nonce, MemberStatus.ALIVE, 0, address)
+            sound = read_membership_update(membership_update({0: entry}), Limits(1, 0, 0)) is not None
+            if sound and address and (fact := brought.read(more)) is not None:
+                return Stated(address, nonce, heard(slot, kept), fact)
     raise PeerError(f"worker {slot} published no address ({value!r:.60}); install the same gossamer version everywhere")
-
-
-def is_address(address: str, nonce: int) -> bool:
-    """Whether another process may have said so of itself."""
-    entry = SlotEntry(0, 0, nonce, MemberStatus.ALIVE, 0, address)
-    return read_membership_update(membership_update({0: entry}), Limits(1, 0, 0)) is not None
 
 
 def warn_of_loopback(own: str, addresses: Sequence[str]) -> None:

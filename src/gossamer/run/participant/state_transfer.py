@@ -14,7 +14,7 @@ from gossamer.transport.elastic.transport import ElasticTransport
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import Endpoint
 
-__all__ = ["give_state", "take_state"]
+__all__ = ["fetch_state", "serve_state"]
 
 PAUSE_S = 0.5
 """Between two times that all are asked."""
@@ -22,7 +22,7 @@ PAUSE_S = 0.5
 log = logging.getLogger("gossamer")
 
 
-def take_state(
+def fetch_state(
     members: Members, endpoint: Endpoint, *, first: int, behind: int, inner: bool = True,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[Offer, dict[str, Any]]:  # fmt: skip
@@ -64,7 +64,7 @@ def take_state(
     )
 
 
-def give_state(
+def serve_state(
     channel: Channel, transport: ElasticTransport, endpoint: Endpoint, kept: Callable[[], Handover]
 ) -> None:  # fmt: skip
     """Serves one newcomer with what this worker has `kept` when it asks; one that is lost is logged."""

@@ -49,7 +49,7 @@ from gossamer.run.bookkeeping.evaluate import Probe, Probes, Result, assess
 from gossamer.run.bookkeeping.finished import must_be_record_of
 from gossamer.run.bookkeeping.journal import log_phase
 from gossamer.run.config.resolved import InPairs, ResolvedRun
-from gossamer.run.participant.agreement import HERE
+from gossamer.run.participant.agreement import HERE, limits_of
 from gossamer.run.replay.driver import Actor, Contradiction, Missing, follow
 from gossamer.run.replay.stretches import must_not_have_changed
 from gossamer.run.worker.replica import Replica
@@ -260,7 +260,7 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
         if begun.source is not None:
             state = self._run.states[begun.source]
             assert state is not None  # it was missing
-            adopt(state_of(unpacked(state), begun.round), self.core, self.replica)
+            adopt(state_of(unpacked(state), begun.round, limits_of(self._run.config)), self.core, self.replica)
 
     def _train(self, event: Published | Learned) -> None:
         run, replica = self._run, self.replica

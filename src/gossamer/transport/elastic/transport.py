@@ -138,6 +138,7 @@ class ElasticTransport:
             self._until(lambda: closing.proposed is not None and closing.proposed.attempt != before)
             assert closing.proposed is not None
             self._tried = closing.proposed.attempt
+            # The set goes into the view that both ends of a payload must have in common, so none of another attempt is mixed in.
             self.core.plan(closing.proposed.workers, closing.line)
             return closing.proposed
 
@@ -149,6 +150,7 @@ class ElasticTransport:
             (closing.hold if whole else closing.fail)(attempt, time.monotonic())
             self._until(lambda: closing.closed or closing.proposed is None or closing.proposed.attempt != attempt)
             if closing.closed:
+                # Steps count as held by this worker only now: those of a mean that was not taken are nobody's.
                 closing.advance()
                 self._tried = -1
                 self.core.count_steps()
@@ -162,7 +164,8 @@ class ElasticTransport:
         closing, start_s = self._closes(), time.perf_counter()
         while not done():
             self._must_fill_its_slot()
-            alone = self.members.alone and self.members.slots > 1  # nobody is left, nor may come back
+            # With nobody left, nor anybody who may come back, there will never be a majority.
+            alone = self.members.alone and self.members.slots > 1
             if closing.left_out or self.stop() or alone:
                 raise LeftOutError(self.worker, self.core.round, closing.source)
             self._flush()
@@ -182,7 +185,7 @@ class ElasticTransport:
     def post(self, ticket: Ticket, peer: int, frames: Sequence[Tensor]) -> None:
         """Queues this worker's payload."""
         payload = wire.pack_frames(frames).cpu()
-        if len(frames) == 1:
+        if len(frames) == 1:  # which is no copy: the caller writes into it while a slow peer still reads
             payload = payload.clone()
         with self.changed:
             if self.taken is not None:
@@ -200,6 +203,7 @@ class ElasticTransport:
         start_s = time.perf_counter()
         with self.changed:
             while not self.core.settled(ticket):
+                # Until the next deadline at most: a peer that hangs sends nothing by which this would wake up.
                 self.changed.wait(min(self._beat_s, max(0.0, self.core.deadline() - time.monotonic())))
                 self.core.tick(time.monotonic())
                 self._flush()
@@ -312,6 +316,8 @@ class ElasticTransport:
 
     def close(self, *, leaves: bool = True) -> None:
         """Says goodbye, unless this worker has failed and so never `leaves`, sends what is queued and ends all connections."""
+        # In this order: the goodbye is queued while the connections are still there, then nothing opens a new one, then nobody
+        # comes in any more, and each connection ends once its queue is written.
         if leaves:
             self.declare(MemberStatus.LEFT)
         with self.changed:
@@ -320,6 +326,7 @@ class ElasticTransport:
         self._listener.close()
         self._listener.hang_up()
         self._guests.close()
+        # At the same time: a peer that hangs costs these seconds once, and not for each that hangs.
         enders = [threading.Thread(target=link.finish, args=(min(5.0, self._endpoint.timeout_s),)) for link in links]
         for ender in enders:
             ender.start()
@@ -358,11 +365,11 @@ class ElasticTransport:
         endpoint, me = self._endpoint, self.worker
         self.redial.dialled(entry.slot, time.monotonic())
 
-        def opened() -> Channel:
+        def opened() -> Channel:  # called by the thread of the connection, without the lock: to dial may take seconds
             limit_s = min(10.0, endpoint.timeout_s)
             try:
                 return dial(entry.address, endpoint.secret, run=endpoint.run, me=me, timeout_s=limit_s)
-            except ConnectionRefusedError:
+            except ConnectionRefusedError:  # its machine says that nobody listens there, which silence does not
                 self.redial.ended.add(entry.nonce)
                 raise
 
@@ -416,7 +423,8 @@ class ElasticTransport:
                 self._deliveries.append(Delivery(letter.ticket, letter.sender, size, 0.0, came_s))
             link.nonce = self.core.heard(letter, time.monotonic(), link.nonce)
             if not self.core.is_filled_by(link.peer, link.nonce):
-                link.send(self._greeting())  # it reads that another process fills its slot
+                # It reads that another process fills its slot. Nothing else that it says counts.
+                link.send(self._greeting())
             elif (
                 letter.kind in (LetterKind.REPORT, LetterKind.PROPOSAL, LetterKind.CLOSED) and self.closing is not None
             ):
@@ -434,6 +442,8 @@ class ElasticTransport:
                 self._links.get(link.peer, []).remove(link)
             entry = self.members.entries.get(link.peer)
             current = entry is not None and self.core.is_filled_by(link.peer, link.nonce)
+            # Both ends may have dialled at once. Of two connections with one process the loss of one is no loss of the process,
+            # but what was queued on it is gone.
             if not self._closed and current and not self._links_to(link.peer):
                 if entry is not None and entry.status == MemberStatus.ALIVE:
                     log.info("worker %d lost the connection with worker %d (%s)", self.worker, link.peer, why)
@@ -455,7 +465,7 @@ class ElasticTransport:
         """Looks at the time, and again and again for those that are suspected: they may have come back."""
         while not self._closed:
             time.sleep(self._beat_s)
-            self.redial.look(time.monotonic())
+            self.redial.look(time.monotonic())  # reads files, so without the lock
             with self.changed:
                 now, core = time.monotonic(), self.core
                 self._look_at(now)

@@ -1,0 +1,239 @@
+"""The life of a worker whose peers may come and go: one process in one slot, told in order by `Participant.live`.
+
+What is the same for all of them stands here. How a worker trains and exchanges, and what its state is, differs: rounds with
+everyone or with neighbours (`gossamer.run.elastic.elastic_rounds`), gossip that waits for nobody
+(`gossamer.run.asynchronous.gossip_process`), and meetings in pairs (`gossamer.run.asynchronous.pair_process`).
+"""
+
+import contextlib
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from torch import Tensor
+
+from gossamer.record.folder import RunFolder
+from gossamer.record.packed import cold, frozen
+from gossamer.record.progress import say
+from gossamer.run.bookkeeping.evaluate import Probe
+from gossamer.run.bookkeeping.journal import Journal
+from gossamer.run.bookkeeping.resume import Resume
+from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
+from gossamer.run.bookkeeping.text_read import tell_text
+from gossamer.run.bookkeeping.which_round import ended
+from gossamer.run.config.resolved import ResolvedRun
+from gossamer.run.participant.agreement import prepare
+from gossamer.run.participant.membership_log import say_changes
+from gossamer.run.participant.seat import Brought, Seat, addresses_in, joined, started
+from gossamer.run.participant.sigterm import leaving
+from gossamer.run.participant.state_transfer import fetch_state, serve_state
+from gossamer.run.worker.replica import Replica
+from gossamer.run.worker.task import Task
+from gossamer.transport.elastic.members import MemberStatus, SlotTakenError
+from gossamer.transport.elastic.newcomer import Handover, Offer
+from gossamer.transport.elastic.transport import ElasticTransport
+from gossamer.transport.processes.launch import device_of
+from gossamer.transport.sockets.channel import Channel
+
+__all__ = ["Participant", "take_part"]
+
+Connections = TypeVar("Connections", bound=ElasticTransport)
+
+
+class Participant(ABC, Generic[Connections]):
+    """One process in its slot. `live` is its life:
+
+    1. It comes with its **seat** (`gossamer.run.participant.seat`): a slot, the addresses of the others, and whose checkpoint it
+       goes on with. It makes its replica.
+    2. It **connects**. From here on peers reach it, and threads of connections call it.
+    3. It **begins**: takes its state from its own checkpoint or from a worker that has one, keeps a copy for newcomers, and tells
+       the others from when on it takes part.
+    4. It opens its **record**, once it is known from where on what is there is void.
+    5. It trains and exchanges, **phase** by phase. After each one it keeps a copy of its state for newcomers, writes down what it
+       did, validates and saves what is due. A thread of its own hands the copy on to whoever asks, so that training never stops.
+    6. It **leaves** at the end of the run, or after the phase in which SIGTERM has asked it to: it saves, says so, and closes
+       its connections.
+
+    Args:
+        seat: its slot. Its listening socket is closed in the end.
+        asked: set to ask it to leave.
+    Cost: besides the model, its gradients and states, a copy of all of these but the gradients.
+    """
+
+    transport: Connections
+    record: RunFolder
+    journal: Journal
+    stopwatch: Stopwatch
+
+    a_failure_is_a_leave: ClassVar[bool]
+    """Whether the others hear of a failure as of a leave. Else they notice the loss of its connections, as of a process that is
+    killed, and it may come back into its slot."""
+
+    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: threading.Event) -> None:
+        self.config, self.folder, self.slot = config, folder, seat.members.me
+        self.seat, self.asked = seat, asked
+        self.device = device_of(config.run.device)
+        self.replica = Replica(self.slot, config, task, self.device)
+        self.round = 0
+        """The round of the run that it is in."""
+        self._probe = Probe(config, task, self.device)
+        self._known = dict(seat.members.entries)
+        self._kept, self._ready = Handover(0, bytes, cold), threading.Event()
+
+    # --- the life, in order -------------------------------------------------------------------------------------------
+
+    def live(self) -> None:
+        """Trains until the end of the run, or until it is asked to leave."""
+        failed = True
+        try:
+            self.transport = self.connect()
+            self.transport.redial.addresses = lambda: addresses_in(self.folder, self.config, self.seat.endpoint.run)
+            try:
+                self.begin()
+                with contextlib.ExitStack() as open_:
+                    self.open_record(open_)
+                    while self.has_more and not self.asked.is_set():
+                        self.phase()
+                    self.leave()
+                failed = False
+            finally:
+                self.transport.close(leaves=not failed or self.a_failure_is_a_leave)
+        finally:
+            self.seat.endpoint.listener.close()  # also where no transport has taken it over
+
+    @abstractmethod
+    def connect(self) -> Connections:
+        """Opens its connections. Whoever asks for its state meanwhile waits for `keep`."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Takes over the state that this process begins with, keeps it, and tells the others from when on it takes part."""
+
+    @abstractmethod
+    def open_record(self, open_: contextlib.ExitStack) -> None:
+        """Opens the files of this worker, which `open_` closes, and drops what is void of them."""
+
+    @property
+    @abstractmethod
+    def has_more(self) -> bool:
+        """Whether there is another phase for this worker to begin."""
+
+    @abstractmethod
+    def phase(self) -> None:
+        """Trains a local phase, exchanges, keeps its state and records what it did."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Ends what it is amid of, saves, and says why it has ended."""
+
+    # --- what they are made of ----------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def x(self) -> Tensor:
+        """Its parameters `[P]` as they are now, which are validated."""
+
+    @abstractmethod
+    def save(self, finished: int) -> None:
+        """Writes its checkpoint after so many rounds of the run."""
+
+    @property
+    def joins(self) -> bool:
+        """Whether it has come into a run that is under way, and the others do not count on it yet."""
+        return self.seat.members.own.status == MemberStatus.JOINING
+
+    def fetch(self, *, first: int, behind: int, inner: bool = True) -> tuple[Offer, Any]:
+        """Another worker's state, see `fetch_state`. Raises: PeerError."""
+        return fetch_state(
+            self.transport.members, self.seat.endpoint, first=first, behind=behind, inner=inner, stop=self.asked.is_set
+        )
+
+    def keep(self, after: int, state: Mapping[str, Any]) -> None:
+        """Keeps a state for newcomers, with so many rounds behind it. Cost: a copy; it is packed when somebody asks."""
+        # One assignment: a thread that hands the last copy on goes on with that one.
+        self._kept = Handover(after, frozen(state), cold)
+        self._ready.set()
+
+    def host(self, channel: Channel) -> None:
+        """Gives a newcomer a slot and the kept state. Called by a thread of its own, from the moment of `connect` on."""
+        # Before `begin` has kept a state there is none to give, and a ghost's own counts for nobody: who asks may ask another.
+        is_ghost = self.seat.members.own.status == MemberStatus.GHOST
+        if not is_ghost and self._ready.wait(self.seat.endpoint.timeout_s):
+            serve_state(channel, self.transport, self.seat.endpoint, lambda: self._kept)
+
+    def open_folder(
+        self, open_: contextlib.ExitStack, cut: int | None, *, traced_per_round: int = 1,
+        void: Callable[[Mapping[str, Any]], bool] = lambda line: False,
+    ) -> None:  # fmt: skip
+        """Opens what every worker records: metrics, trace, seconds, and the journal that validates and saves.
+
+        First of all files: it refuses a folder that holds another run, before anything of that is written over.
+
+        Args:
+            cut: the first round of which nothing counts that is there; None where nothing may be there.
+            void: the lines that do not count besides.
+        """
+        before_s = recorded_s(self.folder, self.slot, cut)  # before they are cut
+        self.record = open_.enter_context(RunFolder(
+            self.folder, self.config.document, self.config.record, worker=self.slot, resume_round=cut, void=void,
+            traced_per_round=traced_per_round,
+        ))  # fmt: skip
+        tell_text(self.record, self.replica.task.data)
+        self.journal = Journal(
+            self.config, lambda: self.record, lambda: {"loss": self._probe.loss(self.x, self.replica.buffers)}, self.save,
+            kind="validation",
+        )  # fmt: skip
+        self.stopwatch = Stopwatch(self.slot, before_s)
+
+    def start_clock(self, *, initial: bool) -> None:
+        """Validates initial values, unless it has others, and counts the seconds from now on."""
+        if initial:  # others may wait for one that joins
+            self.journal.begin(worker=self.slot)
+        self.stopwatch.start()
+
+    def say_changes(self, **how: Any) -> None:
+        """Says what has happened to the others since it was last called."""
+        self._known = say_changes(self._known, self.transport, round=self.round, **how)
+
+    def whose(self, donor: int) -> str:
+        """Whose state it begins with, in words."""
+        return "its own checkpoint" if donor == self.slot else f"the state of worker {donor}"
+
+
+def take_part(
+    config: ResolvedRun, folder: Path, kind: type[Participant[Any]], brought: Brought[Any], *, join: str | None,
+    resume: Resume,
+) -> None:  # fmt: skip
+    """This process's part in a run: it takes a seat and lives, until the end or until SIGTERM asks it to leave.
+
+    Args:
+        kind: how it trains and exchanges; `brought` goes with it.
+        join: the address of any worker of a running run, "auto" for one that has written its address into `folder`; None to
+            start with all others.
+        resume: whether a run that starts goes on from its checkpoints; "auto" starts it where there are none.
+    Raises: ConfigError, DataError, CheckpointError, TrainingError; PeerError when the others do not come or nobody can be joined;
+        SlotTakenError when another process has taken the slot of one that has not joined, which asks for another.
+    """
+    task, key = prepare(config)
+    if join is None:
+        seat = started(config, folder, key, brought, resume=resume)
+        # Where nobody waits, those that have no checkpoint of the end take one from the others, and end too.
+        if config.run.elastic and seat.after == config.rounds:
+            seat.endpoint.listener.close()
+            if seat.members.me == 0:
+                say(ended(folder, config.rounds))
+            return
+    else:
+        seat = joined(config, folder, key, join)
+    with leaving() as asked:
+        while True:
+            try:
+                return kind(config, folder, task, seat, asked).live()
+            except SlotTakenError:
+                if join is None or asked.is_set():
+                    raise
+            lost, others = seat.members.me, seat.members.with_status(MemberStatus.ALIVE)
+            say(f"worker {lost} lost its slot to another process, and asks for a free one")
+            seat = joined(config, folder, key, join, [entry.address for entry in others])
