@@ -60,8 +60,8 @@ class ServerRecords:
         self.files = files
         self.record, self.events, self._arrivals, self._aside = files
         self._config, self._snapshots = config, snapshots
-        self._under_way = Future[None]()
-        self._under_way.set_result(None)
+        self._in_flight = Future[None]()
+        self._in_flight.set_result(None)
         self._ended: dict[str, Any] = {}
         """The server as it was at the end of the round that is validated and saved. No rule writes into its old state."""
         self.now_s = begin_s
@@ -80,6 +80,7 @@ class ServerRecords:
     def write(self, event: str, now_s: float, **fields: Any) -> None:
         """Writes an input, before anybody can see what it did."""
         self.now_s = now_s
+        # In the record before its effect: whatever a worker has got in answer, a replay of the record gives it too.
         if self._arrivals is not None:
             self._arrivals.append(ServerInput(event, now_s, **fields))
 
@@ -89,8 +90,8 @@ class ServerRecords:
 
     def check(self) -> None:
         """Raises what validating or saving has raised, and KeyboardInterrupt once all is saved that a stop waits for."""
-        if self._under_way.done():
-            self._under_way.result()
+        if self._in_flight.done():
+            self._in_flight.result()
             if self._stopped is not None:
                 done = f"{self._stopped} of {self._config.rounds}"
                 raise KeyboardInterrupt(
@@ -106,7 +107,7 @@ class ServerRecords:
         """The last round is over: validates and saves."""
         self.now_s = self.journal.time_s = now_s
         self.journal.end()
-        self._under_way.result()
+        self._in_flight.result()
 
     def _end_round(self, finished: int, **behind: Any) -> None:
         """Has the end of a round validated and saved, after that of the one before."""
@@ -116,7 +117,7 @@ class ServerRecords:
         kept = stops or finished in self.stops
         if not kept and not any(self._config.due(every, finished) for every in (run.eval_every, run.checkpoint_every)):
             return
-        self._under_way.result()
+        self._in_flight.result()  # the one before still reads `_ended`, and a run goes on from rounds in their order
         self._ended = {**self._snapshots.state(), "time_s": self.now_s}
 
         def write() -> None:
@@ -132,7 +133,7 @@ class ServerRecords:
         if self._aside is None:
             what()
         else:
-            self._under_way = self._aside.submit(what)
+            self._in_flight = self._aside.submit(what)
 
     def _assess(self) -> dict[str, Any]:
         return {"loss": self._snapshots.probe.loss(self._ended["x"])}

@@ -153,7 +153,8 @@ def work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, *
     patience, device = Patience(config.run.timeout_s), device_of(config.run.device, worker)
     while True:
         past = history(config, folder) if resume else None
-        # Made before the server waits for a word: it takes seconds.
+        # Made before the connection, as it takes seconds in which the server would wait for a word; and anew for each, as the
+        # state of a phase that was cut is nobody's.
         served = ServedWorker(worker, config, folder, task, device, past and past.lineage)
         hello = torch.tensor([0] * OWNED + served.owned())[-OWNED:]
         client = connect(
@@ -182,6 +183,7 @@ def _take_part(
     arrived = [_starting_point(client, served, p) for p in range(len(served.learner.spans))]
     terms = arrived[-1][1]
     served.join({p: start for p, (start, _) in enumerate(arrived)}, terms)
+    # The server decides which rounds stand, as its snapshot may be older than what this worker has written.
     cut = terms.cut_round if terms.again else 0 if auto else None
     if auto and past is not None and not terms.again:
         store = Store(config, folder)
@@ -214,6 +216,7 @@ def _train(
     """Trains and pushes until the server has nothing left."""
     config, spans = served.config, served.learner.spans
     codecs = [fitted(codec, served.learner.layout.slice(*span)) for span in spans]
+    # The server's clock, as far as the way of its letter allows: events of all workers are on one axis.
     early_s = terms.elapsed_us / 1e6 - time.monotonic()
     while terms.go:
         began_s = time.monotonic() + early_s
@@ -229,6 +232,7 @@ def _train(
         start, terms = _starting_point(client, served, p, number)
         replied_s = time.monotonic() + early_s
         stopwatch.phase(trained.report.compute_s, sent_s - ended_s, replied_s - sent_s)
+        # The reply says that the server has the push. Saved before, the inner optimizer could be a phase ahead of the server.
         finished = served.receive(trained, {p: start}, terms)
         events.write(
             trained.round, "fetch", source=SERVER, target=served.index, fragment=p, bytes=nbytes(start.x), start_s=sent_s,

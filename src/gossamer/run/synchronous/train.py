@@ -214,6 +214,7 @@ def _train_rounds(
         journal.enter(worker, round, report)
         if worker.pacer is not None and round + 1 < config.rounds:
             _adapt(worker, report, deliveries, board, worker.loop.method.topology)
+        # After the local steps have adapted: a checkpoint that is due here has those of the next round.
         journal.end_own_round(worker.replica, round + 1)
         record.log_seconds(stopwatch.round(round))
         if round + 1 < config.rounds and stopping.after(round + 1):
@@ -332,11 +333,14 @@ def _agreed_round(
 def _restore(worker: Worker, past: History, store: Store, member: Member, choice: ChosenRound) -> Lineage:
     """Restores a worker from its checkpoint of this round, zero being the start; returns whose checkpoints count from now on."""
     me, line, config, round = worker.index, past.lineage, store.config, choice.round
+    # In this order, as this process may be killed at any line and the next start must find one history: the state is here, and
+    # a checkpoint of it under this digest, before anything newer goes and the branch is written.
     if round:
         worker.restore(store.load(worker.replica.task, round, me, line))
         store.take_over(me, round, worker.state(), line, Lineage(config.digest))
     checkpoint.rewind(store.path, round, me, aside=choice.damaged)
     going_on = past.go_on(store.folder, round)
+    # Where stages were laid out otherwise before, a process reads files that another one forgets next.
     agree(member, "all have taken over what other stages have saved", timeout_s=config.run.timeout_s)
     store.forget_others(me)
     if member.part == 0:
@@ -357,6 +361,7 @@ def _saver(store: Path, line: Lineage, worker: Worker, board: Board, newest: int
     def save(finished: int) -> None:
         nonlocal newest, said
         # Gossip lets workers run ahead of the slowest, by more than two generations if those are close together.
+        # It says what this worker has on disk already, and not what it is about to save: it may be killed amid that.
         since = board.saved(newest)
         owned = checkpoint.rounds(store, worker.index, line) if board.gone else []
         if len(owned) >= KEPT and owned[1 - KEPT] > since:

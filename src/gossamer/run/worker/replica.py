@@ -184,6 +184,7 @@ class Replica:
         if self.averaged is None:
             yield
             return
+        # Copied in and out, as the model's parameters and the optimizer's are views of this very memory.
         own = self.x.clone()
         self.x.copy_(self.evaluated)
         try:
