@@ -54,7 +54,7 @@ class PairParticipant(WithoutWaiting[PairWorker]):
         )  # fmt: skip
         self.calls = self._meetings = Meetings(
             seat.members, self._messages.wire_bytes, limit_s=self.limit_s,
-            tell=lambda one: self._guarded(lambda: self._tell_it(one)),
+            tell=lambda one: self._guarded(lambda: self._tell(one)),
             meet=lambda one, payload: self._guarded(lambda: self._meet(one, payload)),
         )  # fmt: skip
         self._neighbours = method.topology.mixing(0).receives_from(self.slot)
@@ -62,7 +62,8 @@ class PairParticipant(WithoutWaiting[PairWorker]):
         self._first_s = self._last_s = 0.0
         self._before: dict[int, int] = {}
         """Local phases of each slot that had ended when this process began."""
-        self._told: Tree = ()
+        self._own_message: Tree = ()
+        """For the meeting it is in, as the other end decodes it."""
         self._round, self._told_s = 0, 0.0
         self._ended = threading.Event()
         self._failed: BaseException | None = None
@@ -149,21 +150,21 @@ class PairParticipant(WithoutWaiting[PairWorker]):
             self._failed = self._failed or error
             raise
 
-    def _tell_it(self, one: Appointment) -> Tensor:
+    def _tell(self, one: Appointment) -> Tensor:
         dt = self._pass()
         self._told_s = self.now_s()
         # Written before anybody has the message, so that whoever meets with it finds it in the log.
         self.log.write(Told(one.peer, one.starter, one.life, one.number, dt, self._told_s))
-        self._told, packed = self._messages.pack(self.core.tell(), one.number, one.starter)
+        self._own_message, packed = self._messages.pack(self.core.tell(), one.number, one.starter)
         return packed
 
     def _meet(self, one: Appointment, payload: Tensor) -> None:
-        heard, told = self._messages.unpack(payload, one.peer), self._told
-        assert isinstance(heard, Tensor) and isinstance(told, Tensor)
+        theirs, own = self._messages.unpack(payload, one.peer), self._own_message
+        assert isinstance(theirs, Tensor) and isinstance(own, Tensor)
         dt, now_s = self._pass(), self.now_s()
         # Both messages are here and the other end knows it: from this line on the meeting counts, whatever happens to either.
         self.log.write(Met(one.peer, one.starter, one.life, one.number, dt, now_s))
-        self.core.meet(told, heard)
+        self.core.meet(own, theirs)
         self.holds(one.peer, one.steps)
         self.events.write(
             self._round, "meet", source=one.peer, target=self.slot, fragment=0, bytes=self._messages.bytes,

@@ -1,12 +1,12 @@
-"""How the workers of an elastic run agree over whom the mean of a round is taken: without any I/O, like `elastic_core`.
+"""How the workers of an elastic run agree over whom the mean of a round is taken, without any I/O.
 
 Workers whose replicas are identical must all make the same update, or none. The lowest slot that is alive leads:
 
-    everybody -> leader      REPORT  it is ready in this round; which attempt's mean it holds, or never will; or it is away
-    leader    -> everybody   NAME    the attempt and the set over which the mean is taken: those that are ready
-    leader    -> everybody   CLOSED  all of the set hold this attempt's mean: make the update
+    everybody -> leader      REPORT    it is ready in this round; which attempt's mean it holds, or never will; or it is away
+    leader    -> everybody   PROPOSAL  the attempt and the set over which the mean is taken: those that are ready
+    leader    -> everybody   CLOSED    all of the set hold this attempt's mean: make the update
 
-If a worker of the set fails on the way, the leader names the rest in a new attempt, or all again if a message was lost; if the
+If a worker of the set fails on the way, the leader proposes the rest in a new attempt, or all again if a message was lost; if the
 leader fails, the next slot leads. A set is more than half of all slots, so at most one half of a partition goes on. `line` is a
 hash of all rounds that were closed: reports with another line do not count, so that a worker whose last round closed otherwise
 takes another's state first.
@@ -243,7 +243,7 @@ class Closing:
             failed = now >= self._proposed_s + self._beat_s and self._has_failed(proposed)
             if proposed.workers <= alive and now < self._proposed_s + self._limit_s and not overtaken and not failed:
                 if now - self._said_s >= self._beat_s or self._said_s == now:
-                    self._tell_all(LetterKind.PROPOSAL, self._name(proposed))
+                    self._tell_all(LetterKind.PROPOSAL, self._proposal(proposed))
                 return
         since_s = max(self._ready_s, self._proposed_s)
         if all(j in self._reports and self._reports[j].round == self.round for j in alive):
@@ -258,7 +258,7 @@ class Closing:
             self._held, self._proposed_s = -1, now
             self.proposed = Proposal(self._attempt, frozenset(reports))
             self._reports[self.members.me] = self._own
-            self._tell_all(LetterKind.PROPOSAL, self._name(self.proposed))
+            self._tell_all(LetterKind.PROPOSAL, self._proposal(self.proposed))
 
     def _has_failed(self, proposed: Proposal) -> bool:
         said = [self._reports[j] for j in proposed.workers if j in self._reports]
@@ -279,7 +279,7 @@ class Closing:
             self.left_out, self.source, self._misses = True, source, self._misses + 1
             self._tell_all(LetterKind.REPORT, _plain(self._own))
 
-    def _name(self, proposed: Proposal) -> list[object]:
+    def _proposal(self, proposed: Proposal) -> list[object]:
         return [self.round, self.line, proposed.attempt, sorted(proposed.workers)]
 
     def _heard_report(self, sender: int, report: _Report, now: float) -> None:
