@@ -135,14 +135,14 @@ def newest_state(
     return state_of(checkpoint.load(store, choice.round, slot, line), choice.round, limits), choice
 
 
-class Fact(NamedTuple):
+class _Held(NamedTuple):
     """What a worker says of the state with which it goes on."""
 
     phases: int
     held: Mapping[int, int]
 
 
-class OwnState(Brought[Fact]):
+class OwnState(Brought[_Held]):
     """See `gossamer.run.participant.seat.Brought`: each goes on from its own newest sound checkpoint, of whatever round."""
 
     word, one_round = "calls", False
@@ -158,22 +158,22 @@ class OwnState(Brought[Fact]):
         held = [[other, steps] for other, steps in state.held.items()]
         return Own(choice.kept[slot], [state.phases, held], state)
 
-    def read(self, more: object) -> Fact | None:
+    def read(self, more: object) -> _Held | None:
         """See `Brought`."""
         match more:
             case None:
-                return Fact(0, {})
+                return _Held(0, {})
             case [int(phases), [*pairs]] if 0 <= phases <= self._limits.rounds:
                 held = [self._held(pair) for pair in pairs]
                 known = {one[0]: one[1] for one in held if one is not None}
-                return Fact(phases, known) if len(known) == len(pairs) else None
+                return _Held(phases, known) if len(known) == len(pairs) else None
         return None
 
     def pick(self, held: Mapping[int, Held]) -> int:
         """See `Brought`."""
         return newest_of_any(held)
 
-    def progress(self, slot: int, facts: Sequence[Fact], held: Mapping[int, Held], after: int) -> Progress:
+    def progress(self, slot: int, facts: Sequence[_Held], held: Mapping[int, Held], after: int) -> Progress:
         """A slot has behind it what its own checkpoint says, or what others hold of it, if that is more."""
         steps = max((fact.held.get(slot, 0) for fact in facts), default=0)
         phases = facts[slot].phases if slot < len(facts) else 0

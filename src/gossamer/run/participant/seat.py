@@ -10,10 +10,10 @@ import os
 import secrets
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
-from typing import ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from gossamer.errors import ConfigError, GossamerError, PeerError, first_line
 from gossamer.record import checkpoint
@@ -174,17 +174,23 @@ def started(
     held = {slot: one.whole for slot, one in kept.items()}
     has_own = after == 0 or (after in held[me] if brought.one_round else bool(held[me]))
     donor = me if has_own else next(slot for slot in held if after in held[slot])
-    entries: list[SlotEntry] = []
-    for slot in range(config.workers):
-        since, round, steps = brought.progress(slot, [one.fact for one in known], held, after)
-        where, whose, status = "", 0, MemberStatus.LEFT  # of a slot that nobody fills
-        if slot < len(known):
-            where, whose, status = known[slot].address, known[slot].nonce, MemberStatus.ALIVE
-        entries.append(SlotEntry(slot, 0, whose, status, since, where, round, steps))
+    facts = [one.fact for one in known]
+    how_far = [brought.progress(slot, facts, held, after) for slot in range(config.workers)]
     endpoint = Endpoint(listener, run, member.secret, wait_s, config.run.round_deadline_s)
     announce(folder, Address(me, address, run))
-    members = Members(limits_of(config), me, entries)
+    members = Members(limits_of(config), me, _entries(known, how_far))
     return Seat(members, endpoint, line, after, donor, past is not None, own.content)
+
+
+def _entries(known: Sequence["Stated[Any]"], how_far: Sequence[Progress]) -> Iterator[SlotEntry]:
+    """What is known of each slot at the start; those that nobody fills come last."""
+    for slot, (since, round, steps) in enumerate(how_far):
+        empty = SlotEntry(slot, 0, 0, MemberStatus.LEFT, since, "", round, steps)
+        yield (
+            empty
+            if slot >= len(known)
+            else empty._replace(nonce=known[slot].nonce, status=MemberStatus.ALIVE, address=known[slot].address)
+        )
 
 
 def joined(
