@@ -155,7 +155,7 @@ def test_a_table_yields_all_of_its_own_faults():
         ({"momentum": 0.9}, "unknown key 'momentum'; it is inner.momentum or rule.momentum: write it there"),
         ({"Run": {}}, "unknown key 'Run'; did you mean 'run'?"),
         ({"rule": "GASLoC"}, "unknown rule 'GASLoC'; did you mean 'gasloc'?"),
-        ({"inner": {"betas": [0.9, 2]}}, "inner.betas[1] is 2 but must be a number of at least 0 and below 1"),
+        ({"inner": {"betas": [0.9, 2]}}, "inner.betas[1] is 2 but must be a number from 0 to below 1"),
         (
             {"schedule": {"inner_every": [1, "a"]}},
             "schedule.inner_every[1] is 'a' but must be a whole number of at least 0",

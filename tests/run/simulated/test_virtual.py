@@ -269,7 +269,7 @@ WRONG = {
     "an unknown server": ({"server__name": "helico"}, ["helico", "did you mean 'heloco'"]),
     "an unknown pair": ({"pair__name": "adpsgd"}, ["did you mean 'ad_psgd'"]),
     "an unknown option": ({"server": {"name": "cgad", "rho": 1.0}}, ["option 'rho'", "decay"]),
-    "an option out of range": ({"server": {"name": "heloco", "momentum": 1.5}}, ["1.5", "[0, 1)"]),
+    "an option out of range": ({"server": {"name": "heloco", "momentum": 1.5}}, ["1.5", "from 0 to below 1"]),
     "convex methods": (
         {"pair": {"name": "dadao", "strong_convexity": 1.0, "smoothness": 2.0, "chi1": 1.0}},
         ["dadao", "gradient", "a2cid2"],
