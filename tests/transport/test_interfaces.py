@@ -9,7 +9,7 @@ import pytest
 from gossamer.errors import ConfigError
 from gossamer.transport.processes import interfaces
 from gossamer.transport.processes.interfaces import GLOO, Interface, address_towards, use_interface_towards
-from gossamer.transport.processes.store import hosted_store
+from gossamer.transport.processes.store import hosted_store, reached_store
 
 LOOPBACK = Interface("lo", "127.0.0.1")
 OWN_NAME = "127.1"
@@ -104,6 +104,18 @@ def test_the_store_of_a_machine_behind_a_router_listens_on_the_address_towards_i
     store = hosted_store("198.51.100.7", 0)  # of documentation: of no machine
     assert listening(store.port) == ["0100007F"]
     assert "198.51.100.7 is no address of this machine, so the store of the run listens on 127.0.0.1" in caplog.text
+
+
+def test_a_name_of_the_first_machine_that_leads_to_another_itself_is_warned_of_unless_all_are_here(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gossamer.transport.processes.store.address_towards", lambda host: "127.0.0.1")
+    store = hosted_store("127.0.0.1", 0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for here, warned in (("2", False), ("1", True)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
+        reached_store(OWN_NAME, store.port, 5.0)
+        assert ("which is itself: if worker 0 is on another one" in caplog.text) == warned
 
 
 def test_a_store_listens_on_an_address_of_ipv6() -> None:

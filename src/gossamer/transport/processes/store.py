@@ -187,7 +187,8 @@ def reached_store(host: str, port: int, timeout_s: float) -> TCPStore:
     """The store at this address. Raises OSError or RuntimeError when it cannot be reached within `timeout_s`."""
     where = host
     if leads_to_itself(host):
-        log.warning("%s", advised(host))
+        if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):  # else all processes are on this machine
+            log.warning("%s", advised(host))
         where = address_towards(host)  # where whoever hosts it on this machine listens
     # torch would print the frames of its own code each time that nobody answers yet.
     deadline, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
