@@ -1,7 +1,7 @@
 """`gossamer plan`: methods priced on a network before anything is trained."""
 
-import logging
 import math
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PlanOptions", "command"]
 
-log = logging.getLogger("gossamer")
 _CODECS = ("bf16", "int8", "fp4")
 _MOST_E_FOLDS = math.log(10)
 
@@ -203,9 +202,10 @@ def _what(network: "Network", options: PlanOptions, file: Path) -> "tuple[Networ
         work = parameter_count(model, step["vocab_size"]) * step["seq_len"] * step["batch_size"]
         factor = work / (parameter_count(of.model, of.vocab_size) * of.seq_len * of.batch_size)
         scaled = tuple(factor * s for s in measured) if isinstance(measured, tuple) else factor * measured
-        log.warning(
-            f"step_s in '{file}' was measured with model {of}; it is scaled by {factor:.4g}, as the multiplications "
-            "are, which is a guess: --step-s or --peak-flops says better, or probe again with --set model.size=SIZE"
+        print(
+            f"gossamer: step_s in '{file}' was measured with model {of}; it is scaled by {factor:.4g}, as the multiplications "
+            "are, which is a guess: --step-s or --peak-flops says better, or probe again with --set model.size=SIZE",
+            file=sys.stderr,
         )
         return replace(network, step_s=scaled), model, step
     return network, model, step
