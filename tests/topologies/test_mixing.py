@@ -112,7 +112,7 @@ def test_inputs_are_never_written_to() -> None:
 def test_edges_complete_each_row_with_the_own_weight() -> None:
     mixing = from_edges(3, [(2, 0, 0.25), (0, 1, 1.0)])
     assert mixing.rows == (((0, 0.0), (1, 1.0)), ((1, 1.0),), ((0, 0.25), (2, 0.75)))
-    assert mixing.columns == ((2,), (0,), ())
+    assert mixing.columns == ((0, 2), (0, 1), (2,))
     assert (mixing.n, mixing.receives_from(2), mixing.sends_to(0), mixing.weight(2)) == (3, (0,), (2,), 0.75)
 
 

@@ -32,6 +32,9 @@ def gossip_table(topology: Topology, found: Outlook) -> str:
         facts.append(f"repeats after {topology.period} rounds")
     if topology.exact_rounds:
         facts.append(f"exact after {topology.exact_rounds} round{'s' * (topology.exact_rounds > 1)}")
+    if not found.gossip and topology.doubly_stochastic:
+        gap = "" if found.spectral_gap is None else f"spectral gap {found.spectral_gap:.4g}\n\n"
+        return f"{', '.join(facts)}\n{gap}too many workers to search for the momenta with which gossip on it stays together"
     if not found.gossip:
         why = "not doubly stochastic: gossip does not preserve the mean here; push rules such as 'sgp' do"
         return f"{', '.join(['column stochastic', *facts])}\n\n{why}"

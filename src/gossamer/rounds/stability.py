@@ -35,11 +35,22 @@ __all__ = [
     "resolve_alpha",
     "stability",
     "stability_of",
+    "too_large",
     "warning",
 ]
 
 Array = NDArray[Any]
-_Analysis = Callable[[Recursion], "Stability"]
+
+_MOST_WORK, _MOST_SEARCHED = 5e8, 1e7
+"""Of one analysis, in products of numbers, which takes up to ten seconds, and of one that a search may repeat."""
+
+
+class _Analysis(NamedTuple):
+    """What is common to all (α, γ) of a topology."""
+
+    of: "Callable[[Recursion], Stability]"
+    work: float = 0.0
+    """In products of numbers; 0 where it is no more than milliseconds."""
 
 
 class Stability(NamedTuple):
@@ -79,7 +90,7 @@ class Outlook(NamedTuple):
     """Of the mean mixing matrix; None where that is not known, or not symmetric."""
     gossip: tuple[Gossip, ...]
     """With momentum after mixing (site "post"), before mixing ("pre") and of drifts alone ("drift"), and without momentum; empty
-    where the weights are not doubly stochastic, so that gossip does not preserve the mean."""
+    where the weights are not doubly stochastic, so that gossip does not preserve the mean, and where it takes too long."""
 
 
 def stability(consensus: Consensus, topology: Topology) -> Stability:
@@ -96,7 +107,7 @@ def stability(consensus: Consensus, topology: Topology) -> Stability:
     enters m as well, and at "start" it is not mixed. There the matrix is triangular: no momentum below one is unstable where
     gossip is stable without.
 
-    Raises: ConfigError when alpha is still "auto".
+    Raises: ConfigError when alpha is still "auto", and for a topology that `too_large` says cannot be predicted.
     Cost: O(n) for exchangeable topologies, O(period · n log n) for circulant ones (ring, exponential), O(period · n³) for
         others; for those whose mixings do not commute (base, unless n is a power of k + 1) that holds for every pair (α, γ)
         again: half a second for 255 workers.
@@ -112,11 +123,13 @@ def stability(consensus: Consensus, topology: Topology) -> Stability:
             f"the gossip step is {consensus.alpha}, which stands for alpha = 'auto', but must be a number; call "
             "resolve_alpha(rule, topology) first"
         )
-    return _analysis(topology)(of_consensus(consensus))
+    return _analysis(topology).of(of_consensus(consensus))
 
 
 def stability_of(rule: Rule, topology: Topology, merge: Merge = "keep") -> Stability | None:
-    """The stability of a rule whose result a schedule merges into the parameters (`Schedule.merge`); None without consensus.
+    """The stability of a rule whose result a schedule merges into the parameters (`Schedule.merge`).
+
+    None without consensus, and for a topology that is `too_large`.
 
     Mixing the updates first (`Rule.mixes_updates`) leaves less of their variance. The merge is part of the recursion: it damps
     fast disagreement, such as that of momentum, and keeps slow disagreement longer. "taylor" is not linear: without drift it
@@ -130,13 +143,13 @@ def stability_of(rule: Rule, topology: Topology, merge: Merge = "keep") -> Stabi
     >>> [round(stability_of(gasloc(momentum=0.9), random(8), merge).radius, 3) for merge in ("keep", 0.5)]
     [1.022, 0.684]
     """
-    if rule.consensus is None:
+    if rule.consensus is None or too_large(topology):
         return None
     if isinstance(merge, str):  # without drift there is nothing to keep
         found = stability(rule.consensus, topology)
         left = math.nan if merge == "taylor" else left_by_updates(rule, topology.n)
         return found._replace(variance=found.variance * left)
-    return _analysis(topology)(of_rule(rule, merge))
+    return _analysis(topology).of(of_rule(rule, merge))
 
 
 def largest_stable_gamma(alpha: float, site: MomentumSite, topology: Topology) -> float:
@@ -151,7 +164,7 @@ def largest_stable_gamma(alpha: float, site: MomentumSite, topology: Topology) -
     analysis = _analysis(topology)
 
     def stable(gamma: float) -> bool:
-        return analysis(of_consensus(Consensus(alpha, gamma, site))).stable
+        return analysis.of(of_consensus(Consensus(alpha, gamma, site))).stable
 
     if stable(1.0 - 1e-6):
         return 1.0
@@ -177,7 +190,7 @@ def best_alpha(gamma: float, site: MomentumSite, topology: Topology) -> float:
     analysis = _analysis(topology)
 
     def cost(log_alpha: float) -> tuple[bool, float]:
-        found = analysis(of_consensus(Consensus(math.exp(log_alpha), gamma, site)))
+        found = analysis.of(of_consensus(Consensus(math.exp(log_alpha), gamma, site)))
         return not found.stable, found.variance if found.stable else found.radius
 
     grid = np.linspace(math.log(1e-6), math.log(1.99), 25).tolist()
@@ -205,6 +218,11 @@ def resolve_alpha(rule: Rule, topology: Topology) -> Rule:
             f"rule '{rule.name}' has alpha = 'auto', which is found for rules of gossamer.rules only; set a number, such as "
             "gossamer.rounds.stability.best_alpha(gamma, site, topology)"
         )
+    if too_large(topology) or _analysis(topology).work > _MOST_SEARCHED:
+        raise ConfigError(
+            f"rule.alpha is 'auto', but the best gossip step on topology '{topology.name}' with {topology.n:,} workers takes too "
+            "long to find; set a number, such as 1.0"
+        )
     alpha = best_alpha(rule.consensus.gamma, rule.consensus.site, topology)
     return RULES[rule.name](**{**rule.options, "alpha": alpha})
 
@@ -227,6 +245,8 @@ def warning(rule: Rule, topology: Topology, merge: Merge = "keep") -> str | None
     )
     if not isinstance(merge, str):
         return f"{grows}; with schedule.merge = {merge:g}, use a smaller rule.momentum, or a smaller schedule.merge"
+    if _analysis(topology).work > _MOST_SEARCHED:
+        return f"{grows}; use a smaller rule.momentum or rule.alpha"
     alpha, gamma, site = rule.consensus
     limit, best = largest_stable_gamma(alpha, site, topology), best_alpha(gamma, site, topology)
     by_momentum = (
@@ -254,11 +274,13 @@ def outlook(topology: Topology, *, alpha: float, gamma: float) -> Outlook:
     """
     check_option("gossip", "alpha", alpha, Annotated[float, Field(gt=0, lt=2)])
     check_option("gossip", "momentum", gamma, Decay)
-    if not topology.doubly_stochastic:
+    if not topology.doubly_stochastic or too_large(topology):
         return Outlook(None, None, ())
     gap = condition = mean_gap(topology)
     if gap is not None:
-        condition = laplacian_condition(_mean_matrix(topology)) if topology.symmetric else None
+        condition = _condition(topology) if topology.symmetric else None
+    if _analysis(topology).work > _MOST_SEARCHED:
+        return Outlook(gap, condition, ())
     sites: tuple[MomentumSite, ...] = ("post", "pre", "drift")
     limits = {site: largest_stable_gamma(alpha, site, topology) for site in sites}
 
@@ -270,25 +292,64 @@ def outlook(topology: Topology, *, alpha: float, gamma: float) -> Outlook:
     return Outlook(gap, condition, (*(row(site, gamma) for site in sites), row("post", 0.0)))
 
 
+def too_large(topology: Topology) -> bool:
+    """Whether the stability of a doubly stochastic topology takes more than some seconds to find, so that none is predicted.
+
+    >>> from gossamer.topologies import chain, random, ring
+    >>> too_large(random(20_000)), too_large(ring(20_000)), too_large(chain(20_000))
+    (False, False, True)
+    """
+    if topology.n == 1 or topology.exchangeable or topology.everyone or not topology.doubly_stochastic:
+        return False
+    rounds, n = topology.period or _DRAWS * 100, topology.n  # sampled rounds are gone through again and again
+    return rounds * n**3 > _MOST_WORK and (rounds * n > 100_000 or not _all_circulant(topology))
+
+
 def mean_gap(topology: Topology) -> float | None:
-    """The spectral gap of the mean mixing matrix; None for a topology that keeps no mean, or has no such matrix in closed form.
+    """The spectral gap of the mean mixing matrix; None for a topology that keeps no mean, or has no such matrix in closed form,
+    and for one that is `too_large`.
 
     >>> from gossamer.topologies import complete, ring
     >>> mean_gap(complete(4)), round(mean_gap(ring(4)) or 0.0, 4)
     (1.0, 0.6667)
     """
-    if not topology.doubly_stochastic or (topology.period is None and not topology.exchangeable):
+    if not topology.doubly_stochastic or (topology.period is None and not topology.exchangeable) or too_large(topology):
         return None
+    if (values := _mean_values(topology)) is not None:
+        return 1.0 - float(np.abs(values).max())
     return spectral_gap(_mean_matrix(topology))
 
 
+def _condition(topology: Topology) -> float:
+    """`laplacian_condition` of the mean mixing matrix of a symmetric topology."""
+    if (values := _mean_values(topology)) is None:
+        return laplacian_condition(_mean_matrix(topology))
+    least, most = 1.0 - np.real(values).max(), 1.0 - np.real(values).min()
+    return 1.0 if topology.n == 1 else float(most / least) if least > 1e-12 else math.inf
+
+
+def _mean_values(topology: Topology) -> Array | None:
+    """The eigenvalues of the mean mixing matrix on the disagreement space, where they are known without making it."""
+    n = topology.n
+    if n == 1 or topology.everyone:
+        return np.zeros(1)
+    if topology.period is None:  # exchangeable: a multiple of I plus one of J, and the trace is the same for each draw
+        mixing = topology.mixing(0)
+        return np.array([(math.fsum(mixing.weight(i) for i in range(n)) - 1.0) / (n - 1)])
+    if not _all_circulant(topology):
+        return None
+    first = np.mean([_first_row(topology.mixing(t)) for t in range(topology.period)], axis=0)
+    return np.fft.fft(first)[1:]
+
+
 def _mean_matrix(topology: Topology) -> NDArray[np.float64]:
-    """The mean mixing matrix over a period, or over the law of exchangeable rounds, which is a multiple of I plus one of J."""
-    if topology.period is not None:
-        return np.mean([matrix(topology.mixing(t)) for t in range(topology.period)], axis=0)
-    n, w = topology.n, matrix(topology.mixing(0))
-    a = (np.trace(w) - 1) / (n - 1) if n > 1 else 0.0  # the trace is the same for each draw
-    return a * np.eye(n) + (1 - a) * np.ones((n, n)) / n
+    """The mean mixing matrix over a period."""
+    assert topology.period is not None
+    return np.mean([matrix(topology.mixing(t)) for t in range(topology.period)], axis=0)
+
+
+_DRAWS = 256
+"""Of a topology that is neither periodic nor exchangeable."""
 
 
 def _analysis(topology: Topology) -> _Analysis:
@@ -298,13 +359,20 @@ def _analysis(topology: Topology) -> _Analysis:
             f"topology '{topology.name}' has weights that are not doubly stochastic, so gossip does not preserve the "
             "mean; use one that is, such as 'random'"
         )
+    if too_large(topology):
+        raise ConfigError(
+            f"topology '{topology.name}' has {topology.n:,} workers, too many to predict whether they stay together; take "
+            "fewer, or topology 'random', 'ring' or 'exponential', of which this is known for any number"
+        )
     if topology.n == 1:
-        return lambda recursion: Stability(0.0, 0.0, "closed form")
+        return _Analysis(lambda recursion: Stability(0.0, 0.0, "closed form"))
     if topology.exchangeable:
         return _exchangeable(topology.mixing(0))
+    if topology.everyone and topology.period == 1:  # W = J, which is zero on the disagreement space
+        return _periodic(np.zeros((1, 1, 1, 1)))
     if topology.period is not None:
-        return _periodic(_parts([topology.mixing(t) for t in range(topology.period)], topology.symmetric))
-    return _sampled(_restricted([topology.mixing(t) for t in range(256)]))
+        return _periodic(_parts(topology))
+    return _sampled(_restricted([topology.mixing(t) for t in range(_DRAWS)]))
 
 
 def _exchangeable(mixing: Mixing) -> _Analysis:
@@ -325,7 +393,7 @@ def _exchangeable(mixing: Mixing) -> _Analysis:
         drift = np.kron(recursion.drift, recursion.drift)
         return found._replace(variance=float(np.linalg.solve(np.eye(len(step)) - step, step @ drift)[0]))
 
-    return analysis
+    return _Analysis(analysis)
 
 
 def _restricted(mixings: Sequence[Mixing]) -> Array:
@@ -335,19 +403,16 @@ def _restricted(mixings: Sequence[Mixing]) -> Array:
     return np.stack([basis.T @ matrix(mixing) @ basis for mixing in mixings])
 
 
-def _parts(mixings: Sequence[Mixing], symmetric: bool) -> Array:
+def _parts(topology: Topology) -> Array:
     """The disagreement space in parts that never meet, `[parts, t, b, b]`: scalars where the mixings are all circulant, or
     symmetric and commute; else one part of size n - 1."""
-    n = mixings[0].n
-    if all(_is_circulant(mixing) for mixing in mixings):
-        first = np.zeros((len(mixings), n))
-        for t, mixing in enumerate(mixings):
-            for j, w in mixing.rows[0]:
-                first[t, j] = w
-        return np.fft.fft(first)[:, 1:].T[:, :, None, None]
+    mixings = [topology.mixing(t) for t in range(topology.period or 0)]
+    n = topology.n
+    if _all_circulant(topology):
+        return np.fft.fft(np.stack([*map(_first_row, mixings)]))[:, 1:].T[:, :, None, None]
 
     w = _restricted(mixings)
-    if not symmetric:
+    if not topology.symmetric:
         return w[None]
     # The eigenvectors of a generic combination are common to all, if common ones exist.
     vectors = np.linalg.eigh(np.tensordot(np.random.default_rng(0).normal(size=len(w)), w, 1))[1]
@@ -358,9 +423,21 @@ def _parts(mixings: Sequence[Mixing], symmetric: bool) -> Array:
     return values.T[:, :, None, None]
 
 
+def _all_circulant(topology: Topology) -> bool:
+    """Whether each mixing of a period moves with the workers; of a random topology none does."""
+    return topology.period is not None and all(_is_circulant(topology.mixing(t)) for t in range(topology.period))
+
+
 def _is_circulant(mixing: Mixing) -> bool:
     first = mixing.rows[0]
     return all(row == tuple(sorted(((j + i) % mixing.n, w) for j, w in first)) for i, row in enumerate(mixing.rows))
+
+
+def _first_row(mixing: Mixing) -> Array:
+    row = np.zeros(mixing.n)
+    for j, w in mixing.rows[0]:
+        row[j] = w
+    return row
 
 
 def _companion(recursion: Recursion, w: Array) -> Array:
@@ -405,7 +482,7 @@ def _periodic(parts: Array) -> _Analysis:
             total += float(np.trace(s[:, :b, :b], axis1=1, axis2=2).real.mean()) / b
         return found._replace(variance=total / period)
 
-    return analysis
+    return _Analysis(analysis, period * (b**3.0 if b > 1 else 2e3 * len(parts)))
 
 
 def _sampled(mixings: Array) -> _Analysis:
@@ -440,7 +517,7 @@ def _sampled(mixings: Array) -> _Analysis:
                 break
         return found._replace(variance=total + last * square / (1.0 - square))
 
-    return analysis
+    return _Analysis(analysis, 100 * draws * b**3.0)
 
 
 def _carried(step: Array, s: Array) -> Array:

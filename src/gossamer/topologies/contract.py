@@ -3,15 +3,18 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
-from gossamer.settings.options import Count, Given, in_short
+from pydantic import Field
+
+from gossamer.settings.options import Given, in_short
 from gossamer.topologies.mixing import Mixing, from_edges
 
-__all__ = ["Edge", "Plan", "Seed", "Topology", "Workers", "chosen", "over_alive", "planned_topology"]
+__all__ = ["MOST_WORKERS", "Edge", "Plan", "Seed", "Topology", "Workers", "chosen", "over_alive", "planned_topology"]
 
 Edge = tuple[int, int, float]
-Workers = Given[Count]
+MOST_WORKERS = 1_000_000
+Workers = Given[Annotated[int, Field(ge=1, le=MOST_WORKERS)]]
 Seed = Given[int]
 
 
@@ -91,5 +94,10 @@ def over_alive(edges: Callable[[int, int], Iterable[Edge]], n: int) -> Callable[
 
 def chosen(bits: Sequence[int], m: int) -> list[int]:
     """Different numbers below m, one for each of the random 64-bit numbers."""
-    left = list(range(m))
-    return [left.pop(draw % len(left)) for draw in bits]
+    found: list[int] = []
+    for k, draw in enumerate(bits):
+        place = draw % (m - k)  # among the numbers that are left, in their order
+        for one in sorted(found):
+            place += one <= place
+        found.append(place)
+    return found

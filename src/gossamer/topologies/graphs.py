@@ -179,7 +179,7 @@ def exponential(n: Workers, *, seed: Seed = 0) -> Topology:
 
     def edges(round: int, m: int) -> Iterable[Edge]:
         hops = powers_of_two(m)
-        return [(i, (i + hop) % m, 1.0 / (len(hops) + 1)) for i in range(m) for hop in hops]
+        return ((i, (i + hop) % m, 1.0 / (len(hops) + 1)) for i in range(m) for hop in hops)
 
     return planned_topology(
         n, over_alive(edges, n), tree=n == 2, symmetric=n <= 3, doubly_stochastic=True, psd=n <= 3, period=1
@@ -222,7 +222,13 @@ def graph(n: Workers, *, seed: Seed = 0, edges: Sequence[Sequence[float]]) -> To
 def _links(n: int, edges: Sequence[Sequence[float]]) -> dict[tuple[int, int], float | None]:
     """The links with their weights. Raises ConfigError for those that are impossible, or do not connect all workers."""
     links: dict[tuple[int, int], float | None] = {}
-    linked = list(range(n))  # a representative of each worker's component
+    above = list(range(n))  # of each worker one of its component, which leads to a common one
+
+    def found(i: int) -> int:
+        while above[i] != i:
+            above[i] = i = above[above[i]]
+        return i
+
     for edge in edges:
         ends, weight = tuple(edge[:2]), edge[2] if len(edge) == 3 else None
         whole = len(ends) == 2 and len(edge) <= 3 and all(end == int(end) and 0 <= end < n for end in ends)
@@ -233,12 +239,10 @@ def _links(n: int, edges: Sequence[Sequence[float]]) -> dict[tuple[int, int], fl
             )
         i, j = sorted(map(int, ends))
         links[i, j] = weight
-        a, b = linked[i], linked[j]
-        linked = [a if one == b else one for one in linked]
-    if len(set(linked)) > 1:
-        alone = [i for i in range(n) if linked[i] != linked[0]]
+        above[found(j)] = found(i)
+    if (alone := next((i for i in range(n) if found(i) != found(0)), None)) is not None:
         raise ConfigError(
-            f"topology 'graph' got {len(links)} links that do not connect worker {alone[0]} with worker 0; add one that does"
+            f"topology 'graph' got {len(links)} links that do not connect worker {alone} with worker 0; add one that does"
         )
     if 0 < (without := sum(w is None for w in links.values())) < len(links):
         raise ConfigError(

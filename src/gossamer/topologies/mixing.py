@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # which topology to take is found without torch
     from torch import Tensor
 
 __all__ = [
+    "MOST_MESSAGES",
     "Combine",
     "Mixing",
     "each",
@@ -34,6 +35,9 @@ __all__ = [
     "without",
 ]
 
+MOST_MESSAGES = 2_000_000
+"""Of a round, which takes some seconds to plan."""
+
 Row = tuple[tuple[int, float], ...]
 Combine = Callable[[Tree, Mapping[int, Tree], int, Row], Any]
 
@@ -42,7 +46,8 @@ class Mixing(NamedTuple):
     """One round of a topology: row i holds the workers that worker i receives from, and their weights.
 
     `rows[i]` is `((j, w_ij), ...)` in ascending j and always holds i itself, even at weight zero; every other entry has a
-    weight other than zero. `columns[j]` is the ascending tuple of workers that receive from j, without j.
+    weight other than zero. `columns[j]` is the ascending tuple of j and the workers that receive from it, which
+    all members of a group share.
     """
 
     rows: tuple[Row, ...]
@@ -59,7 +64,7 @@ class Mixing(NamedTuple):
 
     def sends_to(self, i: int) -> tuple[int, ...]:
         """The peers that need the message of worker i, ascending."""
-        return self.columns[i]
+        return tuple(j for j in self.columns[i] if j != i)
 
     @property
     def everyone(self) -> bool:
@@ -77,12 +82,19 @@ def from_edges(n: int, edges: Iterable[tuple[int, int, float]], sums: Literal["r
 
     With `sums = "columns"` they complete each column: the share a worker keeps and the shares it sends sum to one.
 
+    Raises: ConfigError for more than `MOST_MESSAGES`.
+
     >>> from_edges(2, [(0, 1, 0.5), (1, 0, 0.5)]).rows
     (((0, 0.5), (1, 0.5)), ((0, 0.5), (1, 0.5)))
     """
     received: list[dict[int, float]] = [{} for _ in range(n)]
     receivers: list[list[int]] = [[] for _ in range(n)]
-    for i, j, w in edges:
+    for count, (i, j, w) in enumerate(edges):
+        if count == MOST_MESSAGES:
+            raise ConfigError(
+                f"a round of {n:,} workers has more than {MOST_MESSAGES:,} messages, too many to plan; take fewer workers, or a "
+                "topology with fewer peers"
+            )
         assert i != j and j not in received[i] and w != 0.0, (i, j, w)
         received[i][j] = w
         receivers[j].append(i)
@@ -91,7 +103,7 @@ def from_edges(n: int, edges: Iterable[tuple[int, int, float]], sums: Literal["r
     else:
         own = [1.0 - sum(received[i][j] for i in sorted(column)) for j, column in enumerate(receivers)]
     rows = tuple(tuple(sorted({**row, i: own[i]}.items())) for i, row in enumerate(received))
-    return Mixing(rows, tuple(tuple(sorted(column)) for column in receivers))
+    return Mixing(rows, tuple(tuple(sorted([j, *column])) for j, column in enumerate(receivers)))
 
 
 def in_groups(n: int, groups: Iterable[Sequence[int]]) -> Mixing:
@@ -104,12 +116,12 @@ def in_groups(n: int, groups: Iterable[Sequence[int]]) -> Mixing:
     (((0, 1.0),), ((1, 0.5), (3, 0.5)), ((2, 1.0),), ((1, 0.5), (3, 0.5)))
     """
     rows: list[Row] = [((i, 1.0),) for i in range(n)]
-    columns: list[tuple[int, ...]] = [()] * n
+    columns: list[tuple[int, ...]] = [(i,) for i in range(n)]
     for group in groups:
-        members = sorted(group)
+        members = tuple(sorted(group))
         row = tuple((j, 1.0 / len(members)) for j in members)
         for i in members:
-            rows[i], columns[i] = row, tuple(j for j in members if j != i)
+            rows[i], columns[i] = row, members  # shared: n rows of n peers each would be n² numbers
     return Mixing(tuple(rows), tuple(columns))
 
 

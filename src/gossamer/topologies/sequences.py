@@ -12,7 +12,7 @@ from gossamer.rng import numpy_rng
 from gossamer.settings.options import Count, check_option, factory
 from gossamer.topologies.contract import Edge, Seed, Topology, Workers, chosen, over_alive, planned_topology
 from gossamer.topologies.matching import random_matchings
-from gossamer.topologies.mixing import Mixing, from_edges
+from gossamer.topologies.mixing import MOST_MESSAGES, Mixing, from_edges
 
 __all__ = ["base", "hypercube", "one_peer_exponential", "powers_of_two", "random", "random_push"]
 
@@ -109,7 +109,7 @@ def random(n: Workers, *, seed: Seed = 0, peers: Count = 1) -> Topology:
             return []
         w = 1.0 / (k + 1)
         pairs = random_matchings(m, k, seed, round).tolist()
-        return [edge for i, j in pairs for edge in ((i, j, w), (j, i, w))]
+        return (edge for i, j in pairs for edge in ((i, j, w), (j, i, w)))
 
     return planned_topology(
         n, over_alive(edges, n), symmetric=True, doubly_stochastic=True, psd=peers == 1, exchangeable=True
@@ -180,9 +180,9 @@ def random_push(n: Workers, *, seed: Seed = 0, peers: Count = 1) -> Topology:
         if k < 1:
             return from_edges(n, [])
         bits = numpy_rng(seed, "topology", round).bit_generator.random_raw(m * k).reshape(m, k).tolist()
-        edges = [
+        edges = (
             (workers[(j + 1 + hop) % m], workers[j], 1.0 / (k + 1)) for j in range(m) for hop in chosen(bits[j], m - 1)
-        ]
+        )
         return from_edges(n, edges, sums="columns")
 
     return planned_topology(n, build, doubly_stochastic=False, column_stochastic=True, exchangeable=True)
@@ -256,5 +256,10 @@ def powers_of_two(m: int) -> list[int]:
 
 
 def _fewer(topology: str, peers: int, n: int) -> None:
-    """Raises ConfigError for more peers than there are other workers; a worker alone may name one."""
+    """Raises ConfigError for more peers than there are other workers, or than can be planned; a worker alone may name one."""
     check_option(f"topology '{topology}'", "peers", peers, Annotated[int, Field(ge=1, le=max(1, n - 1))])
+    if n * peers > MOST_MESSAGES:
+        raise ConfigError(
+            f"topology '{topology}' got peers = {peers} for {n:,} workers, but at most {MOST_MESSAGES:,} messages a round can be "
+            f"planned; lower peers to {max(1, MOST_MESSAGES // n)}, or take fewer workers"
+        )

@@ -98,7 +98,7 @@ def test_all_faults_of_a_run_file_are_found_at_once_and_parse_raises_the_first()
         "modle": {},
     }
     expected = [
-        "workers is 0 but must be a whole number of at least 1",
+        "workers is 0 but must be a whole number from 1 to 1000000",
         "rule 'gasloc' got an unknown option 'momentun'; did you mean 'momentum'?",
         "rule 'gasloc' got an unknown option 'alhpa'; did you mean 'alpha'?",
         "unknown codec 'fp17'; did you mean 'fp16'?",

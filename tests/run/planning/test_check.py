@@ -272,3 +272,23 @@ def test_check_says_which_special_tokens_stand_around_a_document_or_that_none_en
     said = json.loads(capsys.readouterr().out)
     assert said["documents"] == {"before": [], "after": [], "padding": None}
     assert any("no token ends a document" in sentence for sentence in said["warnings"])
+
+
+@pytest.mark.parametrize("topology", ["random", "ring", "star", "complete"])
+def test_check_plays_a_few_of_many_workers_and_says_what_it_does_not_price(topology, monkeypatch):
+    run = tiny(workers=12, topology__name=topology, network__even=NETWORK | {"uplink_bps": 1e6})
+    whole = examine(run)
+    monkeypatch.setattr("gossamer.run.planning.traffic.MOST_PLAYED", 3)
+    few = examine(run)
+    assert few.networks[0].note.startswith("unknown: only runs of up to") and whole.networks[0].round_s
+    alike = {"networks": (), "sent_bytes": 0.0} if topology == "star" else {"networks": ()}  # whose hub is one of few
+    assert few._replace(**alike) == whole._replace(**alike)
+
+
+def test_a_simulation_that_does_not_fit_into_memory_is_refused_before_it_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr("gossamer.run.simulated.simulate.os.sysconf", lambda name: 1_000)
+    with pytest.raises(
+        ConfigError, match=r"of 3 workers holds at least 0.0017 GB .* this machine has 0.001 GB; take fewer"
+    ):
+        simulate(tiny(), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

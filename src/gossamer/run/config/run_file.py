@@ -30,6 +30,7 @@ from gossamer.settings.fields import NEUTRAL, Changeable, FolderName
 from gossamer.settings.options import Count, Number
 from gossamer.settings.schema import build, plain, settings, soundest
 from gossamer.settings.schema import faults as schema_faults
+from gossamer.topologies.contract import MOST_WORKERS
 
 __all__ = [
     "LoopSettings",
@@ -179,7 +180,7 @@ class RunConfig(RunLength):
     """The name of the run, and of its folder in `runs/` unless --out is given."""
     seed: int = 0
     """Of initial parameters, data order, topology and rounding."""
-    workers: Count = 8
+    workers: Annotated[int, Field(ge=1, le=MOST_WORKERS)] = 8
     """Replicas of the model; in a real run, processes."""
     rule: Annotated[Choice, NamedIn("rule"), Changeable("lr")] = Choice("gasloc")
     """What workers send after a local phase, and their update from what they receive."""

@@ -27,7 +27,7 @@ from gossamer.run.config.resolve import document_faults, faults, resolve, settin
 from gossamer.run.config.resolved import InPairs, ResolvedRun, RunSettings, WithServer
 from gossamer.run.config.run_file import RunConfig, parse
 from gossamer.run.config.user_parts import named
-from gossamer.run.planning.traffic import period_of, played, traffic
+from gossamer.run.planning.traffic import MOST_PLAYED, period_of, played, some_of, traffic
 from gossamer.run.worker.stages.timing import in_stages
 from gossamer.settings.user_code import is_code
 from gossamer.transport.processes.launch import device_of
@@ -424,12 +424,18 @@ def counted(config: ResolvedRun, layout: Layout, rounds: int = _ROUNDS) -> Count
         # Real processes measure their own seconds.
         priced = () if config.network is None else (_on_a_clock(config, sent.sent_bytes, size),)
         return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), priced)
-    sent, entries = played(config, m, layout, _rounds(config, m, rounds))
+    few = some_of(config, m)
+    sent, entries = played(config, m, layout, _rounds(config, m, rounds), few)
     rows += [
         kept("outer state", sent.state_copies),
         kept("messages", (_message_bytes(entries) + sent.flight_copies * size) / size),
     ]
-    networks = tuple(_priced(config, name, entries, m, layout) for name in config.networks)
+    networks = tuple(
+        _priced(config, name, entries, m, layout)
+        if len(few) == config.workers
+        else OnNetwork(name, None, None, None, f"unknown: only runs of up to {MOST_PLAYED:,} workers are priced here")
+        for name in config.networks
+    )
     return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), networks)
 
 

@@ -4,7 +4,7 @@ Rounds are played on tensors without data: every message and payload is really m
 """
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from gossamer.run.worker.worker import parts_of
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import Tree, leaves, nbytes
 
-__all__ = ["Traffic", "period_of", "played", "traffic"]
+__all__ = ["MOST_PLAYED", "Traffic", "period_of", "played", "some_of", "traffic"]
 
 
 class Traffic(NamedTuple):
@@ -50,7 +50,7 @@ def traffic(config: ResolvedRun, layout: Layout, rounds: int = 0) -> Traffic:
     if isinstance(m, WithServer | InPairs):
         return _of_phases(config, m, layout)
     # Without waiting, what is published after a phase is what would be sent in a round.
-    return played(config, m, layout, rounds or period_of(config, m))[0]
+    return played(config, m, layout, rounds or period_of(config, m), some_of(config, m))[0]
 
 
 def period_of(config: RunSettings, m: Method) -> int:
@@ -58,16 +58,37 @@ def period_of(config: RunSettings, m: Method) -> int:
     return math.lcm(m.topology.period or 1, *(every for every in config.schedule.inner_every if every))
 
 
-def played(config: RunSettings, m: Method, layout: Layout, rounds: int) -> tuple[Traffic, list[Entry]]:
-    """What so many rounds send and keep, and the trace that they would leave, its seconds left at zero."""
-    n, network, schedule, size = config.workers, MemoryNetwork(config.workers), config.schedule, layout.numel
+MOST_PLAYED = 1_000
+"""Workers whose part in a round is played, where each one's is not asked for."""
+
+
+def some_of(config: RunSettings, m: Method) -> Sequence[int]:
+    """The workers to play: all of them, or so many, spread evenly from worker 0 on, that their messages are few."""
+    n = config.workers
+    if n <= MOST_PLAYED:
+        return range(n)
+    peers = max(len(m.topology.mixing(0).rows[i]) for i in (0, n // 2, n - 1))
+    count = max(2, min(MOST_PLAYED, 200_000 // peers))
+    return [k * n // count for k in range(count)]
+
+
+def played(
+    config: RunSettings, m: Method, layout: Layout, rounds: int, workers: Sequence[int] | None = None
+) -> tuple[Traffic, list[Entry]]:
+    """What so many rounds send and keep, and the trace that they would leave, its seconds left at zero.
+
+    Args: `workers` are those that are played, all by default; the counts are then means over them.
+    """
+    network, schedule, size = MemoryNetwork(config.workers), config.schedule, layout.numel
+    workers = range(config.workers) if workers is None else workers
+    n = len(workers)
     m = m._replace(codec=each_shape_once(m.codec), rule=_once(m.rule))
     x = torch.empty(size, device="meta")
     averages = config.inner.averaging is not None and m.rule.site == "parameters"
     averaged, moments = torch.cat([x, x]) if averages else None, [x] * len(schedule.inner_every)
     held, of_all = holding_of(config, layout), arranged(layout, config)
     loops: list[OuterLoop] = []
-    for i in range(n):
+    for i in workers:
         parts = parts_of(x, *(of_all if held is None else held.of(i)), averaged, moments)
         loops.append(
             OuterLoop(
@@ -83,13 +104,13 @@ def played(config: RunSettings, m: Method, layout: Layout, rounds: int) -> tuple
         for stop in loops[0].stops(t):
             for loop in loops:
                 loop.announce(t, stop)
-            for i, loop in enumerate(loops):
+            for k, (i, loop) in enumerate(zip(workers, loops, strict=True)):
                 operations = tuple(loop.post(t, stop))
-                sent[i].extend(operations)
+                sent[k].extend(operations)
                 steps = stop.after(config.local_steps_of(i), config.full_steps)
                 if operations:
-                    entries.append(Entry(part, i, steps - done[i], 0.0, operations))
-                    done[i] = steps
+                    entries.append(Entry(part, i, steps - done[k], 0.0, operations))
+                    done[k] = steps
             part += bool(stop.sends)
             for loop in loops:
                 loop.pop_due(t, stop)  # and never finished: what is received changes no byte

@@ -1,5 +1,6 @@
 """Simulating a run: all workers in one process, in rounds or over virtual time."""
 
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -8,6 +9,9 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
+from gossamer.data.tokenizer import vocabulary
+from gossamer.errors import ConfigError
+from gossamer.models.sizes import parameter_count
 from gossamer.record import checkpoint
 from gossamer.record.folder import newest_evaluation, read_metrics
 from gossamer.record.progress import say
@@ -24,6 +28,7 @@ from gossamer.run.simulated.rounds import Rounds
 from gossamer.run.simulated.simulation import Engine, Simulation
 from gossamer.run.simulated.virtual_time import Events
 from gossamer.run.worker.task import task_of
+from gossamer.transport.processes.launch import one_device
 
 __all__ = ["engine_of", "simulate"]
 
@@ -75,8 +80,25 @@ def simulate(
         return simulation.go_on(until)
 
 
+def _must_fit(config: ResolvedRun) -> None:
+    """Raises ConfigError where the parameters and inner states of all workers are more than this machine's memory."""
+    known = not config.model.own and config.model.experts is None and one_device(config.run.device).type == "cpu"
+    words = vocabulary(config.data.tokenizer) if known else None
+    if words is None:
+        return
+    copies = 1 if config.inner.optimizer == "sgd" else 3  # at least: gradients, outer states and messages come to it
+    need = 4 * copies * config.workers * parameter_count(config.model, words)
+    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if need > here:
+        raise ConfigError(
+            f"a simulation of {config.workers:,} workers holds at least {need / 1e9:,.3g} GB of parameters and inner states, and "
+            f"this machine has {here / 1e9:,.3g} GB; take fewer workers or a smaller model"
+        )
+
+
 def engine_of(config: ResolvedRun, folder: Path, *, resume: Resume) -> Engine:
     """What trains a run in this process: in rounds, over virtual time, or nothing where it has ended. Raises: as `simulate`."""
+    _must_fit(config)
     kept = config.record.keep_checkpoints
     emptied = not kept and not (folder / "checkpoints").exists()
     if resume and emptied and is_finished(config, folder):
