@@ -6,7 +6,7 @@ PROCESSES ?= 4  # two cores have idle time for as many again: tests wait for dis
 
 export PYTHONDONTWRITEBYTECODE :=  # tests start many processes, each of which would compile the package anew
 
-.PHONY: help demo test types tests parity bench chaos survival methods results pictures docs release
+.PHONY: help demo test types tests parity bench chaos survival injuries methods results pictures docs release
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile | expand -t 10
@@ -35,6 +35,9 @@ bench: .venv/.installed  ## the benchmarks, as ratios against a limit or a peer;
 
 chaos: .venv/.installed  ## kill, stop and cut off workers of elastic runs; an hour or two, partitions need root; writes docs/results/chaos.md
 	$(BIN)/python benchmarks/chaos.py
+
+injuries: .venv/.installed  ## hurt a thousand run folders and try every verb on each; two hours; writes docs/results/injuries.md
+	$(BIN)/python tests/injuries.py --page docs/results/injuries.md
 
 survival: .venv/.installed  ## goodput under failures, replaced workers, elastic runs in calm; two hours on two idle cores; writes docs/results/survival.md, churn.md and calm.md
 	$(BIN)/python benchmarks/survival.py --seeds 3

@@ -47,7 +47,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             try:
                 value = json.loads(line, parse_constant=_refuse)
             except (ValueError, RecursionError) as error:
-                if not line.endswith(b"\n"):
+                if _is_torn(line, number):
                     return
                 raise DataError(f"{where} is not JSON ({error}) but must hold one object; remove the line") from None
             if not isinstance(value, dict):
@@ -98,10 +98,15 @@ def _records(path: Path, kind: Parser[T]) -> Iterator[tuple[str, bytes, T]]:
             try:
                 record = kind.parse(line, where)
             except DataError:
-                if line.endswith(b"\n") or _is_json(line):
+                if _is_json(line) or not _is_torn(line, number):
                     raise
                 return
             yield where, line, record
+
+
+def _is_torn(line: bytes, number: int) -> bool:
+    """Whether a killed writer or a power cut may have left a last line so; a file that begins with anything else is spoilt."""
+    return not line.endswith(b"\n") and (number > 1 or line.startswith(b"{"))
 
 
 def _is_json(line: bytes) -> bool:

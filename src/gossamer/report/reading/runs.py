@@ -70,7 +70,8 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
         networks = _own_networks(config or "")
     sent_bytes, timelines, sent_until, per_round = None, {}, (), 1
     if (events := read_events(folder)) is not None:
-        sent_bytes, timelines = float(events.sent_bytes.mean()), {events.network: _as_it_went(events)}
+        sent_bytes = float(events.sent_bytes.mean())
+        timelines = {events.network: _as_it_went(events)} if len(events.end_s) else {}
     elif any(path.stat().st_size for path in trace_files(folder)):  # a run that has only just started has none
         trace = read_trace(folder)
         sent_bytes = float(trace.sent_bytes.mean())

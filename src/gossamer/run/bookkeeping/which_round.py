@@ -321,8 +321,10 @@ def to_go_on(
         read: as of `choose`.
         auto: whether the run may start where there is none.
         speaks: whether this process says which rounds are skipped.
-    Raises: CheckpointError when there is none, ConfigError when the run would end before it.
+    Raises: CheckpointError when there is none, ConfigError when the run would end before it, DataError for a spoilt record.
+    Cost: reads the logs of these owners.
     """
+    _must_be_readable(store.folder, kept)
     choice = choose(kept, pick, read)
     if not choice.round and not (auto and _may_start(past.before, choice.kept)):
         raise _none_counts(store, choice)
@@ -334,6 +336,15 @@ def to_go_on(
     if speaks:
         choice.tell()
     return choice
+
+
+def _must_be_readable(folder: Path, owners: Iterable[int]) -> None:
+    """Raises DataError or OSError for a log that cannot be cut, before anything of the folder is touched."""
+    suffixes = {"", *map(worker_suffix, owners)}
+    for path in sorted(folder.glob("*.jsonl")):
+        if path.stem.removeprefix(path.stem.partition("-")[0]) in suffixes:
+            for _ in json_lines(path):
+                pass
 
 
 def must_lose_nothing(store: Store, kept: Mapping[int, KeptRounds], before: RunSettings) -> None:

@@ -6,12 +6,12 @@ the last message of a worker is found in its last checkpoint, if it is kept.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from gossamer.errors import CheckpointError, ConfigError
+from gossamer.errors import ConfigError
 from gossamer.record import checkpoint
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import read_metrics
@@ -95,7 +95,8 @@ def audit(
         script = script_of(lives, config.in_rounds, max(one.config.rounds for one in some), config.seed, folder)
     else:
         script = calm([config.local_steps_of(i) for i in range(config.workers)], max(recorded) + 1)
-    snapshot = next(q for q in _candidates(folder, script, first, line) if _usable(folder, script, q, line))
+    sound = _sound(folder, sorted(script.lives), line)
+    snapshot = next(q for q in _candidates(sound, first) if _usable(script, q, sound))
     task, lanes = task_of(config), Lanes(device, config)
     repeat = Repeat(some, task, script, folder, Probe(config, task, device).x, logged=bool(lives))
     repeat.restore(folder, snapshot, line)
@@ -110,7 +111,7 @@ def audit(
             compared += sum(map(len, said.values()))
             overruled = script.turns[round].overruled
             checked = [one for one in workers if worker in (None, one.index) and one.index not in overruled]
-            difference = _difference(round, said, found) or _spoilt(round, checked, folder, line)
+            difference = _difference(round, said, found) or _spoilt(round, checked, folder, line, sound)
             if difference is not None:
                 return Audit(first, last, snapshot, compared, difference)
     return Audit(first, last, snapshot, compared, None)
@@ -174,20 +175,33 @@ def _hashes(folder: Path) -> Hashes:
     return found
 
 
-def _candidates(folder: Path, script: Script, first: int, line: Lineage) -> Iterator[int]:
-    """Rounds of which some worker has a checkpoint, newest first; at last the start."""
-    store = folder / "checkpoints"
-    owned = {round for slot in script.lives for round in checkpoint.rounds(store, slot, line)}
-    yield from sorted((round for round in owned if 0 < round <= first), reverse=True)
+_Sound = Set[tuple[int, int]]
+"""The checkpoints that are here and sound, by slot and round."""
+
+
+def _sound(folder: Path, slots: Sequence[int], line: Lineage) -> _Sound:
+    """Those of a run; it says which are damaged. Cost: reads them."""
+    store, sound = folder / "checkpoints", set[tuple[int, int]]()
+    for slot in slots:
+        for round, found in checkpoint.faults(store, slot, line).items():
+            if (why := found or checkpoint.fault(store, round, slot, line)) is None:
+                sound.add((slot, round))
+            else:
+                log.warning("the checkpoint of worker %d after round %d is left out: %s", slot, round, why)
+    return sound
+
+
+def _candidates(sound: _Sound, first: int) -> Iterator[int]:
+    """Rounds of which some worker has a sound checkpoint, newest first; at last the start."""
+    yield from sorted({round for _, round in sound if 0 < round <= first}, reverse=True)
     yield 0
 
 
-def _usable(folder: Path, script: Script, round: int, line: Lineage) -> bool:
-    """Whether the checkpoints are here and sound with which the script can be followed from a round on. Cost: reads them."""
-    store = folder / "checkpoints"
+def _usable(script: Script, round: int, sound: _Sound) -> bool:
+    """Whether the checkpoints are here and sound with which the script can be followed from a round on."""
     needed = {(slot, round) for slot in script.running(round)}
     needed |= {(slot, after) for slot, after in script.taken_over(round) if 0 < after <= round}
-    return all(checkpoint.fault(store, after, slot, line) is None for slot, after in needed) or round == 0
+    return needed <= sound or round == 0
 
 
 def _difference(round: int, said: dict[int, list[str]], found: dict[int, list[str]]) -> Difference | None:
@@ -199,13 +213,13 @@ def _difference(round: int, said: dict[int, list[str]], found: dict[int, list[st
     return None
 
 
-def _spoilt(round: int, workers: Sequence[Worker], folder: Path, line: Lineage) -> Difference | None:
+def _spoilt(
+    round: int, workers: Sequence[Worker], folder: Path, line: Lineage, sound: _Sound
+) -> Difference | None:  # fmt: skip
     """The first worker whose own checkpoint after this round holds other parameters, where it is here and sound."""
     for worker in workers:
-        try:
+        if (worker.index, round + 1) in sound:
             saved = checkpoint.load(folder / "checkpoints", round + 1, worker.index, line)
-        except CheckpointError:
-            continue
-        if not bool((saved["x"] == worker.replica.evaluated.cpu()).all()):
-            return Difference(round, worker.index, "its checkpoint")
+            if not bool((saved["x"] == worker.replica.evaluated.cpu()).all()):
+                return Difference(round, worker.index, "its checkpoint")
     return None

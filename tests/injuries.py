@@ -1,0 +1,354 @@
+"""Injuries of run folders, and what every verb does then: `make injuries` tries a thousand, and writes docs/results/injuries.md.
+
+A seed draws a kind of run, a file of its folder and what happens to it. Each verb then works on a copy of its own. As the injury
+is known, so is what must hold: no traceback; a sentence that names the file (or worker and round), or else what the verb says and
+does without the injury; every other file as it was, unless the run went on; and then the bits of the run that nobody injured.
+"""
+
+import argparse
+import collections
+import contextlib
+import hashlib
+import logging
+import random
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from commands import run
+from gossamer.record import checkpoint
+from gossamer.run.config.resolve import settings_of
+from gossamer.run.config.run_file import RunConfig, dump
+from gossamer.run.simulated.simulate import simulate
+from tiny import single
+
+ROOT = Path(__file__).parents[1]
+WORDS = {
+    "truncated": ("cut short", "TOML", "is not JSON", "must be", "JSON", "missing"),
+    "zeroed": ("cut short", "changed", "TOML", "JSON"),
+    "missing": ("missing", "cannot be read", "has no checkpoint", "no run.toml", "No such file"),
+    "swapped": ("worker", "changed"),
+    "of another round": ("round", "changed", "bytes"),
+    "of another run": ("digest", "changed", "of another run", "bytes", "but needs"),
+    "unreadable": ("cannot be read", "Too many levels", "no run.toml"),
+}
+"""What may happen to a file, with words of which a sentence about it must have one."""
+READERS = ("evaluate", "audit", "report", "status", "replay")
+GOING_ON = ("resume", "resume auto")
+SMALL = {
+    "workers": 2, "topology__name": "complete", "model__hidden_size": 16, "model__intermediate_size": 32, "run__steps": 12,
+    "run__eval_every": 0, "run__checkpoint_every": 4, "run__timeout_s": 20.0, "inner__schedule": "constant",
+}  # fmt: skip
+REAL: dict[str, dict[str, Any]] = {
+    "rounds": {"record__hash": True},
+    "elastic": {"run__elastic": True, "record__hash": True},
+    "asynchronous": {"run__wait": False},
+    "served": {"server__name": "heloco"},
+}
+SIMULATED: dict[str, dict[str, Any]] = {
+    "simulated": {"record__hash": True},
+    "simulated server": {"server__name": "heloco"},
+    "simulated without waiting": {"run__wait": False},
+}
+KINDS = (*REAL, *SIMULATED)
+
+
+class Injury(NamedTuple):
+    """What happens to which file."""
+
+    seed: int
+    run: str
+    file: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.seed}: {self.run}, {self.file} {self.what}"
+
+
+class Outcome(NamedTuple):
+    """What a verb did."""
+
+    code: int
+    said: str
+    files: dict[str, str]
+    bits: str
+    """Of the last checkpoints."""
+
+
+def config_of(kind: str, seed: int = 0) -> RunConfig:
+    """The run file of a kind of run."""
+    given = {**SMALL, **REAL.get(kind, {}), **SIMULATED.get(kind, {}), "seed": seed}
+    if "server__name" in given:
+        del given["topology__name"]
+    if kind.startswith("simulated "):
+        links = {"step_s": 0.1, "uplink_bps": 1e8, "downlink_bps": 1e8}
+        return single(**given, network={"clock": links}, data__max_bytes=300_000)
+    return single(**given)
+
+
+class Folders:
+    """The folders that are injured, made once; and what each verb does with one that is sound."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._calm: dict[tuple[str, str], Outcome] = {}
+
+    def sound(self, kind: str) -> Path:
+        """A run of this kind: a real one that has ended, a simulated one that was stopped two rounds before its end."""
+        there = self.folder / kind / "k"
+        if not there.exists():
+            config = config_of(kind)
+            there.parent.mkdir(parents=True, exist_ok=True)
+            (there.parent / "run.toml").write_text(dump(config))
+            if kind in REAL:
+                code, said = run("train", there.parent / "run.toml", "--local", 2, "--out", there, "--quiet")
+                assert code == 0, said
+            else:
+                simulate(config, there, until=config.rounds - 1)
+        return there
+
+    def other(self, kind: str) -> Path:
+        """The checkpoints of another run of the same shape, simulated."""
+        there = self.folder / kind / "other"
+        if not there.exists():
+            config = config_of(kind if kind in SIMULATED else "simulated", seed=1)
+            simulate(config, there)
+        return there
+
+    def whole(self, kind: str) -> str:
+        """The bits of the run that nobody interrupts or injures."""
+        there = self.folder / kind / "whole"
+        if not there.exists():
+            simulate(config_of(kind), there)
+        return bits(there, kind)
+
+    def calm(self, kind: str, verb: str) -> Outcome:
+        """What a verb does with a sound folder."""
+        if (kind, verb) not in self._calm:
+            self._calm[kind, verb] = self.tried(kind, verb, lambda k: None)
+        return self._calm[kind, verb]
+
+    def tried(self, kind: str, verb: str, hurt: Callable[[Path], None]) -> Outcome:
+        """What a verb does with a copy that is hurt first."""
+        sound = self.sound(kind)
+        with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
+            k = Path(scratch) / "k"
+            shutil.copytree(sound, k, symlinks=True)
+            hurt(k)
+            local = ["--local", 2] if kind in REAL else []
+            trains = "train" if kind in REAL else "simulate"
+            words = {
+                "resume": [trains, "--resume", k, *local, "--quiet"],
+                "resume auto": [trains, sound.parent / "run.toml", "--out", k, "--resume", "auto", *local, "--quiet"],
+                "evaluate": ["evaluate", k],
+                "audit": ["audit", k],
+                "report": ["report", k, "--out", Path(scratch) / "page.html"],
+                "status": ["status", k, "--json"],
+                "replay": [
+                    "simulate",
+                    sound.parent / "run.toml",
+                    "--replay",
+                    k,
+                    "--out",
+                    Path(scratch) / "again",
+                    "--quiet",
+                ],
+            }[verb]
+            handler = _Kept()
+            logging.getLogger("gossamer").addHandler(handler)
+            try:
+                code, said = run(*words)
+            finally:
+                logging.getLogger("gossamer").removeHandler(handler)
+            said = "\n".join(dict.fromkeys([*said.splitlines(), *handler.lines])).replace(scratch, "")
+            return Outcome(code, said, contents(k), bits(k, kind))
+
+
+class _Kept(logging.Handler):
+    """Keeps the warnings of this process."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """A hash of each file."""
+    found: dict[str, str] = {}
+    for path in sorted(folder.rglob("*")):
+        with contextlib.suppress(OSError):
+            if path.is_file():
+                found[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
+
+
+def bits(folder: Path, kind: str) -> str:
+    """A hash of the parameters after the last round, where their checkpoints are sound; empty otherwise."""
+    config = settings_of(config_of(kind))
+    found = hashlib.sha256()
+    for owner in config.owners:
+        try:
+            state = checkpoint.load(folder / "checkpoints", config.rounds, owner, config.digest)
+        except Exception:
+            return ""
+        found.update(state["x"].numpy().tobytes() if "x" in state else b"")
+    return found.hexdigest()
+
+
+def drawn(folders: Folders, seed: int, kinds: Sequence[str] = KINDS) -> Injury:
+    """The injury of a seed: three of four hurt a checkpoint."""
+    draw = random.Random(seed)
+    kind = kinds[seed % len(kinds)]
+    files = [name for name in contents(folders.sound(kind)) if name.startswith("checkpoints/")]
+    newest = max(name.split("/")[1] for name in files)
+    logs = sorted({
+        name for name in contents(folders.sound(kind)) if name.endswith(".jsonl") and not name.startswith("checkpoints/")
+    })  # fmt: skip
+    if draw.random() < 0.75:
+        file = draw.choice([name for name in files if newest in name] if draw.random() < 0.8 else files)
+        return Injury(seed, kind, file, draw.choice(list(WORDS)))
+    file = draw.choice(["run.toml", *logs])
+    # What is cut from the end of a log is what a killed writer has not written.
+    return Injury(seed, kind, file, draw.choice(["zeroed", "unreadable", *["truncated"] * (file == "run.toml")]))
+
+
+def injure(injury: Injury, k: Path, other: Path) -> None:
+    """Hurts the file in a copy of the folder."""
+    path, draw = k / injury.file, random.Random(injury.seed)
+    suffix = path.suffix
+    match injury.what:
+        case "truncated":
+            path.write_bytes(path.read_bytes()[: draw.randrange(100)])
+        case "zeroed":
+            path.write_bytes(bytes(len(path.read_bytes())))
+        case "missing":
+            path.unlink()
+        case "unreadable":  # a permission would not stop root
+            path.unlink()
+            path.symlink_to(path.name)
+        case "swapped":
+            peer = next((one for one in sorted(path.parent.glob(f"*{suffix}")) if one != path), None)
+            mine = path.read_bytes()
+            path.write_bytes(peer.read_bytes() if peer is not None else mine[::-1])
+            if peer is not None:
+                peer.write_bytes(mine)
+        case "of another round":
+            rounds = [one for one in sorted(path.parent.parent.glob(f"round-*/{path.name}")) if one != path]
+            path.write_bytes(rounds[0].read_bytes() if rounds else path.read_bytes()[::-1])
+        case _:
+            name = path.name if (other / "checkpoints").glob(f"*/{path.name}") else "worker-000" + suffix
+            found = sorted((other / "checkpoints").glob(f"*/{name}")) or sorted(
+                (other / "checkpoints").glob(f"*/*{suffix}")
+            )
+            path.write_bytes(found[-1].read_bytes())
+
+
+def problems(folders: Folders, injury: Injury, verb: str) -> Iterator[str]:
+    """What is wrong with what a verb does after an injury."""
+    other = folders.other(injury.run) if injury.what == "of another run" else Path()
+    before: dict[str, str] = {}
+
+    def hurt(k: Path) -> None:
+        injure(injury, k, other)
+        before.update(contents(k))
+
+    calm, found = folders.calm(injury.run, verb), folders.tried(injury.run, verb, hurt)
+    if "Traceback" in found.said:
+        yield "a traceback"
+    named = _names(injury, found.said)
+    what = found.bits == calm.bits if verb in GOING_ON else _figures(found.said) == _figures(calm.said)
+    same = found.code == calm.code and what
+    if not named and not same:
+        yield f"no sentence names it, and it ends with {found.code}, calm {calm.code}"
+    if named and not any(word in found.said for word in WORDS[injury.what]):
+        yield "the sentence does not say what is wrong"
+    went_on = verb in GOING_ON and found.code == 0
+    changed = {name for name in before if name != injury.file and found.files.get(name) != before[name]}
+    evaluated = ("model/", "metrics-evaluated", "sample.txt") if verb == "evaluate" else ()
+    allowed = {name for name in changed if name.startswith(evaluated)}
+    if not went_on and changed - allowed:
+        yield f"sound files changed: {sorted(changed)[:3]}"
+    if went_on and injury.run in ("rounds", "elastic", *SIMULATED) and found.bits != folders.whole(injury.run):
+        yield "it went on to other bits"
+
+
+def _names(injury: Injury, said: str) -> bool:
+    """Whether a sentence names the injured file, or its worker and round."""
+    path = Path(injury.file)
+    places = [path.name, f"{path.parent.name}/{path.name}"]
+    match = re.search(r"round-0*(\d+)/worker-0*(\d+)", injury.file)
+    if injury.what == "swapped" and match:  # either of the two
+        places += [f"worker-{one:03}{path.suffix}" for one in range(4)]
+    if match and any(place in said for place in places):
+        return True
+    return (
+        (f"worker {match[2]}" in said and f"round {match[1]}" in said)
+        if match
+        else any(place in said for place in places)
+    )
+
+
+def _figures(said: str) -> list[str]:
+    """The numbers of what a reader prints, without seconds and ages."""
+    lines = [line for line in said.splitlines() if "busy" not in line and not line.startswith(("report:", "table:"))]
+    plain = (re.sub(r'"age_s": [\d.e-]+|/\S+', "", line) for line in lines)
+    return [" ".join(line.split()) for line in plain]
+
+
+def verbs_of(injury: Injury, *, all_of_them: bool) -> tuple[str, ...]:
+    """All verbs; where processes would be started for each, only the readers unless all are asked for."""
+    return (*GOING_ON, *READERS) if all_of_them or injury.run in SIMULATED else READERS
+
+
+def main() -> int:
+    """Tries injuries and writes the page of what came out."""
+    words = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    words.add_argument("--count", type=int, default=1000)
+    words.add_argument("--minutes", type=float, default=600.0)
+    words.add_argument("--page", type=Path, default=ROOT / "docs" / "results" / "injuries.md")
+    given = words.parse_args()
+    logging.getLogger("gossamer").setLevel(logging.WARNING)
+    began, tried, wrong = time.monotonic(), collections.Counter[tuple[str, str]](), list[str]()
+    injuries = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = Folders(Path(scratch))
+        for seed in range(given.count):
+            if time.monotonic() - began > 60 * given.minutes:
+                break
+            injury = drawn(folders, seed)
+            injuries += 1
+            for verb in verbs_of(injury, all_of_them=True):
+                tried[injury.run, verb] += 1
+                for problem in problems(folders, injury, verb):
+                    wrong.append(f"{injury}: {verb}: {problem}")
+                    print(wrong[-1], file=sys.stderr, flush=True)
+    given.page.write_text(page(injuries, tried, wrong) + "\n")
+    return bool(wrong)
+
+
+def page(injuries: int, tried: collections.Counter[tuple[str, str]], wrong: Sequence[str]) -> str:
+    """The outcome as Markdown."""
+    verbs, trials = (*GOING_ON, *READERS), sum(tried.values())
+    head = (
+        f"`make injuries` has hurt a file of a run folder {injuries} times and let each verb work on a copy: {trials} trials, of "
+        f"which {len(wrong)} went wrong. Three of four injuries hurt a checkpoint, the others run.toml or a log. A trial goes "
+        "wrong if there is a traceback; if no sentence names the file (or worker and round) and what is wrong with it, although "
+        "the verb does anything else than without the injury; if any other file changes while a run does not go on; or if a run "
+        "that goes on, and whose bits are determined, has other bits than one that nobody injured."
+    )
+    lines = ["# Injured run folders", "", head, "", "| kind of run | " + " | ".join(verbs) + " |"]
+    lines.append("| --- |" + " ---: |" * len(verbs))
+    lines += [f"| {kind} | " + " | ".join(str(tried[kind, verb]) for verb in verbs) + " |" for kind in KINDS]
+    return "\n".join([*lines, *(["", "What went wrong:", "", *(f"- {one}" for one in wrong)] if wrong else [])])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
