@@ -29,7 +29,7 @@ from tiny import single
 
 ROOT = Path(__file__).parents[1]
 WORDS = {
-    "truncated": ("cut short", "TOML", "is not JSON", "must be", "JSON", "missing"),
+    "truncated": ("cut short", "TOML", "JSON", "missing", "is needed"),
     "zeroed": ("cut short", "changed", "TOML", "JSON"),
     "missing": ("missing", "cannot be read", "has no checkpoint", "no run.toml", "No such file"),
     "swapped": ("worker", "changed"),

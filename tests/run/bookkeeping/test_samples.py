@@ -9,6 +9,7 @@ import pytest
 import gossamer
 from commands import run
 from gossamer.record.folder import read_metrics
+from gossamer.report.reading.status import run_status
 
 SAMPLES = Path(__file__).parents[2] / "samples"
 KINDS = ("rounds", "elastic", "asynchronous", "served", "simulated")
@@ -31,6 +32,7 @@ def test_a_run_folder_of_0_1_0_is_evaluated_reported_and_gone_on_with(
     caplog.set_level(logging.WARNING)
     code, said = run("evaluate", folder)
     assert code == 0 and "round 4: mean model 1." in said, said
+    assert {one.standing for one in run_status(folder).workers} == {"finished"}
     for words in (["report", folder, "--out", tmp_path / "page.html"], ["status", folder]):
         code, said = run(*words)
         assert code == 0, said

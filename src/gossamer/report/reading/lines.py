@@ -136,10 +136,12 @@ _RUN = Records[_Run](_Run)
 
 
 class RunFile(NamedTuple):
-    """What a page shows of a run file."""
+    """What pages, the terminal and status show of a run file."""
 
     name: str
     workers: int
+    steps: int
+    """Inner steps of a worker."""
     rounds: int
     method: str
     """The rule, server or pair rule."""
@@ -151,7 +153,7 @@ class RunFile(NamedTuple):
 
 
 def run_file_of(path: Path) -> RunFile:
-    """A run file as far as a page shows it; unknown keys pass.
+    """A run file as far as it is shown; unknown keys pass.
 
     Raises: DataError for a file without what is needed, with the version that looked for it; OSError and ValueError where it
         cannot be read.
@@ -174,6 +176,7 @@ def run_file_of(path: Path) -> RunFile:
     return RunFile(
         f"{run['name']:.80}",
         run["workers"],
+        run["run"]["steps"],
         max(1, run["run"]["steps"] // (max(steps) if isinstance(steps, list) else steps)),
         _name(document, "rule" if kind in ("rounds", "no waiting") else kind) or kind,
         None if kind == "server" else _name(document, "topology"),

@@ -8,10 +8,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, NotRequired
-
-from pydantic import Field, with_config
-from typing_extensions import TypedDict
+from typing import Any, NamedTuple
 
 from gossamer.errors import ConfigError, PeerError
 from gossamer.record.addresses import Address, read_addresses
@@ -20,8 +17,7 @@ from gossamer.record.logs.order import read_order
 from gossamer.record.logs.outcomes import Begun, Ended, Life, read_outcomes
 from gossamer.record.logs.seconds import RoundSeconds, read_seconds
 from gossamer.record.whole_files import worker_suffix
-from gossamer.settings.options import Count
-from gossamer.settings.schema import RECORD, Records, parse_toml
+from gossamer.report.reading.lines import run_file_of
 from gossamer.transport.elastic.ask import View, look
 from gossamer.transport.elastic.members import MemberStatus, SlotEntry, merged
 from gossamer.transport.secret import folder_secret
@@ -31,24 +27,6 @@ __all__ = ["RunStatus", "Sighting", "WorkerStatus", "run_status", "standing_of"]
 
 PATIENCE_S = 2.0
 """How long a worker may take to answer."""
-_MOST_WORKERS = 1 << 20
-
-
-@with_config({**RECORD, "extra": "allow"})
-class _Loop(TypedDict):
-    steps: Count
-    local_steps: Count | Annotated[list[Count], Field(min_length=1)]
-    elastic: NotRequired[bool]
-
-
-@with_config({**RECORD, "extra": "allow"})
-class _Run(TypedDict):
-    name: str
-    workers: Annotated[int, Field(ge=1, le=_MOST_WORKERS)]
-    run: _Loop
-
-
-_RUN = Records[_Run](_Run)
 
 
 class WorkerStatus(NamedTuple):
@@ -151,6 +129,8 @@ class _Records(NamedTuple):
     """Lines of metrics, by worker."""
     seconds: dict[int, RoundSeconds]
     addresses: dict[int, Address]
+    over: bool
+    """Whether the server of a run says that it has ended; its workers share the steps out, so their last rounds differ."""
 
 
 class _Answers(NamedTuple):
@@ -177,12 +157,10 @@ def run_status(folder: Path, *, now_s: float | None = None) -> RunStatus:
     Raises: ConfigError when the folder holds no run, DataError for a spoilt file.
     Cost: reads the metrics, seconds and outcomes of the run; waits up to PATIENCE_S for workers that are asked.
     """
-    path = run_file(folder)
-    document = parse_toml(path.read_text(encoding="utf-8", errors="replace"), f"'{path}'")
-    run = _RUN.of(document, f"'{path}'")
-    n, steps = run["workers"], run["run"]["local_steps"]
-    rounds = run["run"]["steps"] // (max(steps) if isinstance(steps, list) else steps)
-    kind, metrics = _kind(document, folder), read_metrics(folder)
+    run, metrics = run_file_of(run_file(folder)), read_metrics(folder)
+    n, rounds = run.workers, run.rounds
+    simulated = (folder / "metrics.jsonl").exists() and not any(folder.glob("metrics-[0-9]*.jsonl"))
+    kind = "simulation" if simulated else run.kind
     trained: dict[int, list[dict[str, Any]]] = {}
     for line in metrics:
         if line["kind"] == "train" and isinstance(line.get("worker"), int):
@@ -192,13 +170,14 @@ def run_status(folder: Path, *, now_s: float | None = None) -> RunStatus:
     records = _Records(
         folder, rounds, elastic, in_rounds, read_outcomes(folder) if in_rounds else _lives_in_order(folder, rounds), trained,
         _last_seconds(folder), addresses,
+        kind == "server" and any(line["kind"] == "eval" and line["round"] + 1 >= rounds for line in metrics),
     )  # fmt: skip
-    answers = _asked(folder, addresses.values(), Limits(n, n * run["run"]["steps"], n * run["run"]["steps"]))
+    answers = _asked(folder, addresses.values(), Limits(n, n * run.steps, n * run.steps))
     entries = answers.entries
     now_s = time.time() if now_s is None else now_s
     workers = [_of_worker(slot, entries.get(slot), records, answers, now_s) for slot in range(n)]
     newest = max([0, *(one.round for one in workers), *(line["round"] + 1 for line in metrics)])
-    return RunStatus(folder, run["name"], kind, rounds, newest, sorted(answers.views), answers.note, workers)
+    return RunStatus(folder, run.name, kind, rounds, newest, sorted(answers.views), answers.note, workers)
 
 
 def _of_worker(slot: int, entry: SlotEntry | None, records: _Records, answers: _Answers, now_s: float) -> WorkerStatus:
@@ -206,9 +185,10 @@ def _of_worker(slot: int, entry: SlotEntry | None, records: _Records, answers: _
     own = records.addresses.get(slot)
     address = entry.address if entry is not None else own.address if own is not None else ""
     done = _rounds_behind(lives, trained, entry if records.in_rounds else None)
+    over = records.over or done >= records.rounds
     seen = Sighting(
-        entry, lives[-1] if lives else None, slot in answers.views, address in answers.refused, done >= records.rounds,
-        records.elastic, bool(lives or trained),
+        entry, lives[-1] if lives else None, slot in answers.views, address in answers.refused, over, records.elastic,
+        bool(lives or trained),
     )  # fmt: skip
     loss = trained[-1].get("loss") if trained else None
     age_s = _age_s(slot, records.folder, answers.views, now_s) if entry or lives or trained else None
@@ -216,18 +196,6 @@ def _of_worker(slot: int, entry: SlotEntry | None, records: _Records, answers: _
         slot, standing_of(seen), done, _steps(lives, trained), loss, age_s, address or None, *_failed(lives),
         records.seconds.get(slot),
     )  # fmt: skip
-
-
-def _kind(document: Mapping[str, Any], folder: Path) -> str:
-    if (folder / "metrics.jsonl").exists() and not any(folder.glob("metrics-[0-9]*.jsonl")):
-        return "simulation"
-    if document["run"].get("elastic"):
-        return "elastic"
-    return next((kind for kind in ("server", "pair") if kind in document), _waiting(document))
-
-
-def _waiting(document: Mapping[str, Any]) -> str:
-    return "rounds" if document["run"].get("wait", True) else "no waiting"
 
 
 def _lives_in_order(folder: Path, rounds: int) -> dict[int, list[Life]]:

@@ -18,6 +18,9 @@ from gossamer.topologies import TOPOLOGIES
 
 __all__ = ["DIRECTIONS", "EXPERIMENT", "TABLES", "flat", "load", "load_run", "settings", "with_settings"]
 
+_WRITTEN = ("name", "seed", "workers", "model", "data", "run", "record")
+"""What every run.toml of a run folder has, the last of them last."""
+
 TABLES: dict[str, Mapping[str, Any]] = {
     "rule": RULES, "topology": TOPOLOGIES, "codec": CODECS, "server": SERVERS, "pair": PAIRS,
     "boundary": BOUNDARIES,
@@ -45,8 +48,18 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, An
 
 
 def load_run(folder: Path) -> dict[str, Any]:
-    """The document of the run that a folder holds. Raises ConfigError, naming the runs inside it, when it holds none."""
-    return load(run_file(folder))
+    """The document of the run that a folder holds.
+
+    Raises: ConfigError, naming the runs inside it, when it holds none, or one that is cut short: what is left of it may be a run
+        file, of another run.
+    """
+    path = run_file(folder)
+    document = load(path)
+    if lacking := [key for key in _WRITTEN if key not in document]:
+        raise ConfigError(
+            f"'{path}' is cut short: it lacks {', '.join(lacking)}, which gossamer writes into every run folder; restore it"
+        )
+    return document
 
 
 def settings(words: list[str]) -> dict[str, Any]:
