@@ -166,7 +166,7 @@ def test_the_options_of_a_rule_are_the_arguments_of_its_factory(factory):
     ],
 )
 def test_options_that_cannot_work_are_refused_by_name(factory, options):
-    with pytest.raises(ConfigError, match=f"'{factory.__name__}' got .*(choose|give)"):
+    with pytest.raises(ConfigError, match=f"'{factory.__name__}' got .*(must be|choose|give)"):
         factory(**options)
 
 

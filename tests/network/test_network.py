@@ -58,7 +58,7 @@ SITES = "sites.a.workers = [0]\nsites.b.workers = [1]\nsites.c.workers = [2]\n"
         ("uplink_bps = 1e9\ndownlink_bps = 0", "downlink_bps is 0"),
         ("uplink_bps = nan\ndownlink_bps = 1e9", "uplink_bps is nan"),
         ("uplink_bps = true\ndownlink_bps = 1e9", "uplink_bps is True"),
-        ("uplink_bps = [1e9, -1.0]\ndownlink_bps = 1e9", "uplink_bps is -1.0"),
+        ("uplink_bps = [1e9, -1.0]\ndownlink_bps = 1e9", r"uplink_bps\[1\] is -1.0"),
         ("uplink_bps = '1 Gbit'\ndownlink_bps = 1e9", "uplink_bps is '1 Gbit'"),
         ("uplink_bps = 1" + "0" * 400 + "\ndownlink_bps = 1e9", "uplink_bps is 1000"),
         ("uplink_bps = 1e9\ndownlink_bps = 1e9\nlatency_s = -0.1", "latency_s is -0.1"),
@@ -75,7 +75,7 @@ SITES = "sites.a.workers = [0]\nsites.b.workers = [1]\nsites.c.workers = [2]\n"
         (LINKS + "sites.a = 3", "sites.a is 3 but must be a table"),
         (LINKS + "[sites.a]", "'workers' is needed"),
         (LINKS + "[sites.a]\nworkers = 3", "sites.a.workers is 3"),
-        (LINKS + "[sites.a]\nworkers = [0, 1.0]", "sites.a.workers is 1.0"),
+        (LINKS + "[sites.a]\nworkers = [0, 1.0]", r"sites.a.workers\[1\] is 1.0"),
         (LINKS + "[sites.a]\nworkers = [0, 2]", "not worker 1"),
         (LINKS + "[sites.a]\nworkers = [0, 0]", "worker 0 is in two sites, or twice"),
         (

@@ -457,7 +457,8 @@ def _sentence(items: list[ErrorDetails], place: _Place, where: str, root: Any) -
         return choose(name, given, names) + "; correct the name"
     for item in items:  # of a list the item at fault is shown, if it is one
         if item["type"] != "missing" and (within := _within(path, item["loc"])):
-            given, name, hint = item["input"], name + "".join(f"[{k}]" for k in within), _item(hint, within)
+            given, whole, hint = item["input"], hint, _item(hint, within)
+            name += "" if hint is whole else "".join(f"[{k}]" for k in within)  # words of its own are of the whole
             break
     shown = "an empty list" if given in ((), []) else f"{given!r:.60}"
     return f"{name or 'this'} is {shown} but must be {words_of(hint, name)}"
