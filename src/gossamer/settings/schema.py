@@ -444,7 +444,7 @@ def _sentence(items: list[ErrorDetails], place: _Place, where: str, root: Any) -
     given: Any = first["input"].kwargs if isinstance(first["input"], ArgsKwargs) else first["input"]
     if hint is None:
         what, key, known = f"key in [{owner}]" if owner else "key", str(path[-1]), {*_hints(table), *_also(table)}
-        if not any(one.casefold() == key.casefold() for one in known) and (homes := _homes(root, key)):
+        if not any(key.casefold() in one.casefold() for one in known) and (homes := _homes(root, key)):
             return f"unknown {what} '{key}'; it is {' or '.join(homes)}: write it there"
         return choose(what, key, known) + "; correct the name"
     if first["type"] == "missing" and first["loc"][-1:] == path[-1:]:
