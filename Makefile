@@ -30,8 +30,8 @@ WITH_FULL := run/synchronous/test_parity transport/test_faults transport/test_el
 parity: .venv/.installed  ## simulator against real processes, bit for bit, over every allowed pairing; and all else that CI samples
 	$(BIN)/pytest $(WITH_FULL:%=tests/%.py) --full
 
-bench: .venv/.installed  ## the benchmarks, as ratios against a limit or a peer; slow_links takes root and half an hour, by hand
-	set -e; for name in simulator update exchange memory codecs checks finite; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
+bench: .venv/.installed  ## the benchmarks, as ratios against a limit or a peer; writes docs/results/benchmarks.md; an hour
+	$(BIN)/python benchmarks/bench.py
 
 chaos: .venv/.installed  ## kill, stop and cut off workers of elastic runs; an hour or two, partitions need root; writes docs/results/chaos.md
 	$(BIN)/python benchmarks/chaos.py
@@ -48,6 +48,7 @@ methods: .venv/.installed  ## write docs/methods.md from the code
 	PYTHONPATH=docs $(BIN)/python -m generators.methods_table > docs/methods.md
 
 results: .venv/.installed  ## write what is computed (docs/results/utilisation.md, goodput.md), and pages and numbers from committed outcomes
+	$(BIN)/python benchmarks/bench.py --page
 	$(BIN)/python benchmarks/utilisation.py
 	$(BIN)/python benchmarks/goodput.py
 	$(BIN)/python docs/fill.py

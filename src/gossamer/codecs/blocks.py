@@ -29,8 +29,9 @@ def num_blocks(numel: int, block: int) -> int:
     return -(-numel // block)
 
 
-def spans(x: Tensor, block: int) -> Iterator[tuple[int, int]]:
-    """Ranges that cover a flat tensor: some whole blocks each, and a shorter last block by itself; none on the meta device.
+def spans(x: Tensor, block: int, slab: int = SLAB) -> Iterator[tuple[int, int]]:
+    """Ranges that cover a flat tensor: whole blocks of some `slab` elements each, and a shorter last block by itself; none on the
+    meta device.
 
     >>> list(spans(torch.empty(70000), 4096))
     [(0, 65536), (65536, 69632), (69632, 70000)]
@@ -38,7 +39,7 @@ def spans(x: Tensor, block: int) -> Iterator[tuple[int, int]]:
     if x.is_meta:
         return
     whole = x.numel() // block * block
-    step = max(SLAB // block, 1) * block
+    step = max(slab // block, 1) * block
     for start in range(0, whole, step):
         yield start, min(start + step, whole)
     if whole < x.numel():

@@ -225,7 +225,7 @@ def _block_codec(
         scales = torch.empty(num_blocks(x.numel(), block), dtype=scale_dtype, device=x.device)
         if not draws and (passes := passes_for(x)) is not None:
             # Torch has the order of the sums of magnitudes: piece by piece, so that their second reader finds them in the cache.
-            for start, stop in spans(x, block) if bits == 1 else ((0, x.numel()),):
+            for start, stop in spans(x, block, 4 * SLAB) if bits == 1 else ((0, x.numel()),):
                 own, here = (
                     scales[start // block : num_blocks(stop, block)],
                     codes[start * bits // 8 : num_bytes(stop, bits)],

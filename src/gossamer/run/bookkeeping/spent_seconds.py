@@ -134,7 +134,8 @@ def priced(
         timeline = Timeline(trace.compute_s, still, still.astype(np.int32), trace.compute_s.cumsum(axis=0))
     else:
         timeline = price(trace, network, computing)
-    late_s, peer = _lateness(trace, timeline)
+    # Who does not communicate waits for nobody, and a trace may have millions of messages.
+    late_s, peer = _lateness(trace, timeline) if network else (timeline.communication_s, np.zeros_like(trace.steps))
     waiting_s = np.clip(late_s, 0.0, timeline.communication_s)
     transfer_s = timeline.communication_s - waiting_s
     between_s = timeline.compute_s * (1 - np.asarray(timeline.computing))
