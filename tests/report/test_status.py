@@ -230,7 +230,7 @@ def test_the_round_to_score_is_never_older_than_one_that_most_have(owned):
 
 def test_a_client_of_prometheus_that_is_missing_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(ConfigError, match=r"gossamer\[prometheus\].* set it to 0"):
+    with pytest.raises(ConfigError, match=r"prometheus-client.* set it to 0"):
         RunFolder(tmp_path / "without", "", RecordConfig(tensorboard=False, prometheus_port=9200))
 
 

@@ -152,7 +152,7 @@ def test_a_record_that_cannot_be_is_refused_with_its_place(tmp_path, monkeypatch
         ),
         "no time": (
             lambda lines: [lines[0], {**lines[1], "time_s": "soon"}],
-            "time_s is 'soon' but must be a number of at least 0",
+            "time_s is 'soon' but must be a number from 0",
         ),
     }
     for name, (change, part) in forged.items():
