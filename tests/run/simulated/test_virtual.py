@@ -332,7 +332,7 @@ def test_pricing_a_run_that_looks_at_the_clock_is_refused_and_so_is_one_of_other
     (tmp_path / "network.toml").write_text("uplink_bps = 1e6\ndownlink_bps = 1e6\nstep_s = 1.0\n")
     assert main(["simulate", "--resume", str(tmp_path / "run"), "--set", "run.steps=4"]) == 2
     assert main(["price", str(tmp_path / "run"), str(tmp_path / "network.toml")]) == 2
-    first, second = capsys.readouterr().err.splitlines()
+    _, first, second = capsys.readouterr().err.splitlines()
     assert "run.steps is 2 in" in first and "simulate it again" in second
 
 
