@@ -6,7 +6,7 @@ PROCESSES ?= 4  # two cores have idle time for as many again: tests wait for dis
 
 export PYTHONDONTWRITEBYTECODE :=  # tests start many processes, each of which would compile the package anew
 
-.PHONY: help demo test types tests parity bench chaos survival injuries methods results pictures docs release
+.PHONY: help demo test types tests parity bench chaos survival injuries methods results pictures docs release titan
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile | expand -t 10
@@ -43,6 +43,10 @@ survival: .venv/.installed  ## goodput under failures, replaced workers, elastic
 	$(BIN)/python benchmarks/survival.py --seeds 3
 	$(BIN)/python benchmarks/churn.py
 	$(BIN)/python benchmarks/calm.py
+
+TITAN ?= .titan/bin/python
+titan:  ## unmodified torchtitan jobs as sites, in an environment of its own: TITAN is a Python with torch, torchtitan 0.3.0 and triton
+	PYTHONPATH=src $(TITAN) tests/titan/accept.py | tee tests/titan/accepted.txt
 
 methods: .venv/.installed  ## write docs/methods.md from the code
 	PYTHONPATH=docs $(BIN)/python -m generators.methods_table > docs/methods.md

@@ -133,6 +133,7 @@ LATE |= {"accelerate", "lightning"}
 COPIED = "gossamer.models.modeling_bottleneck"  # is written beside a model, for transformers
 FOREIGN = {
     "gossamer.integrations.lightning",
+    "gossamer.integrations.torchtitan",
     "gossamer.integrations.transformers",
     COPIED,
 }  # import seconds of a framework

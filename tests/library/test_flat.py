@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -265,6 +266,33 @@ def resumed(stage: Stage) -> None:
             stage.refused(f"{name} by another number", partial(alone.load_state_dict, saved["outer"]))
 
 
+def reshared(stage: Stage) -> None:
+    """Saved by two processes of each worker, and continued by one."""
+    case = Case("gasloc", same=True)
+    model = made(case, stage.mesh["shard"])
+    optimizer = optimizer_of(case, model)
+    with outer_of(case, model) as outer:
+        train(case, model, optimizer, outer, [0], range(6))
+        at, group = stage.folder / f"shared-{outer.worker}", stage.mesh["shard"].get_group()
+        dcp.save({"model": model.state_dict(), **outer.shared_state_dict()}, checkpoint_id=at, process_group=group)
+        optimizer = optimizer_of(Case(optimizer="sgd"), model)
+        train(case, model, optimizer, outer, [0], range(6, 12))
+        if (found := whole(model)) and outer.shard == 0:
+            stage.keep("shared, went on", outer.worker, found)
+    dist.barrier()
+    if stage.rank < 2:
+        model = made(case)
+        with outer_of(case, model, process_group=stage.two) as outer:
+            state = {"model": model.state_dict(), **outer.shared_state_dict()}
+            dcp.load(state, checkpoint_id=stage.folder / f"shared-{outer.worker}", no_dist=True)
+            model.load_state_dict(state["model"])
+            stage.refused("shared and torn", lambda: outer.load_shared_state_dict({**state, "outer.rounds": -1}))
+            stage.refused("shared and less", lambda: outer.load_shared_state_dict({"outer.rounds": 1}))
+            outer.load_shared_state_dict(state)
+            train(case, model, optimizer_of(Case(optimizer="sgd"), model), outer, [0], range(6, 12))
+            stage.keep("shared", outer.worker, whole(model))
+
+
 def lent(stage: Stage) -> None:
     """The mean model is evaluated, and everything is as it was, although FSDP2 has gathered the mean."""
     case = Case(half=("layers.1",))
@@ -364,7 +392,7 @@ def one_of_four(rank: int, port: int, folder: Path) -> None:
     stage = Stage(rank, mesh, two, folder)
     for name, case in {**CASES, **NEAR}.items():
         same_as_two(stage, name, case)
-    for act in (tensor_parallel, pipeline, resumed, lent, torn, unlike, dying):
+    for act in (tensor_parallel, pipeline, resumed, reshared, lent, torn, unlike, dying):
         act(stage)
         dist.barrier()
 
@@ -434,6 +462,14 @@ def test_shards_resume_within_a_round_to_the_same_bits_and_only_on_their_own_pla
         assert [key for key in first if not torch.equal(again[key], first[key])] == []
         said = told.of(rank, f"{name} by another number")
         assert f"has shard {rank % 2} of 2 and this Outer none" in said
+
+
+def test_a_state_saved_under_flat_names_continues_on_another_number_of_processes_to_the_same_bits(told):
+    for worker in range(2):
+        again, first = told.kept("shared", worker), told.kept("shared, went on", worker)
+        assert [key for key in first if not torch.equal(again[key], first[key])] == []
+        for what in ("shared and torn", "shared and less"):
+            assert "outer state under flat names does not fit" in told.of(worker, what)
 
 
 def test_the_mean_model_of_shards_is_that_of_all_and_leaves_nothing_gathered(told):

@@ -8,6 +8,7 @@ data and its own folder of checkpoints, and a callback connects the workers:
     mine = place.shard(dataset)
 
 The recipes are in `gossamer.integrations.transformers`, `gossamer.integrations.accelerate` and `gossamer.integrations.lightning`.
+In `gossamer.integrations.torchtitan` it is otherwise: there a worker is a whole job.
 None of the frameworks is imported here.
 """
 

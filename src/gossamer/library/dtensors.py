@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-__all__ = ["as_dtensor", "bare_name", "copied_over", "local", "mesh_of", "processes_of", "reshard"]
+__all__ = ["as_dtensor", "bare_name", "copied_over", "like_parameter", "local", "mesh_of", "processes_of", "reshard"]
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and activation checkpointing put into the names of parameters."""
@@ -29,6 +29,15 @@ def local(t: Tensor) -> Tensor:
     """What this process has of a tensor, in the same memory and without a gradient."""
     shared = as_dtensor(t)
     return (t if shared is None else shared.to_local()).detach()
+
+
+def like_parameter(part: Tensor, shared: "DTensor") -> "DTensor":
+    """A tensor of the whole shape of another, of which this process has this part in place of its own."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part, shared.device_mesh, shared.placements, run_check=False, shape=shared.shape, stride=shared.stride()
+    )
 
 
 def bare_name(name: str) -> str:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gossamer.codecs import Codec
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout, Leaf, arrange, attach, keep_attached, layout_of
-from gossamer.library.dtensors import as_dtensor, bare_name, copied_over, local, reshard
+from gossamer.library.dtensors import as_dtensor, bare_name, copied_over, like_parameter, local, reshard
 from gossamer.rounds.schedule import Schedule
 from gossamer.transport.wire import checksum
 
@@ -42,6 +42,10 @@ class Flat(Protocol):
 
     def write(self) -> None:
         """Lets the parameters be what `x` is now."""
+        ...
+
+    def named(self, leaf: Leaf, part: Tensor) -> tuple[str, Tensor]:
+        """The name of a parameter, and its part of a vector like `x` as it lies on the processes of a worker."""
         ...
 
     def showing(self, other: Tensor) -> contextlib.AbstractContextManager[None]:
@@ -95,6 +99,10 @@ class _Views:
 
     def write(self) -> None:
         """Nothing: they are the same."""
+
+    def named(self, leaf: Leaf, part: Tensor) -> tuple[str, Tensor]:
+        """As of `Flat`."""
+        return leaf.name, part.view(leaf.shape)
 
     @contextlib.contextmanager
     def showing(self, other: Tensor) -> Iterator[None]:
@@ -209,6 +217,22 @@ class _Copies:
         """As of `Flat`."""
         parts = [self._own_part(name).reshape(-1).contiguous().view(torch.uint8) for name in self._names]
         return checksum(torch.cat(parts)) if parts else 0
+
+    def named(self, leaf: Leaf, part: Tensor) -> tuple[str, Tensor]:
+        """As of `Flat`: a view, whose DTensor has the mesh, placements and shape of the parameter.
+
+        Raises: ConfigError for a parameter of which several processes have copies.
+        """
+        p = self._parameters[leaf.name]
+        shared, view = as_dtensor(p), part.view(leaf.shape)
+        if shared is None:
+            return leaf.name, view
+        if copied_over(shared):
+            raise ConfigError(
+                f"processes have copies of parameter '{leaf.name}', and its outer state is on the first of them alone; save "
+                "Outer.state_dict() on each process instead"
+            )
+        return leaf.name, like_parameter(view, shared)
 
     def _own_part(self, name: str) -> Tensor:
         """What this process exchanges of a parameter: its local part, or nothing of one that a process before it has too."""

@@ -122,7 +122,7 @@ def lane_of_site(site: tuple[int, int], mesh: "DeviceMesh | None", timeout_s: fl
     if not dist.is_initialized():
         return Lane(worker=worker, sites=n, start=start)
     rank, world = dist.get_rank(), [*range(dist.get_world_size())]
-    own = world if mesh is None else processes_of(mesh)
+    own = world if mesh is None or mesh.size() < len(world) else processes_of(mesh)
     if sorted(own) != world:
         raise ConfigError(
             f"the model of site {worker} is on the processes {own}, and its world has {world}; with site=... a world is one "

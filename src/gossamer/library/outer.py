@@ -1,6 +1,7 @@
 """The outer loop around somebody else's training loop."""
 
 import contextlib
+import json
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -457,8 +458,70 @@ class Outer(Generic[M]):
             ) from None
         for own, other in zip(mine, saved, strict=True):
             own.copy_(other)
+        self._continue_from(rounds, steps, state.get("start"))
+
+    def shared_state_dict(self) -> dict[str, Any]:
+        """The outer state under flat names, for `torch.distributed.checkpoint`; another number of processes may load it.
+
+        Its tensors are the state itself and lie on the processes of a worker as their parameters do: `dcp.load` fills them.
+        Raises: ConfigError while exchanges are in flight, as with a schedule that overlaps, or where processes have copies.
+        """
+        self._must_hold_its_own("shared_state_dict")
+        if any(exchange.sent is not None for exchange in self._loop.in_flight.values()):
+            raise ConfigError(
+                f"shared_state_dict() was called with exchanges of round {self.rounds} in flight, which belong to one number of "
+                "processes; call it where none are, use a schedule without overlap, or save state_dict() on each process"
+            )
+        of = {key: words for key, words in self._is_of.items() if key not in ("model", "shard")}
+        state: dict[str, Any] = {
+            "outer.of": json.dumps(of), "outer.start": self._peers.start, "outer.rounds": self.rounds, "outer.steps": self.steps,
+        }  # fmt: skip
+        for setup in self._loop.fragments:
+            part = setup.part
+            for copy, flat in enumerate(leaves(part.s)):
+                if flat.numel() != part.x.numel():
+                    state[f"outer.{copy}.fragment.{part.fragment}"] = flat
+                    continue
+                for leaf in part.layout.leaves:
+                    name, shared = self._flat.named(leaf, flat[leaf.start : leaf.stop])
+                    state[f"outer.{copy}.{name}"] = shared
+        if self._flat.kept:
+            raise ConfigError(
+                "shared_state_dict() was called for parameters of several dtypes, some of which are rounded; save state_dict() "
+                "on each process instead"
+            )
+        return state
+
+    def load_shared_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a state of `shared_state_dict`, after `dcp.load` has filled its tensors, and the model was loaded.
+
+        Raises: CheckpointError if it is of another rule, codec, schedule, worker, number of workers or local steps, or not whole.
+        """
+        self._must_be_open("load_shared_state_dict")
+        own = self.shared_state_dict()
+        try:
+            of = {key: words for key, words in self._is_of.items() if key not in ("model", "shard")}
+            must_be_of({"format": FORMAT, "of": json.loads(state["outer.of"]), "start": state["outer.start"]}, of)
+            rounds, steps = state["outer.rounds"], state["outer.steps"]
+            check_option("a saved outer state", "rounds", rounds, Annotated[int, Field(ge=0, le=(1 << 31) - 1)])
+            check_option("a saved outer state", "steps", steps, Annotated[int, Field(ge=0, le=self.local_steps - 1)])
+            tensors = {key: t for key, t in own.items() if isinstance(t, torch.Tensor)}
+            must_fit([local(state[key]) for key in tensors], [*map(local, tensors.values())])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(
+                f"the outer state under flat names does not fit rule '{self.method.rule.name}' on this model ({error!r:.200}); "
+                "load it with torch.distributed.checkpoint into that of shared_state_dict()"
+            ) from None
+        with torch.no_grad():
+            for key, t in tensors.items():
+                local(t).copy_(local(state[key]))
+        self._continue_from(rounds, steps, str(state["outer.start"]))
+
+    def _continue_from(self, rounds: int, steps: int, start: str | None) -> None:
         self.rounds, self.steps, self._stops = rounds, steps, []
-        self._loaded, self._agreed = state.get("start"), False
+        self._loaded, self._agreed = start, False
         self._before = None if steps else self._flat.checksum()
         self._watch.begin()
         self._began_at, self._looks = str(self._before), 0 if steps else 3

@@ -1,0 +1,137 @@
+"""Gossamer in torchtitan: each unmodified torchtitan job is a site, and two words of its command line join it to the others.
+
+    --override.imports 'gossamer.integrations.torchtitan.outer={"rule": "gasloc", "local_steps": 30, "join": "HOST:PORT"}' \\
+        gossamer.integrations.torchtitan.data
+
+GOSSAMER_SITE="0/3" in the environment says which site of how many a job is, so that all have one command line.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torchtitan.components.dataloader import BaseDataLoader  # pyright: ignore
+from torchtitan.components.optimizer import OptimizersContainer  # pyright: ignore
+from torchtitan.config.override import derive, override  # pyright: ignore
+from torchtitan.tools.logging import logger  # pyright: ignore
+
+from gossamer.errors import ConfigError
+from gossamer.library import Outer
+
+__all__ = ["data", "outer", "site_of"]
+
+SITE = "GOSSAMER_SITE"
+
+
+def site_of(words: str | None) -> tuple[int, int]:
+    """The number of a site and how many there are. Raises ConfigError for anything else.
+
+    >>> site_of("0/3")
+    (0, 3)
+    """
+    number, slash, sites = (words or "").partition("/")
+    if not (slash and number.isdecimal() and sites.isdecimal() and int(number) < int(sites)):
+        raise ConfigError(f"{SITE} is {words!r}; set it to the number of this site and how many there are, such as 0/3")
+    return int(number), int(sites)
+
+
+class _Optimizers(OptimizersContainer):
+    """torchtitan's optimizers, and after each of their steps one of the outer loop."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        rule: str = "diloco"
+        join: str = ""
+        local_steps: int = 30
+        codec: str | None = None
+        topology: str | None = None
+        seed: int = 0
+        timeout_s: float = 300.0
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+        super().__init__(config, model_parts=model_parts)
+        self._asked, self._outer = config, None
+        self._seconds = 0.0
+
+    @property
+    def outer(self) -> Outer[nn.Module]:
+        """Made late, before the first inner step: torchtitan loads the weights to begin with after the optimizers are made."""
+        if self._outer is None:
+            one, parts = self._asked, self.model_parts
+            model: nn.Module = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
+            self._outer = Outer[nn.Module](
+                model, one.rule, local_steps=one.local_steps, codec=one.codec,
+                topology=one.topology, seed=one.seed, timeout_s=one.timeout_s, site=site_of(os.environ.get(SITE)), join=one.join,
+            )  # fmt: skip
+        return self._outer
+
+    def step(self, closure: None = None) -> None:
+        """One step of all optimizers, which the outer loop counts."""
+        outer = self.outer
+        super().step(closure)
+        began = time.perf_counter()
+        ended = outer.step()
+        self._seconds += time.perf_counter() - began
+        if ended:
+            found = outer.metrics()
+            logger.info(
+                "gossamer: site %d of %d, round %d, %d bytes sent, %.3f s in exchanges",
+                outer.worker, outer.n, outer.rounds, found.bytes_sent, self._seconds,
+            )  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of the optimizers and of the outer loop, under flat names."""
+        return {**super().state_dict(), **self.outer.shared_state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads both."""
+        ours = {name: value for name, value in state_dict.items() if name.startswith("outer.")}
+        super().load_state_dict({name: value for name, value in state_dict.items() if name not in ours})
+        self.outer.load_shared_state_dict(ours)
+
+
+class _SiteLoader(BaseDataLoader):
+    """Any loader of torchtitan, with the sites as further data-parallel ranks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        inner: Any = None
+        same: bool = False
+
+    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **options: Any) -> None:
+        (site, sites), (n, rank) = site_of(os.environ.get(SITE)), (1, 0) if config.same else (dp_world_size, dp_rank)
+        self._inner = config.inner.build(dp_world_size=n * sites, dp_rank=n * site + rank, **options)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._inner)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is."""
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues there."""
+        self._inner.load_state_dict(state_dict)
+
+
+@override(target=OptimizersContainer.Config)
+def outer(config: Any, **options: Any) -> Any:
+    """The optimizers of a job that is one of several sites.
+
+    Args: `options` are rule, local_steps, codec, topology, seed and timeout_s as of `gossamer.Outer`, and `join`, HOST:PORT of
+        the first process of site 0.
+    Raises: when training begins, what Outer raises.
+    """
+    return derive(config, _Optimizers.Config, **options)
+
+
+@override(target=BaseDataLoader.Config)
+def data(config: Any, same: bool = False) -> Any:
+    """The loader of a job that reads its site's part of the data.
+
+    Args: `same` gives all processes of a site the same batches, for tests of bits.
+    """
+    return derive(config, _SiteLoader.Config, inner=config, same=same)
