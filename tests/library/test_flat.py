@@ -549,9 +549,6 @@ def one_of_two_sites(rank: int, port: int, meetings: list[int], folder: Path) ->
         train(case, model, optimizer_of(case, model), outer, [outer.shard], range(LOCAL_STEPS * case.rounds))
         stage.keep("sites", rank, whole(model))
         stage.refused("taken", lambda: outer_of(case, made(case, mesh), site=(1 + site, 3), join=join, timeout_s=5))
-    alone = Model()
-    if rank == 0:
-        stage.refused("mesh", lambda: outer_of(case, alone, mesh=init_device_mesh("cpu", (1,)), site=(0, 2), join=join))
     model = made(case, mesh)
     outer = outer_of(case, model, site=(site, 2), join=f"127.0.0.1:{meetings[1]}", timeout_s=20)
     train(case, model, optimizer_of(case, model), outer, [outer.shard], range(3))
