@@ -71,7 +71,7 @@ def test_a_last_line_that_lacks_only_its_line_break_counts_and_keeps_counting(tm
     [
         ('{"event":"sleep","round":0}', "unknown event 'sleep'"),
         ('{"event":"end","round":1,"why":"bored","time_s":0}', "unknown why 'bored'"),
-        ('{"event":"end","round":-1,"why":"left","time_s":0}', "round is -1 but must be a whole number of at least 0"),
+        ('{"event":"end","round":-1,"why":"left","time_s":0}', "round is -1 but must be a whole number from 0"),
         ('{"event":"end","round":true,"why":"left","time_s":0}', "round is True but must be a whole number"),
         ('{"event":"end","round":1,"why":"left","time_s":0,"more":1}', "unknown key 'more'"),
         ('{"event":"end","round":1,"why":"left"}', "'time_s' is needed too"),

@@ -96,7 +96,9 @@ def lane_in(ranks: Sequence[int], mesh: "DeviceMesh | None", timeout_s: float) -
                 if processes not in workers:
                     workers.append(processes)
             case _:
-                raise PeerError("a process does not say where it is; install the same gossamer version everywhere")
+                raise PeerError(
+                    f"a process says {one!r:.60} of where it is; install the same gossamer version everywhere"
+                )
     shapes = [shape for _, shape, _ in said]
     if odd := next((k for k, shape in enumerate(shapes) if shape != shapes[0]), None):
         raise PeerError(

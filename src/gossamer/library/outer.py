@@ -487,8 +487,8 @@ class Outer(Generic[M]):
                     state[f"outer.{copy}.{name}"] = shared
         if self._flat.kept:
             raise ConfigError(
-                "shared_state_dict() was called for parameters of several dtypes, some of which are rounded; save state_dict() "
-                "on each process instead"
+                f"shared_state_dict() was called for a model with {len(self._flat.kept)} parameters that are rounded from "
+                "others' dtype; save state_dict() on each process instead"
             )
         return state
 

@@ -66,6 +66,20 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         ["[schedule]", "fragments=2"],
     ),
     "asynchronous in somebody else's loop": (GOSSIP._replace(driver="library"), ["'gasloc'", "in rounds"]),
+    "shards and rule": (
+        Combination(driver="library", rule=dilocox(), topology=complete(4), shards=2),
+        ["a mesh of 2 processes", "'dilocox'", "'gasloc'"],
+    ),
+    "shards and all-reduce": (
+        Combination(driver="library", rule=diloco(), topology=complete(4), shards=2, reduction="all_reduce"),
+        ["a mesh of 2 processes", "'all_reduce'", "'ordered'"],
+    ),
+    "shards and chosen fragments": (
+        Combination(
+            driver="library", rule=diloco(), topology=complete(4), shards=2, schedule=Schedule(fragments=2, sends=3)
+        ),
+        ["a mesh of 2 processes", "schedule.sends is 3"],
+    ),
     "averaging in somebody else's loop": (Combination(driver="library", averaging="gpa"), ["'gpa'", "gossamer.GPA"]),
     "adapt in somebody else's loop": (Combination(driver="library", adapt=True), ["run.adapt is True", "local_steps"]),
     "chosen fragments and rule": (

@@ -78,7 +78,7 @@ def test_a_resolved_run_has_steps_and_batches_alone() -> None:
             without("data.batch_size", data__global_batch=9, data__accumulate=2),
             r"3 workers in 2 passes each cannot split equally; set it to 6 or 12",
         ),
-        (document(data__global_batch=6), r"data\.batch_size is 2 and data\.global_batch is 6"),
+        (document(data__global_batch=6), r"data\.batch_size is 2, and data\.global_batch = 6"),
         (document(run__tokens=600), r"run has steps = 12 and tokens = 600, which each decide"),
         (without("run.steps", run__tokens=600, run__tokens_per_parameter=20), r"tokens = 600 and tokens_per_parameter = 20"),
         (without("run.steps", run__tokens_per_parameter=20, data__tokenizer="gpt2"), r"not known in advance; set run\.tokens"),

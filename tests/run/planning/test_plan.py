@@ -110,7 +110,7 @@ def test_the_step_time_follows_from_flops_where_nothing_gives_it() -> None:
 @pytest.mark.parametrize(
     ("act", "sentence"),
     [
-        (lambda: planned(EVEN), "no number was given; give the number of workers"),
+        (lambda: planned(EVEN), r"none is given beside its \['downlink_bps'.*; give the number of workers"),
         (lambda: planned(EVEN, workers=1), "a plan for 1 workers"),
         (lambda: planned(EVEN, workers=2, tokens=1e9, hours=2.0), "tokens is 1e[+]09 and hours is 2; give one of them"),
         (lambda: planned(EVEN, workers=2, local_steps=[0]), r"local_steps is \[0\]"),

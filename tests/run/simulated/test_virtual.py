@@ -363,11 +363,11 @@ UPDATE = {"event": "update", "fragment": 0, "workers": [0], "ages": [1], "time_s
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        (PHASE | {"end_s": -1}, "jsonl:2: end_s is -1 but must be a number of at least 0"),
+        (PHASE | {"end_s": -1}, "jsonl:2: end_s is -1 but must be a number from 0"),
         (PHASE | {"worker": 5}, "name worker 5 of 3"),
         (PHASE | {"seconds": 5}, "unknown key 'seconds'"),
         (PUSH | {"bytes": 1e99}, r"jsonl:2: bytes is 1e\+99 but must be a whole number"),
-        (UPDATE | {"ages": [-1]}, "jsonl:2: ages is -1 but must be a list"),
+        (UPDATE | {"ages": [-1]}, r"jsonl:2: ages\[0\] is -1 but must be a whole number"),
         (UPDATE | {"ages": 1}, "jsonl:2: ages is 1 but must be a list"),
         ({"event": "dance"}, r"jsonl:2: unknown event 'dance'; .*Allowed: fetch, leave"),
         ({"worker": 0}, "jsonl:2: unknown event 'None'"),

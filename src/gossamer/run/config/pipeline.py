@@ -203,12 +203,10 @@ def misfits(
     if pipeline.stages == 1:
         return
     stages, said = pipeline.stages, f"pipeline.stages is {pipeline.stages}"
-    own = {"model.size": model.own, "model.loss": model.loss is not None, "data.source": data.own}
-    if not_ours := [key for key, given in own.items() if given]:
-        yield (
-            f"{said} and {' and '.join(not_ours)} is your own code, but only the built-in model on text can be cut; remove "
-            "[pipeline]"
-        )
+    own = [("model.size", model.size, model.own), ("model.loss", model.loss, model.loss is not None)]
+    own.append(("data.source", data.source, data.own))
+    for key in (f"{key} is {value!r:.60}" for key, value, is_own in own if is_own):
+        yield (f"{said} and {key}, but only the built-in model on text can be cut; remove [pipeline]")
         return
     if model.experts is not None:
         yield (

@@ -234,7 +234,8 @@ def workers_of(network: Network, options: PlanSettings) -> int:
     n = network.workers if options.workers is None else options.workers
     if n is None:
         raise ConfigError(
-            "the network is the same for any number of workers, and no number was given; give the number of workers (--workers)"
+            f"the network is the same for any number of workers, and none is given beside its "
+            f"{sorted(to_options(network))}; give the number of workers (--workers)"
         )
     return n
 
