@@ -24,10 +24,10 @@ sys.path += sorted({str(path.parent) for path in TESTS} - {*sys.path})
 """Tests take helpers from each other, so no two files share a name."""
 
 LONGEST = (
-    "parity", "rules", "faults", "methods", "adapt", "train", "resume", "simulate", "check", "elastic_runs", "elastic_replay",
-    "server_processes", "launch", "cli", "guard", "topology", "elastic_fuzz", "exchange", "testing", "library", "integrations",
-    "docs", "simulation", "own_parts", "transport", "first_hour", "plan", "replay", "contributing", "slow_links", "virtual",
-    "audit", "averaging", "report", "events", "halos", "merging", "status", "fgd",
+    "stages", "server_processes", "elastic_replay", "flat", "parity", "adapt", "train", "simulate", "methods", "resume",
+    "machines", "virtual", "docs", "sigterm", "results", "choice", "rules", "branches", "injuries", "integrations", "launch",
+    "faults", "simulation", "which_round", "experiments", "transport", "check", "testing", "first_hour", "sparse", "exchange",
+    "elastic_sockets", "async_runs", "codecs", "audit", "plan", "stability", "library", "batched_replicas", "contributing",
 )  # fmt: skip
 """The files that take longest. They come first: each is run by one process (`--dist loadfile`), and none shall be waited for."""
 
