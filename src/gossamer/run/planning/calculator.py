@@ -161,7 +161,9 @@ def _told(made: RunPlan) -> str:
     """What a table is for."""
     choice = made.choice
     far = f" {' and '.join(choice.scale.outside)} are outside of what was measured (~)." if choice.scale.outside else ""
-    return f"{choice.tokens:.4g} tokens, and the {choice.hours:.4g} hours that the choice needs for them.{far}"
+    dropped = ", ".join(map(str, made.best.left_out))
+    lost = f" It drops worker {dropped}, and with it the text that nobody else has." if dropped else ""
+    return f"{choice.tokens:.4g} tokens, and the {choice.hours:.4g} hours that the choice needs for them.{lost}{far}"
 
 
 def _published(asked: Mapping[str, Any]) -> dict[str, Any]:
