@@ -92,10 +92,10 @@ _KINDS = {
 
 
 def _files(text: "TextFiles") -> str:
-    from gossamer.data.documents import SourceFiles
+    from gossamer.data.documents import besides
 
-    besides = SourceFiles(text.source, (), text.left_out).besides()
-    return f"'{text.source}': {text.files:,} file{'s' * (text.files != 1)}, {text.bytes / 1e6:,.4g} MB{besides}"
+    counts = f"{text.files:,} file{'s' * (text.files != 1)}, {text.bytes / 1e6:,.4g} MB"
+    return f"'{text.source}': {counts}{besides(text.left_out)}"
 
 
 def _documents(documents: "AroundDocuments") -> str:

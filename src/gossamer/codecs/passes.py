@@ -83,13 +83,14 @@ def _loaded(compiler: str) -> Passes:
         own = stat.st_uid == os.getuid() and not stat.st_mode & 0o022 and os.access(folder, os.W_OK)
     except (OSError, RuntimeError):
         own = False
+    if own and (folder / name).exists():
+        return Passes(folder / name)
     with tempfile.TemporaryDirectory(dir=folder if own else None) as new:
         kept = folder / name if own else Path(new, name)
-        if not kept.exists():
-            began = time.perf_counter()
-            compile_to(Path(new, "passes.so"), compiler)
-            os.replace(Path(new, "passes.so"), kept)  # at once, as several processes may compile it
-            log.info(f"compiled the codecs in {time.perf_counter() - began:.1f} s, kept in {kept}")
+        began = time.perf_counter()
+        compile_to(Path(new, "passes.so"), compiler)
+        os.replace(Path(new, "passes.so"), kept)  # at once, as several processes may compile it
+        log.info(f"compiled the codecs in {time.perf_counter() - began:.1f} s, kept in {kept}")
         return Passes(kept)  # once open, it needs its file no more
 
 

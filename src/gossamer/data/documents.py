@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from gossamer.errors import DataError, require
 
-__all__ = ["Document", "SourceFiles", "field", "found_at", "held_out", "read_documents", "utf8"]
+__all__ = ["Document", "SourceFiles", "besides", "field", "found_at", "held_out", "read_documents", "utf8"]
 
 PLAIN = (".txt", ".text", ".md", ".rst", ".py")  # one document a file
 SUFFIXES = (*PLAIN, ".jsonl", ".parquet")  # in upper case too, and all but the last also behind .gz
@@ -160,10 +160,11 @@ class SourceFiles(NamedTuple):
     left_out: Mapping[str, int]
     """How many files of a folder are not read, by their ending."""
 
-    def besides(self) -> str:
-        """What a folder has that is not read, in words; empty where all is."""
-        others = ", ".join(f"{count} {ending}" for ending, count in sorted(self.left_out.items()))
-        return f"; left out: {others}" if others else ""
+
+def besides(left_out: Mapping[str, int]) -> str:
+    """What a folder has that is not read, in words; empty where all is."""
+    others = ", ".join(f"{count} {ending}" for ending, count in sorted(left_out.items()))
+    return f"; left out: {others}" if others else ""
 
 
 def found_at(sources: Sequence[str]) -> list[SourceFiles]:
@@ -194,9 +195,9 @@ def _files_at(source: str) -> tuple[list[Path], Mapping[str, int]]:
         left_out.update(_ending(p) for p in there if _kind(p) not in SUFFIXES and not _hidden(p.relative_to(path)))
         if left_out and all(p.stem.lower() == "readme" for p in inside):
             names = f"only {inside[0].name} to read" if inside else "no readable file"
-            others = SourceFiles(source, (), left_out).besides()
             raise DataError(
-                f"data.source '{source}' has {names}{others}; convert those to one of: {', '.join(SUFFIXES)}, or name files"
+                f"data.source '{source}' has {names}{besides(left_out)}; convert those to one of: "
+                f"{', '.join(SUFFIXES)}, or name files"
             )
     elif path.is_file():
         inside = [path]

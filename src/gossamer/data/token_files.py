@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gossamer.data.documents import Document, SourceFiles, found_at, held_out, read_documents, utf8
+from gossamer.data.documents import Document, SourceFiles, besides, found_at, held_out, read_documents, utf8
 from gossamer.data.settings import DataConfig
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.errors import DataError
@@ -49,8 +49,7 @@ class SourceRead(NamedTuple):
             f"{count:,} {what if count != 1 else what[:-1]}"
             for what, count in zip(self._fields[1:5], self[1:5], strict=True)
         )
-        besides = SourceFiles(self.source, (), self.left_out).besides()
-        return f"text of '{self.source}': {', '.join(counts)}{besides}"
+        return f"text of '{self.source}': {', '.join(counts)}{besides(self.left_out)}"
 
 
 class Tokens(NamedTuple):

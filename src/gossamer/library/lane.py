@@ -153,13 +153,13 @@ def joined(lane: Lane, join: str, timeout_s: float) -> Lane:
             f"sites join at '{join}', which others may reach too, and GOSSAMER_SECRET is not set; set it to the same text of 32 "
             "characters or more on all sites (`openssl rand -hex 32` makes one)"
         )
+    first = lane.worker == lane.shard == 0
     try:
-        first = lane.worker == 0 and lane.shard == 0
         store = hosted_store(host, port, timeout_s) if first else reached_store(host, port, timeout_s)
         address = own_address(host)
     except (OSError, RuntimeError) as error:
         raise PeerError(
-            f"site {lane.worker} could not {'listen' if lane.worker == lane.shard == 0 else 'reach site 0'} at '{join}' "
+            f"site {lane.worker} could not {'listen' if first else 'reach site 0'} at '{join}' "
             f"({first_line(error)}); start site 0 there, or give all sites the address of its first process"
         ) from error
     lane = lane._replace(joint=PrefixStore("gossamer/sites", store), address=address)

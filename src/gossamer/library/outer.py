@@ -472,9 +472,9 @@ class Outer(Generic[M]):
                 f"shared_state_dict() was called with exchanges of round {self.rounds} in flight, which belong to one number of "
                 "processes; call it where none are, use a schedule without overlap, or save state_dict() on each process"
             )
-        of = {key: words for key, words in self._is_of.items() if key not in ("model", "shard")}
         state: dict[str, Any] = {
-            "outer.of": json.dumps(of), "outer.start": self._peers.start, "outer.rounds": self.rounds, "outer.steps": self.steps,
+            "outer.of": json.dumps(self._is_of_whatever_shards), "outer.start": self._peers.start,
+            "outer.rounds": self.rounds, "outer.steps": self.steps,
         }  # fmt: skip
         for setup in self._loop.fragments:
             part = setup.part
@@ -492,6 +492,10 @@ class Outer(Generic[M]):
             )
         return state
 
+    @property
+    def _is_of_whatever_shards(self) -> dict[str, str]:
+        return {key: words for key, words in self._is_of.items() if key not in ("model", "shard")}
+
     def load_shared_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a state of `shared_state_dict`, after `dcp.load` has filled its tensors, and the model was loaded.
 
@@ -500,8 +504,8 @@ class Outer(Generic[M]):
         self._must_be_open("load_shared_state_dict")
         own = self.shared_state_dict()
         try:
-            of = {key: words for key, words in self._is_of.items() if key not in ("model", "shard")}
-            must_be_of({"format": FORMAT, "of": json.loads(state["outer.of"]), "start": state["outer.start"]}, of)
+            saved = {"format": FORMAT, "of": json.loads(state["outer.of"]), "start": state["outer.start"]}
+            must_be_of(saved, self._is_of_whatever_shards)
             rounds, steps = state["outer.rounds"], state["outer.steps"]
             check_option("a saved outer state", "rounds", rounds, Annotated[int, Field(ge=0, le=(1 << 31) - 1)])
             check_option("a saved outer state", "steps", steps, Annotated[int, Field(ge=0, le=self.local_steps - 1)])

@@ -78,11 +78,7 @@ def must_be_of(state: Mapping[str, Any], mine: Mapping[str, str]) -> None:
             f"the outer state names the start it is of by {start!r:.40}, and Outer.state_dict by a short text; load one that was "
             "saved whole"
         )
-    for key in [
-        "shard",
-        *mine,
-        *(key for key in theirs if key not in mine),
-    ]:  # that first, as it changes what a model is
+    for key in dict.fromkeys(["shard", *mine, *theirs]):  # that first, as it changes what a model is
         had, has = theirs.get(key, "none"), mine.get(key, "none")
         if had != has and key != _CHANGEABLE:
             raise CheckpointError(

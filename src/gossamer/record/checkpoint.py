@@ -38,6 +38,7 @@ __all__ = [
     "UNFINISHED",
     "Lineage",
     "check_finite",
+    "clause",
     "decoded",
     "encoded",
     "fault",
@@ -184,7 +185,7 @@ def fault(folder: Path, round: int, worker: int, digest: str | Lineage) -> str |
     try:
         load(folder, round, worker, digest)
     except CheckpointError as error:
-        return _clause(error)
+        return clause(error)
     return None
 
 
@@ -212,7 +213,7 @@ def _fault(folder: Path, round: int, worker: int, digest: str | Lineage | None) 
     try:
         saved, size = _manifest(manifest, round, worker, digest)["bytes"], _size(tensor_file)
     except CheckpointError as error:
-        return _clause(error)
+        return clause(error)
     except OSError as error:
         return f"checkpoint file '{tensor_file}' cannot be read: {error.strerror or error}"
     return None if size == saved else f"checkpoint file '{tensor_file}' {_of_another_size(size, saved)}"
@@ -232,7 +233,7 @@ def _of_another_size(size: int, saved: int) -> str:
     )
 
 
-def _clause(error: CheckpointError) -> str:
+def clause(error: CheckpointError) -> str:
     """What is wrong, without what to do."""
     return str(error).partition(";")[0]
 

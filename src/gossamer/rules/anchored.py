@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gossamer.errors import ConfigError
-from gossamer.rules.contract import Context, Rule, inside
+from gossamer.rules.contract import Context, Rule, inside, reset_inside
 from gossamer.rules.gasloc import gasloc
 from gossamer.settings.options import Given, factory, like, wrapper
 from gossamer.topologies.mixing import Row, mean, pull
@@ -47,7 +47,6 @@ def anchored(rule: Given[Rule]) -> Rule:
             f"an anchor cancels in gossip only, and rule '{rule.name}' does not gossip whole parameters at once; allowed are "
             "rules such as 'gasloc': for averaged pseudo-gradients use error_feedback"
         )
-    reset = rule.reset
 
     def init(x: Tensor, ctx: Context) -> _State:
         return _State(rule.init(x, ctx), x.clone())
@@ -66,7 +65,7 @@ def anchored(rule: Given[Rule]) -> Rule:
         combine=_pull_and_mean,
         recv=recv,
         state_copies=rule.state_copies + 1,
-        reset=None if reset is None else lambda x, s: s._replace(inner=reset(x, s.inner)),
+        reset=reset_inside(rule.reset),
         start=inside(rule.start),
     )
 

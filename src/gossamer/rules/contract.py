@@ -26,6 +26,7 @@ __all__ = [
     "Rule",
     "amplification",
     "inside",
+    "reset_inside",
     "sends_parameters",
 ]
 
@@ -201,6 +202,11 @@ class Rule(NamedTuple):
 def inside(access: Callable[[Any], Tensor] | None) -> Callable[[Any], Tensor] | None:
     """What reads a tensor of a rule's state, for a wrapper that keeps this state as its `inner`; None where there is none."""
     return None if access is None else lambda s: access(s.inner)
+
+
+def reset_inside(reset: Callable[[Tensor, Any], Any] | None) -> Callable[[Tensor, Any], Any] | None:
+    """What resets a rule's state, for a wrapper that keeps this state as its `inner`; None where nothing does."""
+    return None if reset is None else lambda x, s: s._replace(inner=reset(x, s.inner))
 
 
 def amplification(rule: Rule) -> float:

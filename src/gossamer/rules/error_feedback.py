@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import ConfigError
-from gossamer.rules.contract import Context, Rule, inside
+from gossamer.rules.contract import Context, Rule, inside, reset_inside
 from gossamer.rules.diloco import diloco
 from gossamer.settings.options import Given, Positive, Share, factory, wrapper
 from gossamer.tree import Tree
@@ -50,7 +50,6 @@ def error_feedback(rule: Given[Rule], decay: Share = 1.0) -> Rule:
             f"error feedback needs a rule whose pseudo-gradients are averaged, and got '{rule.name}'; allowed are rules such "
             "as 'diloco': for compressed gossip use 'choco' on a static graph or 'anchored_gasloc' on any"
         )
-    reset = rule.reset
 
     def init(x: Tensor, ctx: Context) -> _State:
         return _State(rule.init(x, ctx), torch.zeros_like(x))
@@ -68,7 +67,7 @@ def error_feedback(rule: Given[Rule], decay: Share = 1.0) -> Rule:
         send=send,
         recv=recv,
         state_copies=rule.state_copies + 1,
-        reset=None if reset is None else lambda x, s: s._replace(inner=reset(x, s.inner)),
+        reset=reset_inside(rule.reset),
         start=inside(rule.start),
         unsent=lambda s: s.unsent,
     )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer.rules.combinations import by_worker, must_average, norm, total, weighted_sum
-from gossamer.rules.contract import Context, Rule, inside
+from gossamer.rules.contract import Context, Rule, inside, reset_inside
 from gossamer.settings.options import Decay, Given, Positive, wrapper
 from gossamer.topologies.mixing import each, widen
 from gossamer.tree import Tree
@@ -48,7 +48,6 @@ def trusted(rule: Given[Rule], keep: Decay = 0.9, temperature: Positive = 0.1) -
     3
     """
     must_average(rule)
-    reset = rule.reset
 
     def init(x: Tensor, ctx: Context) -> _State:
         return _State(rule.init(x, ctx), x.new_zeros(ctx.n), torch.zeros_like(x))
@@ -86,7 +85,7 @@ def trusted(rule: Given[Rule], keep: Decay = 0.9, temperature: Positive = 0.1) -
         compiles=False,
         elementwise=False,
         state_copies=rule.state_copies + 1,
-        reset=None if reset is None else lambda x, s: s._replace(inner=reset(x, s.inner)),
+        reset=reset_inside(rule.reset),
         start=inside(rule.start),
         unsent=inside(rule.unsent),
     )

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gossamer.errors import ConfigError
-from gossamer.rules.contract import Context, Rule, inside
+from gossamer.rules.contract import Context, Rule, inside, reset_inside
 from gossamer.settings.options import Given, wrapper
 from gossamer.tree import Tree
 
@@ -57,7 +57,7 @@ def weighted(rule: Given[Rule]) -> Rule:
             f"rule '{rule.name}' mixes pseudo-gradients over '{rule.mixes_updates}' before its update, where nobody knows the "
             "others' local steps; use it without run.weigh_steps, or with mix_updates = 'none'"
         )
-    kept, reset = rule.start, rule.reset
+    kept = rule.start
 
     def whole(x: Tensor, s: _State, ctx: Context) -> Tensor:
         """The parameters as if this worker had taken all steps."""
@@ -82,6 +82,6 @@ def weighted(rule: Given[Rule]) -> Rule:
         recv=recv,
         state_copies=rule.state_copies + (kept is None),
         start=(lambda s: s.start) if kept is None else lambda s: kept(s.inner),
-        reset=None if reset is None else lambda x, s: s._replace(inner=reset(x, s.inner)),
+        reset=reset_inside(rule.reset),
         unsent=inside(rule.unsent),
     )

@@ -126,7 +126,7 @@ def newest_state(
         try:
             state_of(checkpoint.load(store, round, slot, line), round, limits)
         except CheckpointError as error:
-            return str(error).partition(";")[0]
+            return checkpoint.clause(error)
         return None
 
     choice = newest_of_own(Store(config, folder), slot, line, before, read)
