@@ -95,7 +95,7 @@ def test_the_demo_leaves_its_models_and_no_checkpoints_and_can_be_asked_for_agai
     assert main([*words, "--resume", "--json", "--quiet"]) == 0
     out, err = capsys.readouterr()
     told = json.loads(out)
-    assert [one["method"] for one in told["runs"]] == ["GASLoC 1-Peer", "gossip 1-Peer", "DiLoCo", "local SGD"]
+    assert [one["method"] for one in told["runs"]] == ["GASLoC 1-Peer", "DiLoCo", "gossip 1-Peer", "local SGD"]
     assert out.count("\n") == 1 and told.keys() == EXPLAINED["demo"] and not err
     before = read_metrics(runs[0])
     assert main(["simulate", "--resume", str(runs[0])]) == 0
