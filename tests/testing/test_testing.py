@@ -6,17 +6,23 @@ import random
 import sys
 import time
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 import gossamer
 from commands import Command
 from gossamer.codecs import bf16
 from gossamer.errors import ConfigError, PairingError
 from gossamer.rules import (
+    Context,
+    Rule,
     anchored_gasloc,
     data_parallel,
     diloco,
@@ -37,12 +43,12 @@ PLAIN = gossip()._replace(name="wrong")
 STATEFUL = gasloc()._replace(name="wrong")
 
 
-def with_recv(recv, **tags):
+def with_recv(recv: Any, **tags: Any):
     """Gossip, whose x after a round is `recv(x, combined, ctx)`."""
     return PLAIN._replace(recv=lambda x, s, own_decoded, combined, ctx: (recv(x, combined, ctx), s), **tags)
 
 
-def with_state(init, recv=None):
+def with_state(init: Any, recv: Any = None):
     """Gossip with a state that nothing reads."""
     return PLAIN._replace(
         init=lambda x, ctx: init(x),
@@ -53,7 +59,7 @@ def with_state(init, recv=None):
 def counts_its_calls():
     calls: list[int] = []
 
-    def recv(x, combined, ctx):
+    def recv(x: Tensor, combined: Tensor, ctx: Context):
         calls.append(ctx.round)
         return x + combined / len(calls)
 
@@ -63,11 +69,11 @@ def counts_its_calls():
 def keeps_the_start_in_python():
     start = {}
 
-    def send(x, s, ctx):
+    def send(x: Tensor, s: Any, ctx: Context):
         start[ctx.worker] = x.clone()
         return x
 
-    def recv(x, s, own_decoded, combined, ctx):
+    def recv(x: Tensor, s: Any, own_decoded: Tensor, combined: Tensor, ctx: Context):
         return 0.5 * (x + start.get(ctx.worker, x)) + combined, s
 
     return PLAIN._replace(send=send, recv=recv)
@@ -77,7 +83,7 @@ def forgets_the_round():
     """Its step becomes shorter in each round, by what it counts outside of its state."""
     seen = {}
 
-    def recv(x, combined, ctx):
+    def recv(x: Tensor, combined: Tensor, ctx: Context):
         seen.setdefault(ctx.worker, []).append(ctx.round)
         return x + combined / len(seen[ctx.worker])
 
@@ -194,7 +200,7 @@ BY_NAME = {promise.__name__: promise for promise in PROMISES}
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_rule_is_told_which_promise_it_breaks_and_what_to_do(name):
+def test_a_wrong_rule_is_told_which_promise_it_breaks_and_what_to_do(name: str):
     promise, rule, words = WRONG[name]
     sentence = rf"(?s)^rule '{rule.name}' breaks '{promise.replace('_', ' ')}': .*{words}"
     with pytest.raises(AssertionError, match=sentence):
@@ -206,7 +212,7 @@ def test_every_promise_has_a_rule_that_breaks_it():
 
 
 @pytest.mark.parametrize("name", ["decay", "a wider dtype", "half the declared step"])
-def test_check_rule_names_the_first_promise_that_is_broken(name):
+def test_check_rule_names_the_first_promise_that_is_broken(name: str):
     promise, rule, words = WRONG[name]
     with pytest.raises(AssertionError, match=rf"(?s){promise.replace('_', ' ')}.*{words}"):
         check_rule(rule)
@@ -217,7 +223,7 @@ def test_check_rule_names_the_first_promise_that_is_broken(name):
     [gasloc(alpha="auto"), gasloc(alpha=1.9), diloco(2.0, 0.9, "heavy_ball"), data_parallel(), restarted(gasloc())],
     ids=lambda rule: rule.name,
 )
-def test_a_rule_that_keeps_all_promises_passes(rule):
+def test_a_rule_that_keeps_all_promises_passes(rule: Rule):
     """`test_rules` has every rule with its defaults."""
     check_rule(rule)
 
@@ -232,7 +238,7 @@ def test_it_is_checked_on_the_topology_that_is_given():
 
 
 @pytest.mark.parametrize("check", [check_rule, check_parity])
-def test_what_is_no_rule_is_refused_in_a_sentence(check):
+def test_what_is_no_rule_is_refused_in_a_sentence(check: Callable[..., None]):
     with pytest.raises(ConfigError, match=r"'gasloc', which was not called; give a gossamer\.Rule"):
         check(gasloc)
     with pytest.raises(ConfigError, match="got a str; give"):
@@ -251,29 +257,33 @@ def test_what_is_no_rule_is_refused_in_a_sentence(check):
     ],
     ids=lambda value: getattr(value, "name", None),
 )
-def test_four_processes_and_the_simulator_agree_to_the_last_bit(rule, topology, options):
+def test_four_processes_and_the_simulator_agree_to_the_last_bit(rule: Rule, topology: Any, options: dict[str, Any]):
     check_parity(rule, topology, **options)
 
 
 def counts_the_rounds_of_all_workers():
     calls = []
 
-    def recv(x, combined, ctx):
+    def recv(x: Tensor, combined: Tensor, ctx: Context):
         calls.append(ctx.worker)
         return x + combined / len(calls)
 
     return with_recv(recv)
 
 
-def in_one_worker(happens):
+def in_one_worker(happens: Callable[[], object]):
     """A rule that does something in round 1 of worker 2."""
 
-    def recv(x, combined, ctx):
+    def recv(x: Tensor, combined: Tensor, ctx: Context):
         if (ctx.worker, ctx.round) == (2, 1):
             happens()
         return x + combined
 
     return with_recv(recv)
+
+
+def waits():
+    time.sleep(600)
 
 
 def fails():
@@ -288,12 +298,12 @@ APART = {
         {}, r"\(tensor 1 of its outer state\)"),
     "an error": (in_one_worker(fails), {}, "the process of worker 2 of 4; .*ValueError: a mistake in the user's code"),
     "the end of a process": (in_one_worker(lambda: os._exit(7)), {}, r"no result.*exit codes .*7"),
-    "waiting": (in_one_worker(lambda: time.sleep(600)), {"timeout_s": 2.0}, r"after 2 s at most .*None.*raise timeout_s"),
+    "waiting": (in_one_worker(waits), {"timeout_s": 2.0}, r"after 2 s at most .*None.*timeout_s.*worker 2 was here.* in waits"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", APART)
-def test_a_rule_that_computes_something_else_in_processes_is_told_where_and_why_and_nobody_is_left(name):
+def test_a_rule_that_computes_something_else_in_processes_is_told_where_and_why_and_nobody_is_left(name: str):
     rule, options, words = APART[name]
     before = {*multiprocessing.active_children()}
     with pytest.raises(AssertionError, match=rf"(?s)rule 'wrong' on topology 'random'.*{words}"):
@@ -306,8 +316,8 @@ def test_what_cannot_run_together_is_refused_before_any_process_starts():
         check_parity(diloco(), "ring")
 
 
-def test_where_a_process_cannot_be_forked_that_is_said(monkeypatch):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def test_where_a_process_cannot_be_forked_that_is_said(monkeypatch: pytest.MonkeyPatch):
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(ConfigError, match="in one of 1 already; call destroy_process_group"):
             check_parity(gossip())
@@ -321,7 +331,7 @@ def test_where_a_process_cannot_be_forked_that_is_said(monkeypatch):
         check_parity(gossip())
 
 
-def train_and_check(words):
+def train_and_check(words: list[str]):
     """A program of a user's, in a process of its own."""
     warnings.simplefilter("error")
     torch.set_num_threads(4)

@@ -5,6 +5,7 @@ import re
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from commands import Command
+from gossamer.cli import main
 from gossamer.cli.train import import_early
 from gossamer.errors import ConfigError, PeerError, TransportError
 from gossamer.transport.contract import Ticket
@@ -234,6 +236,21 @@ def one_fails(argv: Sequence[str]) -> int:
 def test_the_first_failure_decides_and_the_others_may_end_by_themselves(capfd: pytest.CaptureFixture[str]):
     assert run_local(2, one_fails, []) == 7
     assert capfd.readouterr().out == "[0] noticed\n"
+
+
+def is_asked_as_it_ends(argv: Sequence[str]) -> int:
+    def ask() -> None:
+        threading.main_thread().join()  # Python's shutdown begins with its end, and waits for this thread
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if os.environ["RANK"] == "1":
+        threading.Thread(target=ask).start()
+    return main(["--version"]) or int(argv[0])
+
+
+@pytest.mark.parametrize("code", [0, 130])
+def test_a_process_that_is_asked_to_stop_as_it_ends_keeps_its_exit_code(code: int):
+    assert run_local(2, is_asked_as_it_ends, [str(code)]) == code
 
 
 def one_dies_and_one_hangs(argv: Sequence[str]) -> int:

@@ -88,6 +88,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="gossamer: %(message)s", stream=sys.stderr)
     signal.signal(signal.SIGTERM, _terminated)
     try:
+        return _code_of(argv)
+    finally:
+        if argv is None:  # this process has nothing else to do
+            _heed_no_more_signals()
+
+
+def _heed_no_more_signals() -> None:
+    """From here on SIGTERM changes nothing: what is to be done is done, and the exit code of the process is known.
+
+    A launcher asks all its processes to stop once one of them has, and amid Python's shutdown the exception of that signal would
+    end them with code 1.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which whatever is started would inherit
+
+
+def _code_of(argv: Sequence[str] | None) -> int:
+    try:
         code = app(sys.argv[1:] if argv is None else [*argv])
         sys.stdout.flush()  # so that a closed pipe raises here
         return code or 0
@@ -101,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gossamer: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:  # a verb whose run can be resumed has its own message
+        _heed_no_more_signals()
         print(f"gossamer: {str(stop) or 'stopped'}", file=sys.stderr)
         return 130
     except BrokenPipeError:

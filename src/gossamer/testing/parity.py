@@ -1,10 +1,12 @@
 """The same rounds in one process and in several: what is simulated is what runs, to the last bit."""
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
 import random
+import signal
 import sys
 import time
 import traceback
@@ -157,6 +159,7 @@ def _in_processes(run: _Run, folder: Path) -> list[Trail]:
                 process.start()
         _wait(processes, deadline)
         codes = [process.exitcode for process in processes]
+        where = _where(processes, folder)
     finally:
         for process in processes:
             if process.pid is not None:
@@ -175,7 +178,7 @@ def _in_processes(run: _Run, folder: Path) -> list[Trail]:
         raise AssertionError(
             f"{_name(run)}: workers {[*mute]} of {n} have no result after {run.timeout_s:g} s at most (exit codes "
             f"{[*mute.values()]}, None for one that was still running); look for calls in the rule that wait or end the "
-            "process, or raise timeout_s"
+            f"process, or raise timeout_s{where}"
         )
     return [torch.load(folder / f"{i}.pt", weights_only=True) for i in range(n)]
 
@@ -190,8 +193,33 @@ def _wait(processes: Sequence[BaseProcess], deadline: float) -> None:
         wait([process.sentinel for process in running], timeout=max(0.0, min(0.5, deadline - time.monotonic())))
 
 
+def _where(processes: Sequence[BaseProcess], folder: Path, patience_s: float = 1.0) -> str:
+    """Where the processes are that still run, by the lines of their code; empty where none does."""
+    asked = {
+        i: process.pid for i, process in enumerate(processes) if process.exitcode is None and process.pid is not None
+    }
+    files = {i: folder / f"{i}.where" for i in asked}
+    for i, pid in asked.items():
+        if files[i].exists():  # else the signal would end it
+            os.kill(pid, signal.SIGUSR1)
+    deadline = time.monotonic() + patience_s
+    while any(file.exists() and not file.stat().st_size for file in files.values()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    found = {
+        i: file.read_text(encoding="utf-8") if file.exists() else "  it had not begun\n" for i, file in files.items()
+    }
+    return "".join(f"\nworker {i} was here:\n{text}" for i, text in found.items())
+
+
 def _worker(run: _Run, rank: int, port: int, folder: Path) -> None:
     """What a process does; it leaves its trail, or a traceback, in the folder."""
+    with open(folder / f"{rank}.begun", "w", encoding="utf-8") as where:
+        faulthandler.register(signal.SIGUSR1, where)  # it writes from the signal itself, wherever this process hangs
+        os.rename(where.name, folder / f"{rank}.where")
+        _train(run, rank, port, folder)
+
+
+def _train(run: _Run, rank: int, port: int, folder: Path) -> None:
     gc.freeze()  # what the parent has made is not collected here
     torch.set_num_threads(1)  # those of the parent do not exist here
     torch.manual_seed(rank)  # as processes on different machines have

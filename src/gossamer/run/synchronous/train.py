@@ -82,12 +82,13 @@ def train(config: ResolvedRun, folder: Path, *, resume: Resume = False) -> None:
         threads=run.threads, timeout_s=run.timeout_s,
     )  # fmt: skip
     failed: GossamerError | OSError | KeyboardInterrupt | None = None
-    try:
-        with leaving() as asked:
+    with leaving() as asked:
+        try:
             train_member(config, folder, member, resume=resume, asked=asked.is_set)
-    except (GossamerError, OSError, _Stopped) as error:
-        failed = error
-    if not leave():
+        except (GossamerError, OSError, _Stopped) as error:
+            failed = error
+        left = leave()  # which a signal must not cut short: threads that are still inside torch would abort the process
+    if not left:
         # A transfer that a dead peer will never finish holds the process group, or a thread is still inside torch and would
         # abort the process when it comes back while Python shuts down.
         if failed is not None:

@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 import shlex
+import signal
 import socket
 import sys
 import threading
@@ -291,7 +292,10 @@ def _enter(
         assert isinstance(stream, io.TextIOWrapper)
         stream.reconfigure(line_buffering=True)  # the launcher forwards lines as they come
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # which was read when torch was imported
-    sys.exit(work(argv))
+    code = work(argv)
+    # Once one process was stopped, the launcher asks all: the exception of that signal amid Python's shutdown would be code 1.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    sys.exit(code)
 
 
 def _ask_to_leave(workers: Sequence[BaseProcess]) -> None:
