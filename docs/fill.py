@@ -5,7 +5,8 @@ make results
 
 import logging
 
-from generators import bound, experiments, measured_losses, prices, sources
+from generators import bound, casts, experiments, leaderboard, measured_losses, prices, sources
+from gossamer.report.results import read_results
 
 __all__ = ["write"]
 
@@ -17,6 +18,9 @@ def write() -> None:
         if (picture := experiments.drawn(outcomes)) is not None:
             outcomes.with_suffix(".svg").write_bytes(picture)
     (sources.RESULTS / "methods.md").write_text(prices.prices_page(), encoding="utf-8")
+    (sources.RESULTS / "casts.md").write_text(casts.casts_page(), encoding="utf-8")
+    ended = read_results(sources.RESULTS / "evidence" / f"{leaderboard.LEADERBOARD}.jsonl")
+    leaderboard.OVER_TIME_FILE.write_bytes(leaderboard.drawn_over_time(ended))
     measured_losses.FILE.write_text(measured_losses.measured_losses(), encoding="utf-8")
     for page in bound.with_sources():
         file = sources.ROOT / page

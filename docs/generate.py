@@ -28,12 +28,18 @@ HOW_TO = [
     "how-to/experts.md", "how-to/own-parts.md", "how-to/when-a-machine-dies.md",
 ]  # fmt: skip
 """The order of the first pages; the others of the folder follow them."""
+EVIDENCE = [
+    "momentum", "gossip", "slow-worker", "size-and-rounds", "compression-and-systems", "pipelines", "leaderboard", "claims",
+    "method", "registered",
+]  # fmt: skip
+"""The pages behind the first one, in the order of its answers."""
 _DECISIONS = (
     "Each page has the context of a decision, what was decided, the evidence and the consequences. Number 24 was set aside for a "
     "decision that was never written; numbers are not used twice."
 )
 _REGISTERED = (
-    "Outcomes of what is [registered](../registered.md), as they come; `make results` writes these pages from them."
+    "Outcomes of what is [registered](../../evidence/registered.md), as they come; `make results` writes these pages from "
+    "them."
 )
 _CALCULATORS = """# Calculators
 
@@ -108,6 +114,7 @@ def _lists() -> dict[str, list[Any]]:
     groups = methods.grouped().items()
     return {
         "{how-to}": HOW_TO + others,
+        "{evidence}": [f"evidence/{name}.md" for name in EVIDENCE],
         "{methods}": [{methods.GROUPS[group]: [f"methods/{name}.md" for name in names]} for group, names in groups],
         "{results}": [
             *_in_folder("results"),

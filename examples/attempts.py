@@ -2,7 +2,7 @@
 
     PYTHONPATH=examples gossamer compare experiments/evidence/attempts.toml --seeds 0,1,2
 
-They were registered in docs/results/registered.md; docs/evidence.md says what became of them.
+They were registered in docs/evidence/registered.md; docs/evidence/momentum.md says what became of them.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,6 @@
 """Annealed loss over priced time: the lengths of each method, branches of one trunk, against the longest of one method."""
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from gossamer.report.results import PointResult
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.run.config.experiment_file import Point, place_of
 
-__all__ = ["Branch", "annealed_page", "branches", "drawn_branches", "time_shares"]
+__all__ = ["Branch", "annealed_page", "branches", "drawn_branches", "shares_between", "time_shares"]
 
 
 class Branch(NamedTuple):
@@ -54,6 +55,18 @@ def time_shares(found: Sequence[Branch], method: str, network: str) -> dict[int,
     }
 
 
+def shares_between(found: Sequence[Branch], method: str, network: str) -> dict[int, float | None]:
+    """As `time_shares`, where straight lines join the losses of a method's lengths; its shortest where that is as low already."""
+    shares: dict[int, float | None] = {}
+    for seed, first in time_shares(found, method, network).items():
+        own = sorted(
+            (one.share, one.above) for one in found if (one.method, one.network, one.seed) == (method, network, seed)
+        )
+        crossings = (x + (y - x) * a / (a - b) for (x, a), (y, b) in itertools.pairwise(own) if a > 0 >= b)
+        shares[seed] = first if own[0][1] <= 0 else next(crossings, None)
+    return shares
+
+
 def annealed_page(found: Sequence[Branch], target: str) -> str:
     """The branches as Markdown: how far above the target each length ends, and when each method with several is first as low."""
     last = max(one.rounds for one in found if one.method == target)
@@ -69,16 +82,20 @@ def annealed_page(found: Sequence[Branch], target: str) -> str:
                 if len(reached) == len(shares)
                 else f"{len(reached)} of {len(shares)} seeds"
             )
-            firsts.append([method, ", ".join(DASH if one is None else f"{one:.3f}" for one in shares.values()), whole])
+            between = shares_between(found, method, network).values()
+            joined = ", ".join(DASH if one is None else f"{one:.3f}" for one in between)
+            each = ", ".join(DASH if one is None else f"{one:.3f}" for one in shares.values())
+            firsts.append([method, each, whole, joined])
             mine = [one for one in found if (one.method, one.network) == (method, network)]
             for rounds in sorted({one.rounds for one in mine}):
                 here = sorted((one for one in mine if one.rounds == rounds), key=lambda one: one.seed)
                 each, mean = ", ".join(f"{one.above:+.4f}" for one in here), statistics.fmean(one.above for one in here)
                 share = statistics.fmean(one.share for one in here)
                 rows.append([method, str(rounds), f"{share:.3f}", each, f"{mean:+.4f}"])
-        heads = [f"on {network}", f"first annealed as low as {target}, over its time; each seed", "mean share"]
+        first = f"first annealed as low as {target}, over its time; each seed"
+        heads = [f"on {network}", first, "mean share", "between lengths, each seed"]
         if several:
-            parts.append(markdown_lines([heads, ["---", "---:", "---:"], *firsts]))
+            parts.append(markdown_lines([heads, ["---", "---:", "---:", "---:"], *firsts]))
         above = f"annealed loss above {target}'s last; each seed"
         heads = [f"method on {network}", "rounds", f"time over {target}'s", above, "mean"]
         parts.append(markdown_lines([heads, ["---", *["---:"] * 4], *rows]))

@@ -36,7 +36,8 @@ Then come, in any order:
   there are several (or `by sent bytes`, `by rounds`); of a page the heading of a column, "measured (2)" for the second
   of that name, in which a time is in seconds, or `text HEADING` for a cell as it is;
 - `in %`, `less in %` (100 (1 - x)), `change in %` (100 (x - 1)), `squared`;
-- `each`, of the seeds; `min`, `max`, `count`; `lowest mean`, `highest mean` of the points of a sweep; otherwise the mean.
+- `each`, of the seeds; `min`, `max`, `count`; `low`, `high`, the ends of the 95 % interval of the mean; `lowest mean`, `highest
+  mean` of the points of a sweep; otherwise the mean.
 
 The form is that of the number which stands there: its decimals, its sign, and whether "± 0.0" follows, the sample standard
 deviation.
@@ -56,13 +57,14 @@ from generators.leaderboard import leaderboard_page
 from generators.local_steps import equal_bytes_table, lengths, local_steps_table
 from generators.sources import NUMBER, RESULTS, ROOT, TEXT, Reading, Source, source
 from gossamer.report.figures import table
+from gossamer.report.paired import effect
 from gossamer.report.results import read_results
 from gossamer.run.config.document import load
 from gossamer.run.config.experiment_file import figure
 
 __all__ = ["Numbers", "filled", "marked", "numbers_of", "pages", "unbound", "with_sources"]
 
-_REGISTERED = "docs/results/registered.md"
+_REGISTERED = "docs/evidence/registered.md"
 """What was expected, as it was written before the runs."""
 _WRITTEN = re.compile(
     r"^<!-- Made by|^    (?:sudo )?(?:python benchmarks/|make results)|this page is the record of them", re.MULTILINE
@@ -94,7 +96,7 @@ _SCALED: dict[str, Callable[[float], float]] = {
     "in %": lambda x: 100 * x, "less in %": lambda x: 100 * (1 - x), "change in %": lambda x: 100 * (x - 1),
     "squared": lambda x: x * x,
 }  # fmt: skip
-_TAKEN = ("each", "min", "max", "count", "lowest mean", "highest mean")
+_TAKEN = ("each", "min", "max", "count", "low", "high", "lowest mean", "highest mean")
 _RELATED: dict[str, Callable[[float, float], float]] = {
     " above ": lambda x, y: x - y,
     " over ": lambda x, y: x / y,
@@ -284,6 +286,11 @@ def _written(of: Source, key: str, like: str) -> str:
         return ", ".join(_form(value, like) for value in values)
     if taken in ("lowest mean", "highest mean"):
         return _form((min if taken.startswith("lowest") else max)(_means(found).values()), like)
+    if taken in ("low", "high"):
+        found = effect([(value, 1.0) for value in values])
+        if found.half is None:
+            raise ValueError("one seed has no interval")
+        return _form(found.mean + (found.half if taken == "high" else -found.half), like)
     if taken:
         return _form(float(len(values)) if taken == "count" else min(values) if taken == "min" else max(values), like)
     mean = _form(statistics.fmean(values), like)

@@ -1,4 +1,4 @@
-"""The table of claims: what committed outcomes say of each claim that docs/results/registered.md lists, by rules fixed here.
+"""The table of claims: what committed outcomes say of each claim that docs/evidence/registered.md lists, by rules fixed here.
 
 A claim names its outcomes, what is compared there, and one of the tests below. The sentence, its source and its setting are those
 of the registered page. Without outcomes a claim is "not run yet".
@@ -10,10 +10,10 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from generators.annealed import branches, time_shares
+from generators.annealed import branches, shares_between
 from generators.gains import Gain, gains
 from generators.local_steps import by_length
-from generators.sources import RESULTS, config_of
+from generators.sources import RESULTS, ROOT, config_of
 from generators.verdicts import Arm, Found, costs_little, equal, leads, matches, ranked_alike, rises, stays
 from gossamer.record.jsonl import json_lines
 from gossamer.report.results import PointResult, read_results
@@ -21,9 +21,19 @@ from gossamer.report.table import DASH, markdown_lines
 from gossamer.run.config.document import load
 from gossamer.run.config.experiment_file import Point, place_of, points
 
-__all__ = ["CHECKS", "NOT_RUN", "Check", "Outcomes", "claims_page", "committed", "registered"]
+__all__ = ["CHECKS", "NOT_RUN", "READ_AGAIN", "Check", "Outcomes", "claims_page", "committed", "registered"]
 
 NOT_RUN = "not run yet"
+READ_AGAIN: Mapping[int, str] = {
+    1: "open",  # one arm of fourteen, whose three seeds happen to lie close together
+    4: "open",  # one arm of eight, and none of those that order Nesterov and heavy ball
+    6: "not tested",  # the search never came to the corner that the others chose
+    16: "open",  # the searches ended at the edge of three axes
+    18: "not testable here",  # what error feedback holds back returns over more rounds than 45
+    25: "open",  # as 16
+    28: "open",  # with 4 bits it fails by one seed
+}
+"""Verdicts that a second reading took back, by their claims; docs/evidence/claims.md gives the reasons."""
 
 
 Outcomes = Callable[[str], tuple[Sequence[Point], Sequence[PointResult]]]
@@ -41,20 +51,21 @@ class Check(NamedTuple):
 
 def registered() -> dict[int, tuple[str, str, str]]:
     """The claims of the registered page by number: sentence, source, setting."""
-    text = (RESULTS / "registered.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "evidence" / "registered.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| (.+?) \| (.+?) \| (.+?) \|$", text, re.MULTILINE)
     return {int(number): (claim, source, setting) for number, claim, source, setting in rows}
 
 
 def claims_page() -> str:
     """The table of claims as Markdown, from the committed outcomes."""
-    heads = ["#", "claim", "source", "our setting", "effect", "verdict", "command"]
-    lines = [heads, ["---:", *["---"] * 6]]
+    heads = ["#", "claim", "source", "our setting", "effect", "by its rule", "verdict", "command"]
+    lines = [heads, ["---:", *["---"] * 7]]
     for number, words in registered().items():
         check = CHECKS.get(number)
         found = (check.found(committed) if check else None) or Found(DASH, NOT_RUN)
         command = f"`gossamer {check.command}`" if check and check.command else DASH
-        lines.append([str(number), *words, found.effect, found.verdict, command])
+        verdict = READ_AGAIN.get(number, found.verdict) if found.verdict != NOT_RUN else NOT_RUN
+        lines.append([str(number), *words, found.effect, found.verdict, verdict, command])
     return markdown_lines(lines)
 
 
@@ -122,13 +133,16 @@ def _grids(_: Outcomes) -> Found | None:
 
 
 def _sooner(of: Outcomes) -> Found | None:
-    """Claim 3: the share of DiLoCo's priced time after which each method first ends as low, minus one."""
+    """Claim 3: the share of DiLoCo's priced time after which each method ends as low, between its lengths, minus one.
+
+    The rule that was fixed first took the first length that ends as low, whose distance to the next decided two of the arms.
+    """
     arms, missing = list[Arm](), False
     for stem in ("straggler", "straggler-uplink_20"):
         runs, ended = of(stem)
         found = branches(runs, ended, "DiLoCo") if runs else []
         for method in dict.fromkeys(one.method for one in found if one.method != "DiLoCo"):
-            shares = time_shares(found, method, "straggler")
+            shares = shares_between(found, method, "straggler")
             missing |= None in shares.values()
             reached = [share for share in shares.values() if share is not None]
             arms += [

@@ -90,8 +90,10 @@ def _ranked(outcomes: Path, found: Sequence[PointResult]) -> list[Standing]:
 
 
 def _cells(outcomes: Path, runs: Sequence[Point], found: Sequence[PointResult]) -> list[Gain]:
-    """Momentum against none in each cell of a registered experiment, whose methods are tuned."""
-    return gains(runs, found) if outcomes.parent.name == "evidence" else []
+    """Momentum against none in each cell of a registered experiment, whose methods are tuned; none where rows look alike."""
+    cells = gains(runs, found) if outcomes.parent.name == "evidence" else []
+    places = [(one.method, one.plain, *map(str, one.where.values())) for one in cells]
+    return cells if len({*places}) == len(places) else []
 
 
 def _branches(found: Sequence[PointResult], runs: Sequence[Point]) -> list[Branch]:

@@ -20,7 +20,7 @@ from gossamer.run.config.run_file import RunConfig, decisive
 __all__ = ["MARGIN", "Gain", "drawn_gains", "gains", "gains_page", "is_map", "rank_correlation"]
 
 MARGIN = 0.01
-"""Of all stages, in nats (docs/results/registered.md)."""
+"""Of all stages, in nats (docs/evidence/registered.md)."""
 _WITHOUT = {"diloco": "local_sgd", "gasloc": "gossip"}
 _GRAPHS = {"complete": "everyone", "ring": "ring", "exponential": "exponential"}
 _VARIED = ("shards", "graph", "workers", "H", "rounds")

@@ -1,4 +1,4 @@
-"""The leaderboard: methods at their tuned settings, at equal tokens, at equal bytes, and by the time to a loss that all reach."""
+"""The leaderboard: methods at their tuned settings, at equal tokens, and what such a run sends and takes."""
 
 import itertools
 import math
@@ -8,18 +8,34 @@ from typing import Any, NamedTuple
 
 from generators.claims import NOT_RUN
 from generators.sources import RESULTS, ROOT
-from gossamer.report.charts import drawing, plain_axes, svg
+from gossamer.report.charts import drawing, line_style, plain_axes, svg
 from gossamer.report.figures import spread
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.run.config.document import load
 
-__all__ = ["LEADERBOARD", "Standing", "drawn_standings", "leaderboard_page", "leaderboard_table", "standings"]
+__all__ = [
+    "LEADERBOARD",
+    "OVER_TIME_FILE",
+    "Standing",
+    "drawn_over_time",
+    "drawn_standings",
+    "leaderboard_page",
+    "leaderboard_table",
+    "standings",
+]
 
 LEADERBOARD = "leaderboard_tuned"
 """The stem of its outcomes."""
-_BUDGET = "gasloc"
+OVER_TIME_FILE = ROOT / "docs" / "pictures" / "slow_uplink.svg"
 _MEGA, _MINUTE = 1e6, 60
+_SLOW = "slow-uplink"
+_OVER_TIME = {
+    "data_parallel": "data parallel, fp32", "diloco": "DiLoCo, fp32", "muloco": "DiLoCo with Muon, fp32",
+    "streaming_diloco": "streaming DiLoCo, 4 bits", "sparseloco": "SparseLoCo, 3 % of 2 bits", "gossip": "gossip, one peer, fp32",
+    "gasloc": "GASLoC, one peer, fp32", "gasloc_2peer": "GASLoC, two peers, fp32",
+}  # fmt: skip
+"""What is drawn over time, with what it sends."""
 
 
 class Standing(NamedTuple):
@@ -29,10 +45,8 @@ class Standing(NamedTuple):
     loss: list[float]
     """After all tokens."""
     sent_bytes: float
-    at_bytes: list[float | None]
-    """The last validated loss before more is sent than `gasloc` sends in a whole run; None without one."""
-    seconds: dict[str, list[float | None]]
-    """By network: until the loss that the worst method ends with; None where the network has no price."""
+    minutes: dict[str, float | None]
+    """By network: of the whole run; None where the network has no price."""
 
 
 def standings(ended: Iterable[PointResult]) -> list[Standing]:
@@ -42,15 +56,13 @@ def standings(ended: Iterable[PointResult]) -> list[Standing]:
         if one.row["loss"] is not None and math.isfinite(one.row["loss"]):
             runs.setdefault(one.method, {})[one.seed] = one
     seeds = sorted(set.intersection(*(set(own) for own in runs.values()))) if runs else []
-    if not seeds or _BUDGET not in runs:
+    if not seeds:
         return []
-    worst = {seed: max(own[seed].row["loss"] for own in runs.values()) for seed in seeds}
-    networks = list(dict.fromkeys(name for own in runs.values() for name in own[seeds[0]].row["loss_at_s"]))
+    networks = list(dict.fromkeys(name for own in runs.values() for name in own[seeds[0]].row["wall_s"]))
     found = [
         Standing(
             method, [own[seed].row["loss"] for seed in seeds], statistics.fmean(own[seed].row["sent_bytes"] for seed in seeds),
-            [_last(own[seed].row["loss_at_bytes"], runs[_BUDGET][seed].row["sent_bytes"]) for seed in seeds],
-            {name: [_first(own[seed].row["loss_at_s"].get(name, ()), worst[seed]) for seed in seeds] for name in networks},
+            {name: _mean_minutes([own[seed].row["wall_s"].get(name) for seed in seeds]) for name in networks},
         )
         for method, own in runs.items()
     ]  # fmt: skip
@@ -62,15 +74,12 @@ def leaderboard_table(found: Sequence[Standing], asked: Sequence[str] = ()) -> s
 
     Args: `asked` are methods that shall have a row, whether they have been run or not.
     """
-    networks = [*found[0].seconds] if found else []
-    heads = [
-        "method", "loss at equal tokens", "MB sent", f"loss at {_BUDGET}'s bytes",
-        *(f"minutes to the worst's loss, {name}" for name in networks),
-    ]  # fmt: skip
+    networks = [*found[0].minutes] if found else []
+    heads = ["method", "loss at equal tokens", "MB sent", *(f"minutes, {name}" for name in networks)]
     rows = [
         [
-            one.method, spread(one.loss), f"{one.sent_bytes / _MEGA:.1f}", spread(one.at_bytes),
-            *(_mean(one.seconds[name]) for name in networks),
+            one.method, spread(one.loss), f"{one.sent_bytes / _MEGA:.1f}",
+            *(DASH if (minutes := one.minutes[name]) is None else f"{minutes:.1f}" for name in networks),
         ]
         for one in found
     ]  # fmt: skip
@@ -88,10 +97,10 @@ def leaderboard_page() -> str:
 
 
 def drawn_standings(found: Sequence[Standing]) -> bytes:
-    """The standings as SVG: the loss of each method, best at the top, and its minutes to the worst's on each network."""
+    """The standings as SVG: the loss of each method, best at the top, and the minutes of its run on each network."""
     from matplotlib.figure import Figure as Canvas
 
-    networks, places = [*found[0].seconds], range(len(found))
+    networks, places = [*found[0].minutes], range(len(found))
     with drawing():
         canvas = Canvas(figsize=(8.0, 1.0 + 0.3 * len(found)), layout="constrained")
         losses, minutes = canvas.subplots(1, 2, sharey=True)
@@ -101,27 +110,43 @@ def drawn_standings(found: Sequence[Standing]) -> bytes:
         losses.set_yticks(places, [one.method for one in found])
         losses.invert_yaxis()
         for marker, name in zip(itertools.cycle("os^Dv"), networks):
-            known = [
-                (statistics.fmean(some) / _MINUTE, place)
-                for place, one in enumerate(found)
-                if (some := [each for each in one.seconds[name] if each is not None]) and len(some) == len(one.loss)
-            ]
+            known = [(one.minutes[name], place) for place, one in enumerate(found) if one.minutes[name] is not None]
             minutes.plot([x for x, _ in known], [y for _, y in known], marker, linestyle="none", label=name)
         minutes.set_xscale("log")
         minutes.legend()
         plain_axes(losses, "loss at equal tokens, nats per byte")
-        plain_axes(minutes, "minutes to the loss of the worst")
+        plain_axes(minutes, "minutes of the run")
         return svg(canvas)
 
 
-def _last(curve: Sequence[tuple[float, float]], most: float) -> float | None:
-    return next((loss for sent, loss in reversed(curve) if sent <= most), None)
+def drawn_over_time(ended: Iterable[PointResult]) -> bytes:
+    """Mean validation loss over priced minutes beside one slow uplink, as SVG; only the end of a curve is annealed."""
+    from matplotlib.figure import Figure as Canvas
+
+    runs: dict[str, list[Sequence[tuple[float, float]]]] = {}
+    for one in ended:
+        if one.row["loss"] is not None and _SLOW in one.row["loss_at_s"]:
+            runs.setdefault(one.method, []).append(one.row["loss_at_s"][_SLOW])
+    with drawing():
+        canvas = Canvas(figsize=(7.5, 4.2), layout="constrained")
+        axes = canvas.subplots()
+        for place, (method, label) in enumerate(_OVER_TIME.items()):
+            if method not in runs:
+                continue
+            curves = runs[method]
+            points = [(statistics.fmean(s for s, _ in some) / _MINUTE, statistics.fmean(loss for _, loss in some))
+                      for some in zip(*curves, strict=True)]  # fmt: skip
+            colour, line = line_style(place)
+            axes.plot(*zip(*points, strict=True), color=colour, linestyle=line, linewidth=1.4, label=label)
+            axes.plot(*points[-1], marker="o", markersize=5, color=colour)
+        axes.set_xscale("log")
+        axes.set_ylim(1.4, 2.6)
+        axes.set_ylabel("validation loss, nats per byte")
+        axes.legend(frameon=False, fontsize=8)
+        plain_axes(axes, "priced minutes, one uplink of eight at a tenth")
+        return svg(canvas)
 
 
-def _first(curve: Sequence[tuple[float, float]], wanted: float) -> float | None:
-    return next((seconds for seconds, loss in curve if loss <= wanted), None)
-
-
-def _mean(seconds: Sequence[float | None]) -> str:
+def _mean_minutes(seconds: Sequence[float | None]) -> float | None:
     known = [one for one in seconds if one is not None]
-    return DASH if len(known) < len(seconds) else f"{statistics.fmean(known) / _MINUTE:.1f}"
+    return None if len(known) < len(seconds) else statistics.fmean(known) / _MINUTE

@@ -154,7 +154,7 @@ def _index() -> str:
     parts.append("[Wrappers](methods/wrappers.md) change any rule that fits them.\n")
     parts.append(f"## How it was counted\n\n{counted_for()}\n")
     parts.append(
-        "[Bytes and times](results/methods.md) of all of them on three networks; [losses](evidence.md#a-leaderboard) of one "
+        "[Bytes and times](results/methods.md) of all of them on three networks; [losses](evidence/leaderboard.md) of one "
         "method of each family, all tuned alike.\n"
     )
     return "\n".join(parts)

@@ -153,7 +153,7 @@ existing rule with another topology, codec, schedule or inner optimizer. Asynchr
 without waiting) are simulated over virtual time, with the seconds of a network in the run file
 ([ADR 15](adr/0015-a-server-is-a-process-and-a-phase-is-granted.md)). The documentation of each rule has its equation. What each
 sends and takes on three networks is [computed](results/methods.md); losses of one method of each family, all tuned alike, are on
-the [leaderboard](evidence.md#a-leaderboard).
+the [leaderboard](evidence/leaderboard.md).
 """
 _COUNTED = """\
 The columns "sent" and "keeps" are counted by running rounds without data, with {workers} workers and {steps} local steps (1

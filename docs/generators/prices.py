@@ -42,7 +42,7 @@ steps where the method does not set others.
 - A method of one worker sends nothing, and has no network.
 
 **There are no losses here, as none of these runs is tuned.** Methods with a link in the last column are compared at
-[settings that the same budget has chosen for each](../evidence.md#a-leaderboard).
+[settings that the same budget has chosen for each](../evidence/leaderboard.md).
 
 """
 
@@ -75,7 +75,7 @@ def prices_page() -> str:
             f"`{one.method}`", str(one.local_steps), f"{one.sent_bytes / _MEGA:.3f}",
             f"{one.rounds * one.sent_bytes / _MEGA:.1f}",
             *(DASH if each is None else f"{each:.1f}" for each in one.minutes),
-            "[leaderboard](../evidence.md#a-leaderboard)" if one.method in tuned else "",
+            "[leaderboard](../evidence/leaderboard.md)" if one.method in tuned else "",
         ]
         for one in found
     ]  # fmt: skip

@@ -44,6 +44,7 @@ def test_pages_that_programs_write_and_records_of_their_runs_are_not_asked_for_s
     assert {
         "README.md",
         "docs/evidence.md",
+        "docs/evidence/momentum.md",
         "docs/tutorial.md",
         "docs/how-to/experts.md",
         "docs/results/rivals.md",
@@ -91,6 +92,8 @@ def test_the_predicted_variances_of_the_rivals_are_those_of_the_code() -> None:
         ("0.000", "grid: GASLoC 2-Peer with GASLoC complete", "0.993"),
         ("0", "demo: GASLoC 1-Peer over DiLoCo; seconds on straggler; less in %", "22"),
         ("0.00", "iid: Factored Gossip, pairs over GASLoC, post; disagreement; seed=0; squared", "4.27"),
+        ("0.00000", "h: GASLoC 1-Peer above DiLoCo; local_steps=30; low", "0.00024"),
+        ("0.000", "h: GASLoC 1-Peer above DiLoCo; local_steps=30; high", "0.083"),
         ("0", "fast: DiLoCo, contiguous; local_steps=40; training seconds; min", "24"),
         ("0.0", "slow: 10% u…; seed=1; method=DiLoCo; measured", "88.0"),
     ],
