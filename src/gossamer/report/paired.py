@@ -2,13 +2,16 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from gossamer.errors import require
 from gossamer.report.table import DASH
 
-__all__ = ["Effect", "Side", "Slope", "effect", "effect_cells", "effect_heads", "holm", "p_text", "t_within", "trend"]
+__all__ = [
+    "Effect", "Side", "Slope", "Standing", "effect", "effect_cells", "effect_heads", "holm", "p_text", "standing", "t_within",
+    "trend",
+]  # fmt: skip
 
 Side = Literal["below", "above"]
 Slope = Literal["rising", "falling"]
@@ -118,6 +121,44 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
         largest = max(largest, min(1.0, (len(ranked) - k) * p))
         adjusted[place] = largest
     return adjusted
+
+
+class Standing(NamedTuple):
+    """How several arms that ran with the same seeds stand to the one with the lowest mean loss."""
+
+    best: str
+    above: Mapping[str, Effect]
+    """Of every other arm: its loss above that of the best, seed by seed."""
+    alike: tuple[str, ...]
+    """Those that are not told apart from the best, at 5 % after Holm's correction; all others, where one seed is there."""
+
+    @property
+    def decided(self) -> bool:
+        """Whether no other arm may be as good."""
+        return not self.alike
+
+
+def standing(losses: Mapping[str, Sequence[float]]) -> Standing:
+    """Which arm has the lowest mean loss, and which of the others are not told apart from it.
+
+    Args: `losses` are those of the same seeds in each arm, at least one; infinite or NaN for a run that diverged, whose arm is
+    never the best unless all have diverged, and never alike.
+    Fails when: many arms are tried, as the best of many is partly the luckiest; Holm's correction makes no allowance for that.
+
+    >>> found = standing({"a": [1.0, 1.1, 1.0], "b": [1.2, 1.31, 1.2], "c": [1.01, 1.1, 0.99]})
+    >>> found.best, found.alike, round(found.above["b"].mean, 3)
+    ('a', ('c',), 0.203)
+    """
+    means = {arm: mean if math.isfinite(mean := statistics.fmean(some)) else math.inf for arm, some in losses.items()}
+    best = min(means, key=means.__getitem__)
+    sound = [arm for arm in losses if arm != best and math.isfinite(means[arm])]
+    above = {
+        arm: effect([(one - least, least) for one, least in zip(losses[arm], losses[best], strict=True)])
+        for arm in sound
+    }
+    adjusted = dict(zip(sound, holm([above[arm].apart for arm in sound]), strict=True))
+    alike = tuple(arm for arm in sound if (p := adjusted[arm]) is None or p >= _LEVEL)
+    return Standing(best, above, alike)
 
 
 def trend(rows: Sequence[Sequence[float]], slope: Slope) -> float | None:

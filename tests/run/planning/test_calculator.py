@@ -43,7 +43,7 @@ def test_a_page_of_calculators_answers_as_plan_and_utilisation_do() -> None:
         for one in made.candidates:
             if not one.left_out:
                 assert found["curves"][one.name][place] == pytest.approx(one.utilisation, rel=1e-4)
-    assert any(row[0] == "DiLoCo less 3" for row in found["rows"][0]) and len(found["curves"]) == 4
+    assert any(row[0] == "DiLoCo less 3" for row in found["rows"][0]) and len(found["curves"]) == 5
     published = json.loads(calculator.answers["published.json"]({"published": "10b", "steps": "100"}))
     needed = [
         f"{row.bandwidth_bps / 1e9:.1f}" for row in bandwidth_table(setting_of("10b", "streaming")) if row.bandwidth_bps

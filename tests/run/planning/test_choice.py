@@ -106,7 +106,7 @@ def test_on_the_slow_uplink_the_slow_worker_is_dropped_and_told_and_the_readme_s
     lines = [line.split() for line in told.splitlines()]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     shown = readme.partition(f"$ gossamer plan {words[1]} --model 0.2m\n")[2].partition("\n```")[0].splitlines()
-    assert len(shown) == 10 and all(line == "..." or line.split() in lines for line in shown)
+    assert len(shown) == 11 and all(line == "..." or line.split() in lines for line in shown)
     assert "chosen: dropping worker 7 (slowest): DiLoCo" in told and "text that only the dropped have is lost" in told
     text = out.read_text()
     document = tomllib.loads(text)
@@ -124,16 +124,16 @@ def test_the_candidates_of_the_decision_are_as_good_as_it_says() -> None:
     two_peers = next(one for one in best_of_each(found.choice, found.candidates) if one.name == "GASLoC 2-Peer")
     best, all_eight = found.choice.loss(found.best), kept.choice.loss(kept.best)
     assert best is not None and round(best.nats, 3) == 0.085
-    assert all_eight is not None and round(all_eight.nats, 3) == 0.159
-    assert (kept.best.method, kept.best.codec, kept.best.full_steps) == ("DiLoCo", "fp4", 15)
-    assert str(found.choice.above_best(two_peers)) == "+0.044 ± 0.023"
+    assert all_eight is not None and str(all_eight) == "+0.117 ± 0.067"
+    assert kept.best.method == "GASLoC 2-Peer" and kept.best.local_steps == (*[5] * 7, 1)
+    assert str(found.choice.above_best(two_peers)) == "+0.044 ± 0.043"
     assert DRIFT == {"parameters": 0.29, "tokens": 0.72, "workers": 0.81}
 
 
 def test_a_table_fits_a_hundred_columns_and_has_one_row_for_each_family() -> None:
     found = made(tokens=1e12)
     shown = list(best_of_each(found.choice, found.candidates))
-    assert len({one.name for one in shown}) == len(shown) == 8 and found.best in shown
+    assert len({one.name for one in shown}) == len(shown) == 9 and found.best in shown
     rows = plan_rows(found.choice, shown)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     assert sum(widths) + 2 * len(widths) <= 100, rows

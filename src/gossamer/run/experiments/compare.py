@@ -42,6 +42,7 @@ _ENDED = Records[_Ended](_Ended)
 def train_all(
     runs: Sequence[Point], folders: Mapping[str, Path], file: Path, *, jobs: int = 1, resume: bool = False,
     reuse: Path | None = None, began: Callable[[Point], None], told: Callable[[Point, RunEnd], None],
+    enough: Callable[[], bool] = lambda: False,
 ) -> dict[str, Origin | None]:  # fmt: skip
     """Trains the runs of an experiment into their folders, by label; one that diverges is a result, and the others still run.
 
@@ -54,6 +55,7 @@ def train_all(
         resume: keep the finished runs; the others start again.
         reuse: a folder of `gossamer tune` or of another comparison, whose finished runs of these settings and seeds are copied.
         began, told: are called for each run that begins here, and for each that ends.
+        enough: is asked after each end; once it is true, no further run begins.
     Returns: what each run was computed by; None of a finished run without a line.
     Raises: ConfigError when a finished run had other settings, or none is there to reuse; DataError for a line that is none.
     """
@@ -89,6 +91,8 @@ def train_all(
                 origins[label] = found = origin(digest(run.config), ended.seconds, ended.text)
                 written.write(_result(run, folders, found))
                 told(run, ended)
+            if enough():
+                apart.drop()
     return origins
 
 

@@ -89,6 +89,10 @@ class Apart:
         """
         self._waiting.append((key, config, folder, trunk))
 
+    def drop(self) -> None:
+        """Forgets the runs that wait."""
+        self._waiting.clear()
+
     def ended(self) -> list[tuple[Any, RunEnd]]:
         """Waits until a run has ended, or several. Raises GossamerError as `simulate` does, but for a run that diverges."""
         if self._jobs == 1:

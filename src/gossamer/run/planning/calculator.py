@@ -9,7 +9,6 @@ import json
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from gossamer.errors import ConfigError, GossamerError
@@ -25,7 +24,7 @@ from gossamer.network.estimates.utilisation import (
     setting_of,
     utilisation_curve,
 )  # fmt: skip
-from gossamer.network.links import Network, StepOf
+from gossamer.network.links import Network, StepOf, times_as_fast
 from gossamer.record.folder import finite
 from gossamer.run.planning.choice import PLAN_HEADINGS, Candidate, plan_rows
 from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan
@@ -114,7 +113,7 @@ class Calculator:
         """The candidates at every bandwidth, with everything else as asked."""
         moved = self.inputs["plan"][0]
         plans = [self.planned({**asked, moved.key: value}) for value in moved.values]
-        methods = dict.fromkeys(one.name for one in plans[0].candidates if not one.left_out)
+        methods = dict.fromkeys(one.name for made in plans for one in made.candidates if not one.left_out)
         return {
             "headings": PLAN_HEADINGS,
             "parameters": plans[0].parameters,
@@ -122,7 +121,7 @@ class Calculator:
             "best": [one.candidates.index(one.best) for one in plans],
             "told": [_told(one) for one in plans],
             "curves": {
-                method: [float(f"{one.candidates[k].utilisation:.5g}") for one in plans] for k, method in enumerate(methods)
+                method: [float(f"{_of_method(one, method).utilisation:.5g}") for one in plans] for method in methods
             },
         }  # fmt: skip
 
@@ -149,12 +148,18 @@ class Calculator:
 
     def _links(self, asked: Mapping[str, Any]) -> Network:
         if self._network is not None:
-            return _times(self._network, asked["factor"])
+            return times_as_fast(self._network, asked["factor"])
         bps, n, share = asked["bandwidth"], asked["workers"], asked["share"]
         return Network(
             uplink_bps=bps if share == 1 else (*(bps,) * (n - 1), bps * share), downlink_bps=bps, latency_s=asked["latency"],
             step_s=asked["step_s"],
         )  # fmt: skip
+
+
+def _of_method(made: RunPlan, name: str) -> Candidate:
+    """The candidate of this name; where nobody is slow enough for fewer local steps, the one in which all take the same."""
+    named = [one for one in made.candidates if one.name == name]
+    return (named or [one for one in made.candidates if one.method == name.removesuffix(" uneven")])[0]
 
 
 def _told(made: RunPlan) -> str:
@@ -246,26 +251,6 @@ def _inputs(network: Network | None) -> dict[str, tuple[_Input, ...]]:
         _Input("share", "the straggler's share of the bandwidth", (0.1, 0.2, 0.5), 0.2),
     )
     return {"plan": (*links, *model, *train), "published": figures}
-
-
-def _times(network: Network, factor: float) -> Network:
-    """The same network with all links, those of sites and between them too, so many times as fast."""
-
-    def rates(value: Any) -> Any:
-        return tuple(factor * x for x in value) if isinstance(value, tuple) else factor * value
-
-    sites = {
-        name: replace(site, uplink_bps=rates(site.uplink_bps), downlink_bps=rates(site.downlink_bps))
-        for name, site in network.sites.items()
-    }
-    routes = tuple(replace(route, bandwidth_bps=rates(route.bandwidth_bps)) for route in network.routes)
-    return replace(
-        network,
-        uplink_bps=rates(network.uplink_bps),
-        downlink_bps=rates(network.downlink_bps),
-        sites=sites,
-        routes=routes,
-    )
 
 
 def _chosen(one: _Input, query: Mapping[str, str]) -> Any:

@@ -6,12 +6,14 @@ from typing import NamedTuple
 
 from gossamer.run.planning.expected_loss import EXACT_CODECS, LossScale, Penalty, Range, difference, penalty
 
-__all__ = ["PLAN_HEADINGS", "Candidate", "Pick", "best_of_each", "pick", "plan_rows"]
+__all__ = ["PLAN_HEADINGS", "Candidate", "Pick", "best_of_each", "pick", "plan_rows", "shortlist"]
 
 _AS_FAST = 1.05
 """A price is off by some per cent: within so much the simpler candidate is taken."""
 _MARGIN = 0.02
 """Nats. What is expected to end higher than that is another answer, however little is known: doubt is no reason to choose."""
+_HOPELESS = 0.1
+"""Nats."""
 _PARTS = {"data parallel": 0, "DiLoCo": 1, "GASLoC 2-Peer": 2, "GASLoC 1-Peer": 2}
 
 
@@ -43,21 +45,40 @@ class Candidate(NamedTuple):
         return max(self.local_steps)
 
     @property
+    def missing(self) -> float:
+        """The share of all workers' local steps that those leave out which take fewer."""
+        return 1 - sum(self.local_steps) / (len(self.local_steps) * self.full_steps)
+
+    @property
     def parts(self) -> int:
         """How much there is that can go wrong."""
-        uneven = min(self.local_steps) < self.full_steps
-        return _PARTS.get(self.method, 3) + (self.codec not in EXACT_CODECS) + bool(self.left_out) + uneven
+        return _PARTS.get(self.method, 3) + (self.codec not in EXACT_CODECS) + bool(self.left_out) + (self.missing > 0)
 
     @property
     def name(self) -> str:
-        """The method, and who is left out of it."""
-        if not self.left_out:
-            return self.method
-        return f"{self.method} less {self.left_out[0] if len(self.left_out) == 1 else f'{len(self.left_out)} workers'}"
+        """The method, whether its slow workers take fewer local steps where the method can do without, and who is left out."""
+        words = [self.method]
+        if self.missing and self.method == "DiLoCo":
+            words.append("uneven")
+        if self.left_out:
+            words.append(f"less {self.left_out[0] if len(self.left_out) == 1 else f'{len(self.left_out)} workers'}")
+        return " ".join(words)
+
+    @property
+    def fewer(self) -> str:
+        """In words, which workers of the network take fewer local steps; empty where nobody does."""
+        n = len(self.local_steps) + len(self.left_out)
+        numbers = [i for i in range(n) if i not in self.left_out]
+        own = [(i, steps) for i, steps in zip(numbers, self.local_steps, strict=True) if steps < self.full_steps]
+        if not own:
+            return ""
+        if len(own) > 3:
+            return f"{len(own)} workers take {min(steps for _, steps in own)} to {max(steps for _, steps in own)}"
+        return ", ".join(f"worker {i} takes {steps}" for i, steps in own)
 
     def penalty(self, scale: LossScale) -> Penalty | None:
         """What it loses at equal tokens; None where that was measured nowhere."""
-        return penalty(scale, self.method, self.full_steps, self.codec)
+        return penalty(scale, self.method, self.full_steps, self.codec, self.missing)
 
 
 class Pick(NamedTuple):
@@ -142,6 +163,32 @@ def best_of_each(choice: Pick, candidates: Sequence[Candidate]) -> Iterator[Cand
         families.setdefault(one.name, []).append(one)
     for name, own in families.items():
         yield choice.best if name == choice.best.name else pick(own, choice.scale).best
+
+
+def shortlist(choice: Pick, candidates: Iterable[Candidate], most: int = 6) -> list[Candidate]:
+    """The candidates that a race tries: the choice, the same with fewer and more local steps, and the best of other families.
+
+    Families come in the order of their expected loss. Left out are those whose loss is not known, and those that are expected to
+    end more than a tenth of a nat above the choice even at the kind end of their interval.
+    """
+    known = [one for one in candidates if one.penalty(choice.scale) is not None]
+    best, found = choice.best, [choice.best]
+    own = [one for one in known if one.name == best.name]
+    for side in (
+        max((one.full_steps for one in own if one.full_steps < best.full_steps), default=None),
+        min((one.full_steps for one in own if one.full_steps > best.full_steps), default=None),
+    ):
+        if side is not None:
+            found.append(pick([one for one in own if one.full_steps == side], choice.scale).best)
+
+    def above(one: Candidate) -> Range:
+        stands = choice.above_best(one)
+        assert stands is not None
+        return stands
+
+    others = [one for one in best_of_each(choice, known) if one.name != best.name]
+    found += sorted(others, key=lambda one: above(one).nats)
+    return [one for one in found if one is best or above(one).nats - above(one).half <= _HOPELESS][:most]
 
 
 PLAN_HEADINGS = ("method", "codec", "steps", "computing", "hours", "tokens", "loss in time", "above the choice")

@@ -7,6 +7,8 @@ measured for 139,584 parameters, published from 35M on, and between them interpo
 stood to that where it was measured. What two candidates share cancels in their difference, whose interval has
 
 - the 95 % interval of the mean over seeds, paired, and that of a codec that was measured, paired too;
+- what workers with fewer local steps than the others may cost, up to their share of the gap, as all took the same when it was
+  measured;
 - far from what was measured, the share by which such differences changed there with parameters, workers and tokens (`DRIFT`);
 - a share of `gap` between data parallelism and all others, and of what the tokens bring.
 
@@ -18,7 +20,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from gossamer.network.estimates.wall_clock import loss_fit
+from gossamer.network.estimates.wall_clock import data_parallel_fit, loss_fit
 from gossamer.report.paired import effect
 from gossamer.run.planning.measured_losses import (
     CODECS_MEASURED,
@@ -47,11 +49,6 @@ _TOKENS_DOUBT = 0.3
 _NEAR = math.log(2)
 """What was measured is taken to hold for half to twice as many parameters, workers and tokens."""
 _BYTES = 256
-
-
-def _data_parallel(parameters: float) -> float:
-    """Nats a token on C4 after 20 tokens a parameter. Source: arXiv 2503.09799, fitted from 35M to 2.4B parameters."""
-    return 18.129 * parameters**-0.0953
 
 
 _MEASURED_LEVEL = fmean(MEASURED["data parallel"][1].losses)
@@ -85,20 +82,22 @@ class LossScale(NamedTuple):
     workers: int
     tokens: float
     vocab_size: int
+    own_per_e_fold: float | None = None
+    """What e times as many tokens bring on the user's text, where a law of it is given."""
 
     @property
     def level(self) -> float:
         """Loss of data parallelism: nats a byte for a vocabulary of bytes, as was measured, else a token, as published."""
-        published = _data_parallel(self.parameters)
+        published = data_parallel_fit(self.parameters)
         in_bytes = self.vocab_size <= _BYTES
-        return published * _MEASURED_LEVEL / _data_parallel(MEASURED_PARAMETERS) if in_bytes else published
+        return published * _MEASURED_LEVEL / data_parallel_fit(MEASURED_PARAMETERS) if in_bytes else published
 
     @property
     def gap(self) -> float:
         """DiLoCo's loss above data parallelism's with 30 local steps."""
 
         def published(parameters: float) -> float:
-            return max(_LEAST_GAP, loss_fit(parameters, self.workers) / _data_parallel(parameters) - 1)
+            return max(_LEAST_GAP, loss_fit(parameters, self.workers) / data_parallel_fit(parameters) - 1)
 
         share = self._between(_MEASURED_GAP / _MEASURED_LEVEL, published(max(self.parameters, _PUBLISHED[0])))
         return self.level * share
@@ -106,9 +105,11 @@ class LossScale(NamedTuple):
     @property
     def per_e_fold(self) -> float:
         """Nats that e times as many tokens bring."""
+        if self.own_per_e_fold is not None:
+            return self.own_per_e_fold
 
         def published(parameters: float, tokens: float) -> float:
-            return 0.3658 * 2085.43 * tokens**-0.3658 / _data_parallel(parameters)
+            return 0.3658 * 2085.43 * tokens**-0.3658 / data_parallel_fit(parameters)
 
         at = published(self.parameters, self.tokens)
         if self.parameters < (least := _PUBLISHED[0]):
@@ -164,6 +165,8 @@ class Penalty(NamedTuple):
     """By seed, of a lossy one; of other runs, so the seeds are not those of `by_seed`."""
     codec_far: float
     """By which factor the interval of the codec grows."""
+    missing: float = 0.0
+    """What workers with fewer local steps than the others may cost."""
 
     @property
     def nats(self) -> float:
@@ -174,8 +177,10 @@ class Penalty(NamedTuple):
 _NONE = Penalty((0.0,) * 5, 0.0, 0.0, (), 1.0)
 
 
-def penalty(scale: LossScale, method: str, local_steps: int, codec: str) -> Penalty | None:
+def penalty(scale: LossScale, method: str, local_steps: int, codec: str, missing: float = 0.0) -> Penalty | None:
     """What a method with these local steps and this codec loses; None where that was measured nowhere.
+
+    Args: `missing` is the share of all workers' local steps that some of them leave out.
 
     >>> at = LossScale(139_584, 8, 20 * 139_584, 256)
     >>> round(penalty(at, "DiLoCo", 30, "bf16").nats, 4), penalty(at, "DiLoCo", 30, "int4")
@@ -196,7 +201,7 @@ def penalty(scale: LossScale, method: str, local_steps: int, codec: str) -> Pena
     above, beyond = found
     return Penalty(
         tuple(k * nats for nats in above), scale.gap, k * beyond, tuple(k * nats for nats in lossy),
-        1 + abs(math.log(local_steps / 30)),
+        1 + abs(math.log(local_steps / 30)), scale.gap * missing,
     )  # fmt: skip
 
 
@@ -225,5 +230,5 @@ def difference(scale: LossScale, one: Penalty, other: Penalty, more_tokens: floa
     own = [fmean(side.by_seed) - side.gap for side in (one, other)]
     tokens = scale.per_e_fold * math.log(more_tokens)
     half = chance + scale.method_doubt * abs(own[0] - own[1]) + scale.gap_doubt * abs(one.gap - other.gap)
-    half += abs(one.beyond - other.beyond) + _TOKENS_DOUBT * abs(tokens)
+    half += abs(one.beyond - other.beyond) + abs(one.missing - other.missing) + _TOKENS_DOUBT * abs(tokens)
     return Range(paired.mean + codec - tokens, half)

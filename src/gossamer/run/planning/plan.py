@@ -36,6 +36,7 @@ __all__ = [
     "bits_per_parameter",
     "matched_steps",
     "network_of",
+    "parts_of",
     "plan",
     "run_toml",
     "slowest",
@@ -169,8 +170,9 @@ def plan(
     """Prices data parallelism, DiLoCo and GASLoC with one and two peers, with all workers and without slow ones, and chooses.
 
     DiLoCo is tried with each of `options.local_steps`. GASLoC takes these as the steps of its fastest worker; the others take
-    as many as let them be ready in time (`matched_steps`). The sums of a lossy mean come back in bf16 where that is less to
-    send; otherwise its payloads go to everyone whole. `slowest` says who may be left out.
+    as many as let them be ready in time (`matched_steps`), and so does DiLoCo once more, where that are fewer. The sums of a
+    lossy mean come back in bf16 where that is less to send; otherwise its payloads go to everyone whole. `slowest` says who may
+    be left out.
 
     Args: `computing` is as in `gossamer.network.pricing.price`.
     Raises: ConfigError for what cannot be, or when nothing gives the step time.
@@ -183,11 +185,15 @@ def plan(
         )
     parameters = parameter_count(model, options.vocab_size)
     network = stepped(network, parameters, options)
-    candidates = [_priced(sketch, network, parameters, options, computing) for sketch in _sketches(n, options)]
+    teams: list[tuple[tuple[int, ...], PerWorker]] = [((), computing)]
     if left_out := () if options.keep_all else slowest(network, n, parameters):
-        others = network_of(network, n, left_out)
-        for sketch in _sketches(n - len(left_out), options):
-            candidates.append(_priced(sketch, others, parameters, options, 1.0)._replace(left_out=left_out))
+        teams.append((left_out, 1.0))
+    candidates = list[Candidate]()
+    for without, part in teams:
+        team = network_of(network, n, without)
+        for sketch in _sketches(n - len(without), options):
+            if (one := _priced(sketch, team, parameters, options, part)) is not None:
+                candidates.append(one._replace(left_out=without))
     tokens = options.tokens or TOKENS_PER_PARAMETER * parameters
     if options.hours is not None:
         tokens = 3600 * options.hours / min(one.seconds_per_token for one in candidates)
@@ -263,6 +269,8 @@ class _Sketch(NamedTuple):
     codec: str
     bits: float
     """Per parameter of a payload."""
+    matched: bool
+    """Whether slow workers take fewer local steps, so that all are ready in time."""
 
     @property
     def peers(self) -> int | None:
@@ -276,17 +284,20 @@ def _sketches(n: int, options: PlanSettings) -> Iterator[_Sketch]:
         if peers is None or peers < n:
             for steps in (1,) if alone else sorted(set(options.local_steps)):
                 for codec, bits in (exact if alone else options.codecs).items():
-                    yield _Sketch(n, method, steps, codec, bits)
+                    for matched in (False, True) if peers is None and not alone else (not alone,):
+                        yield _Sketch(n, method, steps, codec, bits, matched)
 
 
 def _priced(
     sketch: _Sketch, network: Network, parameters: int, options: PlanSettings, computing: PerWorker
-) -> Candidate:  # fmt: skip
-    n, method, steps, codec, bits = sketch
+) -> Candidate | None:  # fmt: skip
+    """The price of a sketch; None of one whose workers should take fewer local steps, where none is slow."""
+    n, method, _, codec, bits, _ = sketch
     payload_bytes = math.ceil(parameters * bits / 8)
-    back, own = None, (steps,) * n
+    back, own = None, _own_steps(sketch, network, payload_bytes)
+    if own is None:
+        return None
     if sketch.peers is not None:
-        own = matched_steps(links_of(network, n), steps, sketch.peers * payload_bytes)
         rounds = options.rounds if network.jitter or network.changes else max(16, 8 * options.rounds // n)
         targets = _gossip_targets(n, sketch.peers, min(rounds, options.rounds), options.seed)
         trace = from_targets(targets, payload_bytes, own)
@@ -310,6 +321,20 @@ def _priced(
         seconds_per_token=timeline.total_s / (options.step_tokens * int(trace.steps.sum())),
         between_stages=timeline.mean_between_stages,
     )
+
+
+def _own_steps(sketch: _Sketch, network: Network, payload_bytes: int) -> tuple[int, ...] | None:
+    """Local steps of each worker; None for a mean where they would be the same for all although they are to differ.
+
+    Of a mean through owners, half of what a worker sends is on its way before it needs anything of the others. Those of a ring
+    and a tree begin when the last is ready, so only the seconds of a step count.
+    """
+    n, steps = sketch.n, sketch.full_steps
+    if not sketch.matched:
+        return (steps,) * n
+    ahead = (n - 1) / n if network.mean == "owners" else 0.0
+    own = matched_steps(links_of(network, n), steps, payload_bytes * (ahead if sketch.peers is None else sketch.peers))
+    return own if sketch.peers is not None or min(own) < steps else None
 
 
 def matched_steps(links: Links, full_steps: int, sent_bytes: float) -> tuple[int, ...]:
@@ -336,9 +361,9 @@ def matched_steps(links: Links, full_steps: int, sent_bytes: float) -> tuple[int
 
 def run_toml(
     plan: RunPlan, candidate: Candidate | None = None, *, name: str = "planned", steps: int = 300, adapt: bool = False,
-    weigh_steps: bool = False,
+    weigh_steps: bool = False, source: str = "stdlib",
 ) -> str:  # fmt: skip
-    """A run file that trains as planned, on this machine's Python sources read as bytes; change `data` for anything else.
+    """A run file that trains as planned; on this machine's Python sources read as bytes, unless a source is named.
 
     Outer learning rate and momentum are those that were best in a small model with about as many local steps
     (`gossamer.run.planning.measured_losses`). The inner learning rate that they go with stands in a comment, as it depends on
@@ -351,28 +376,24 @@ def run_toml(
             parallelism, which has no local steps.
     """
     chosen = plan.best if candidate is None else candidate
-    rule, peers = _METHODS[chosen.method]
-    if peers is not None and chosen.codec not in EXACT_CODECS:
-        rule = "anchored_gasloc"  # the same bytes, but of differences
-    own = chosen.local_steps
+    parts = parts_of(chosen)
     measured_at, tuned = nearest(chosen.method, chosen.full_steps)
-    outer = {key: value for key in ("lr", "momentum") if (value := getattr(tuned, key)) is not None}
+    goes_with = ", with the lr and momentum of [rule]" if {"lr", "momentum"} & parts["rule"].keys() else ""
+    own = chosen.local_steps
     document: dict[str, Any] = {
         "name": name,
         "workers": len(own),
         "seed": plan.options.seed,
-        "rule": {"name": rule, **outer},
-        "topology": {"name": "complete"} if peers is None else {"name": "random", "peers": peers},
-        "codec": {"name": chosen.codec, **({"back": chosen.back} if chosen.back else {})},
+        **parts,
         "model": {
             key: value for key in ModelConfig.__dataclass_fields__ if (value := getattr(plan.model, key)) is not None
         },
-        "data": {"source": "stdlib", "seq_len": plan.options.seq_len, "batch_size": plan.options.batch_size},
+        "data": {"source": source, "seq_len": plan.options.seq_len, "batch_size": plan.options.batch_size},
         "run": {
             "steps": -(-steps // chosen.full_steps) * chosen.full_steps,
             "local_steps": own[0] if len(set(own)) == 1 else list(own),
             **({"adapt": True} if adapt and chosen.full_steps > 1 else {}),
-            **({"weigh_steps": True} if weigh_steps and rule != "data_parallel" else {}),
+            **({"weigh_steps": True} if weigh_steps and chosen.method != "data parallel" else {}),
         },
         "network": {"planned": to_options(network_of(plan.network, plan.workers, chosen.left_out))},
     }
@@ -381,10 +402,10 @@ def run_toml(
         f"# {chosen.method} with {chosen.full_steps} local steps, planned for {plan.parameters:,} parameters: "
         f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, "
         f"{in_words(chosen.utilisation, chosen.between_stages)}.\n"
-        f"{_without(chosen)}"
+        f"{_without(chosen)}{_uneven(chosen)}"
         f"# Best at {measured_at} local step{'s' if measured_at > 1 else ''}, for {MEASURED_PARAMETERS:,} parameters and "
         f"{MEASURED_WORKERS} workers: inner.lr = {tuned.inner_lr:g}"
-        f"{', with the lr and momentum of [rule]' if outer else ''}. gossamer tune searches for your model.\n"
+        f"{goes_with}. gossamer tune searches for your model.\n"
     )
     return head + tomli_w.dumps(document)
 
@@ -396,6 +417,29 @@ def with_tables(document: Mapping[str, Any], tables: Mapping[str, Mapping[str, A
     {'name': 'a', 'run': {'steps': 1, 'seed': 2}}
     """
     return {**document, **{table: {**document.get(table, {}), **keys} for table, keys in tables.items()}}
+
+
+def parts_of(chosen: Candidate) -> dict[str, dict[str, Any]]:
+    """The tables `rule`, `topology` and `codec` of a run file for a candidate of `plan`, at the best measured settings."""
+    rule, peers = _METHODS[chosen.method]
+    if peers is not None and chosen.codec not in EXACT_CODECS:
+        rule = "anchored_gasloc"  # the same bytes, but of differences
+    _, tuned = nearest(chosen.method, chosen.full_steps)
+    return {
+        "rule": {
+            "name": rule,
+            **{key: value for key in ("lr", "momentum") if (value := getattr(tuned, key)) is not None},
+        },
+        "topology": {"name": "complete"} if peers is None else {"name": "random", "peers": peers},
+        "codec": {"name": chosen.codec, **({"back": chosen.back} if chosen.back else {})},
+    }
+
+
+def _uneven(chosen: Candidate) -> str:
+    """A comment of the run file that says who takes fewer local steps; empty where nobody does."""
+    if not chosen.fewer:
+        return ""
+    return f"# {chosen.fewer[0].upper()}{chosen.fewer[1:]} of {chosen.full_steps} local steps, and counts less.\n"
 
 
 def _without(chosen: Candidate) -> str:

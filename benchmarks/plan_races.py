@@ -1,0 +1,238 @@
+"""Races what `gossamer plan` picks against its shortlist, on six networks and at two model sizes: docs/results/races.md.
+
+    python benchmarks/plan_races.py --core-hours 1      # goes on where it stopped
+    python benchmarks/plan_races.py --page              # writes the page only
+
+Every cell is a network of configs/networks and a model in bytes and seconds of an inner step; what is trained is a small model
+(`gossamer.run.experiments.race`), with five seeds that have chosen nothing. One run at a time, in this process; each outcome is
+appended to docs/results/races/outcomes.jsonl as soon as the run has ended. What counts as right was registered before the first
+of them (docs/results/registered.md).
+"""
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gossamer.models.sizes import ModelConfig, parameter_count
+from gossamer.network.links import read_network
+from gossamer.record.jsonl import json_line
+from gossamer.record.origin import origin
+from gossamer.report.paired import Standing, effect, standing
+from gossamer.report.table import markdown_lines
+from gossamer.run.config.experiment_file import points
+from gossamer.run.config.run_file import digest
+from gossamer.run.experiments.processes import Apart
+from gossamer.run.experiments.race import LENGTHS, SMALL, Course, course_of, document, label_of
+from gossamer.run.planning.candidates import USUAL, choose_among, price_recipes
+from gossamer.run.planning.choice import pick, shortlist
+from gossamer.run.planning.expected_loss import TOKENS_PER_PARAMETER, LossScale
+from gossamer.run.planning.measured_losses import MEASURED_PARAMETERS
+from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan
+
+ROOT = Path(__file__).parents[1]
+OUTCOMES = ROOT / "docs" / "results" / "races" / "outcomes.jsonl"
+PAGE = ROOT / "docs" / "results" / "races.md"
+NETWORKS = {
+    "even_1g": "even, 1 Gbit/s", "even_10m": "even, 10 Mbit/s", "slow_in_turn": "slow in turn",
+    "two_sites": "two sites, 100 Mbit/s", "slow_uplink": "one uplink at a tenth", "strangers": "eight strangers at home",
+}  # fmt: skip
+MODELS = {"1m": 256, "134m": 32_000}
+"""Sizes with their vocabularies: 869,504 and 134,105,856 parameters. The networks say what an inner step takes, for both."""
+CELLS = [(network, size) for size in MODELS for network in NETWORKS]
+SEEDS = (40, 41, 42, 43, 44)
+MARGIN = 0.02
+CODECS = ("bf16", "int8", "fp4")
+
+
+class Cell(NamedTuple):
+    """What is raced on a network at a size."""
+
+    made: RunPlan
+    course: Course
+    second: str
+    """What the plan would pick if its losses were those of the small model."""
+
+    @property
+    def choice(self) -> str:
+        return self.course.entrants[0].label
+
+
+def cell_of(network: str, size: str) -> Cell:
+    """The plan of a cell with its shortlist, and with the pick at the scale of the small model where that is another one."""
+    model = ModelConfig(size=size)
+    bits = bits_per_parameter(CODECS, parameter_count(model, MODELS[size]))
+    links = read_network(ROOT / "configs" / "networks" / f"{network}.toml")
+    made = plan(links, model, PlanSettings(vocab_size=MODELS[size], codecs=bits))
+    priced = price_recipes(made, USUAL)
+    choice, everything = choose_among(made, priced), [*made.candidates, *priced.candidates]
+    small = LossScale(MEASURED_PARAMETERS, made.workers, TOKENS_PER_PARAMETER * MEASURED_PARAMETERS, 256)
+    some, second = shortlist(choice, everything), pick(everything, small).best
+    if second not in some:
+        some.append(second)
+    return Cell(made, course_of(made, some, SMALL, LENGTHS[0]), label_of(second))
+
+
+def run(core_hours: float) -> None:
+    """Trains what is missing, cell by cell and seed by seed, until the hours of this process are over."""
+    OUTCOMES.parent.mkdir(parents=True, exist_ok=True)
+    known = {(one["network"], one["size"], one["label"], one["seed"]) for one in outcomes()}
+    origin("", None)  # asks which commit this is before the first run
+    for network, size in CELLS:
+        cell = cell_of(network, size)
+        text = document(cell.course, cell.made, "stdlib", compiled=True)
+        for one in sorted(points(text, seeds=SEEDS), key=lambda one: one.seed):
+            if (network, size, one.method, one.seed) in known:
+                continue
+            if time.process_time() > 3600 * core_hours:
+                return
+            entrant = next(entrant for entrant in cell.course.entrants if entrant.label == one.method)
+            began = time.process_time()
+            with tempfile.TemporaryDirectory() as scratch, Apart(1) as apart:
+                apart.add(one.label, one.config, Path(scratch) / "run")
+                ((_, ended),) = apart.ended()
+            line = {
+                "network": network, "size": size, "label": one.method, "seed": one.seed, "loss": ended.loss, "error": ended.error,
+                "chosen": one.method == cell.choice, "second": one.method == cell.second,
+                "round_s": entrant.candidate.round_s, "rounds": entrant.rounds, "tokens": cell.course.tokens_of(entrant),
+                "horizon_s": cell.course.horizon_s, "core_s": round(time.process_time() - began, 1),
+                "origin": origin(digest(one.config), ended.seconds, ended.text),
+            }  # fmt: skip
+            with OUTCOMES.open("a", encoding="utf-8") as file:
+                file.write(json_line(line))
+            print(network, size, one.method, one.seed, ended.loss, ended.error, line["core_s"], flush=True)
+
+
+def outcomes() -> list[dict[str, Any]]:
+    """The runs that have ended."""
+    if not OUTCOMES.exists():
+        return []
+    return [json.loads(line) for line in OUTCOMES.read_text(encoding="utf-8").splitlines()]
+
+
+class Verdict(NamedTuple):
+    """How the pick of a cell stands."""
+
+    choice: str
+    standing: Standing
+    above: float
+    """Nats of the pick above the best, in the mean."""
+    alike: bool
+    """Whether the pick is the best, or not told apart from it."""
+    decided: bool
+    """Whether the best is told apart from the second best."""
+    losses: dict[str, list[float]]
+    second: str
+
+
+def verdict(lines: Sequence[dict[str, Any]]) -> Verdict | None:
+    """That of the runs of a cell, by the rules that were registered; None before all of its runs have ended."""
+    labels = [*dict.fromkeys(one["label"] for one in lines)]
+    ended = {(one["label"], one["seed"]): one["loss"] for one in lines}
+    if not lines or any((label, seed) not in ended for label in labels for seed in SEEDS):
+        return None
+    losses = {label: [math.inf if (x := ended[label, seed]) is None else x for seed in SEEDS] for label in labels}
+    choice = next(one["label"] for one in lines if one["chosen"])
+    second = next((one["label"] for one in lines if one["second"]), choice)
+    found = standing(losses)
+    by_mean = sorted(losses, key=lambda label: statistics.fmean(losses[label]))
+    pairs = [(b - a, a) for a, b in zip(losses[by_mean[0]], losses[by_mean[1]], strict=True)]
+    apart = effect(pairs).apart
+    above = statistics.fmean(losses[choice]) - statistics.fmean(losses[found.best])
+    alike = choice == found.best or choice in found.alike
+    return Verdict(choice, found, above, alike, apart is not None and apart < 0.05, losses, second)
+
+
+def page() -> str:
+    """The page, from the outcomes."""
+    lines = outcomes()
+    by_cell = {cell: [one for one in lines if (one["network"], one["size"]) == cell] for cell in CELLS}
+    found = {cell: verdict(some) for cell, some in by_cell.items()}
+    done = {cell: one for cell, one in found.items() if one is not None}
+    rows = [
+        [
+            "network",
+            "model",
+            "pick of the plan",
+            "lowest in the race",
+            "pick above it, nats",
+            "told apart",
+            "best decided",
+        ]
+    ]
+    rows.append(["---", "---", "---", "---", "---:", "---", "---"])
+    for (network, size), one in done.items():
+        stands = one.standing.above.get(one.choice)
+        gap = "0" if stands is None else f"{stands.mean:+.4f} ± {stands.half or 0:.4f}"
+        rows.append(
+            [
+                NETWORKS[network],
+                size,
+                one.choice,
+                one.standing.best,
+                gap,
+                "no" if one.alike else "yes",
+                "yes" if one.decided else "no",
+            ]
+        )
+    core_hours = sum(one["core_s"] for one in lines) / 3600
+    far = sum(one.above > MARGIN for one in done.values())
+    parts = [
+        "# Races of what a plan picks",
+        "    python benchmarks/plan_races.py",
+        (
+            "What `gossamer plan` picks, raced against its shortlist: 139,584 parameters are trained for the time that bytes and "
+            "seconds of the planned model give each candidate, and losses are those of the small model. "
+            "[Registered](registered.md#races-of-what-a-plan-picks) before the first run; five seeds that chose nothing."
+        ),
+        (
+            f"{len(done)} of {len(CELLS)} cells have run, with {len(lines)} runs and {core_hours:.2f} core-hours. Of these, "
+            f"picks more than {MARGIN:g} nats above the lowest: {far}; picks told apart from the lowest (5 %, Holm): "
+            f"{sum(not one.alike for one in done.values())}; races whose two lowest are not told apart: "
+            f"{sum(not one.decided for one in done.values())}."
+        ),
+    ]
+    if done:
+        parts.append(markdown_lines(rows).rstrip())
+    for (network, size), one in done.items():
+        parts.append(f"## {NETWORKS[network]}, {size}")
+        parts.append(_table(by_cell[network, size], one))
+    if missing := [f"{NETWORKS[network]} with {size}" for (network, size), one in found.items() if one is None]:
+        parts.append(f"Not run, or not with all seeds: {'; '.join(missing)}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(lines: Sequence[dict[str, Any]], one: Verdict) -> str:
+    """All candidates of a cell, the lowest first."""
+    rows = [["candidate", "rounds", "s a round", "tokens", "loss, mean of the seeds", "above the lowest"]]
+    rows.append(["---", *["---:"] * 5])
+    for label in sorted(one.losses, key=lambda label: statistics.fmean(one.losses[label])):
+        line = next(line for line in lines if line["label"] == label)
+        stands = one.standing.above.get(label)
+        gap = "" if stands is None else f"{stands.mean:+.4f} ± {stands.half or 0:.4f}"
+        words = " (pick)" if label == one.choice else " (pick at the scale of the race)" if label == one.second else ""
+        mean = statistics.fmean(one.losses[label])
+        told = f"{mean:.4f}" if math.isfinite(mean) else "diverged"
+        rows.append([label + words, str(line["rounds"]), f"{line['round_s']:.4g}", f"{line['tokens']:,}", told, gap])
+    return markdown_lines(rows).rstrip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--core-hours", type=float, default=1.0, help="processor time after which no further run begins"
+    )
+    parser.add_argument("--page", action="store_true", help="write the page from the outcomes, and train nothing")
+    given = parser.parse_args()
+    if not given.page:
+        run(given.core_hours)
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

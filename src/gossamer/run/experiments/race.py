@@ -1,0 +1,239 @@
+"""Candidates of a plan trained against each other in the time that their price gives them.
+
+A small model stands for the planned one: it has as many times fewer bytes as parameters, and every link of the network is so many
+times slower. So a round of it is priced like a round of the planned model, and all that reads a run folder, such as a report or
+`gossamer price`, shows the seconds of the planned one. All candidates get the same seconds. Each trains the whole rounds that fit
+them, and its learning rate comes down at its own last round.
+
+The losses are those of the small model.
+"""
+
+import math
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tomli_w
+
+from gossamer.errors import ConfigError
+from gossamer.models.sizes import ModelConfig, parameter_count
+from gossamer.network.links import times_as_fast, to_options
+from gossamer.record.whole_files import atomic_write, make_folder
+from gossamer.report.paired import Standing, standing
+from gossamer.report.results import PointResult
+from gossamer.run.config.document import load
+from gossamer.run.config.experiment_file import Point
+from gossamer.run.planning.candidates import PLANNED
+from gossamer.run.planning.choice import Candidate
+from gossamer.run.planning.expected_loss import TOKENS_PER_PARAMETER
+from gossamer.run.planning.measured_losses import nearest
+from gossamer.run.planning.plan import RunPlan, network_of, parts_of
+from gossamer.settings.schema import plain
+
+__all__ = [
+    "FILE", "LENGTHS", "MOST_SEEDS", "SMALL", "Course", "Entrant", "course_of", "courses", "document", "label_of", "opened_race",
+    "verdict", "written_race",
+]  # fmt: skip
+
+FILE = "race.toml"
+"""The experiment file of a race, in its folder; `gossamer compare` trains it too."""
+MOST_SEEDS = 10
+SMALL = ModelConfig(size="0.2m", layers=2)
+"""The model of the measured losses."""
+_SIZES = (
+    ModelConfig(size="1m"),
+    ModelConfig(size="0.2m"),
+    SMALL,
+    ModelConfig(size="0.2m", layers=1, hidden_size=32, intermediate_size=96),
+)
+"""Models to race with, the largest first."""
+LENGTHS = (TOKENS_PER_PARAMETER, 10, 5, 2)
+"""Tokens a parameter that the choice reads, the most first."""
+_SEQ_LEN, _SEQUENCES = 64, 32
+"""Of a sequence, and of a step of all workers, of which each takes one at least: those of the measured losses."""
+_ROUNDS, _FEWEST = 8, 3
+"""Rounds that the choice has at least, and that any candidate must have."""
+_WARMUP = 0.2
+"""Of the steps: a shorter warm-up costs candidates with few local steps more than others."""
+_VALIDATIONS, _VALIDATED = 8, 65_536
+"""Of a run, and the tokens of each, or less: where a run is short, a tenth of its time at most is spent on them."""
+_COMPILED_FROM = 300
+"""Inner steps from which compiling pays for itself."""
+
+
+class Entrant(NamedTuple):
+    """A candidate with the rounds that its price gives it."""
+
+    label: str
+    candidate: Candidate
+    rounds: int
+
+    @property
+    def steps(self) -> int:
+        """Inner steps of a worker that takes the full number."""
+        return self.rounds * self.candidate.full_steps
+
+    @property
+    def taken(self) -> int:
+        """Inner steps of all workers together."""
+        return self.rounds * sum(self.candidate.local_steps)
+
+
+class Course(NamedTuple):
+    """What is raced, how far, and with which model."""
+
+    model: ModelConfig
+    parameters: int
+    seq_len: int
+    batch_size: int
+    horizon_s: float
+    """Seconds of the network that every candidate gets."""
+    entrants: tuple[Entrant, ...]
+    """The choice of the plan first."""
+    left: Mapping[str, str]
+    """Candidates of the shortlist that cannot be raced, and why."""
+
+    @property
+    def tokens(self) -> int:
+        """Of one run of each candidate."""
+        return sum(one.taken for one in self.entrants) * self.seq_len * self.batch_size
+
+    def tokens_of(self, one: Entrant) -> int:
+        """Of one run of a candidate."""
+        return one.taken * self.seq_len * self.batch_size
+
+
+def label_of(one: Candidate) -> str:
+    """The name of a candidate among others of its plan.
+
+    >>> label_of(Candidate("DiLoCo", "fp4", "bf16", (15, 9), 1.0, 1.0, 0.9, 1.0))
+    'DiLoCo uneven 9-15 fp4'
+    """
+    most, fewest = one.full_steps, min(one.local_steps)
+    return f"{one.name} {most if most == fewest else f'{fewest}-{most}'} {one.codec}"
+
+
+def courses(made: RunPlan, some: Sequence[Candidate]) -> list[Course]:
+    """The ways to race a shortlist, whose choice comes first: the largest model and the longest way first."""
+    found = []
+    for model in _SIZES:
+        for each in LENGTHS:
+            found.append(course_of(made, some, model, each))
+    return sorted(found, key=lambda one: -one.parameters * one.tokens)
+
+
+def course_of(made: RunPlan, some: Sequence[Candidate], model: ModelConfig, tokens_per_parameter: float) -> Course:
+    """The race in which the choice reads so many tokens a parameter, and more where that were few rounds."""
+    n, choice = made.workers, some[0]
+    batch_size = max(1, _SEQUENCES // n)
+    parameters = parameter_count(model, 256)
+    of_round = sum(choice.local_steps) * _SEQ_LEN * batch_size
+    rounds = max(_ROUNDS, round(tokens_per_parameter * parameters / of_round))
+    horizon_s = rounds * choice.round_s
+    entrants, left = list[Entrant](), dict[str, str]()
+    for one in some:
+        own = math.floor(horizon_s / one.round_s * (1 + 1e-9))
+        if own < _FEWEST:
+            left[label_of(one)] = f"{own} round{'s' * (own != 1)} in that time, of which at least {_FEWEST} are needed"
+        else:
+            entrants.append(Entrant(label_of(one), one, own))
+    return Course(model, parameters, _SEQ_LEN, batch_size, horizon_s, tuple(entrants), left)
+
+
+def document(
+    course: Course, made: RunPlan, source: str | Sequence[str], *, compiled: bool | None = None
+) -> dict[str, Any]:
+    """The experiment file of a race.
+
+    Args:
+        source: the text, as in data.source.
+        compiled: in bf16; unless given, where there is a compiler and the way is long enough.
+    """
+    n, slower = made.workers, course.parameters / made.parameters
+    if compiled is None:
+        longest = max(one.steps for one in course.entrants)
+        compiled = longest >= _COMPILED_FROM and shutil.which(os.environ.get("CXX", "g++")) is not None
+    base: dict[str, Any] = {
+        "name": "race", "workers": n, "seed": made.options.seed, "model": plain(course.model),
+        "data": {"source": source, "seq_len": course.seq_len, "batch_size": course.batch_size},
+        "inner": {"clip": 1.0, "schedule": "cosine", **({"autocast": "bf16", "compile": True} if compiled else {})},
+        "run": {"eval_workers": False, "checkpoint_every": 0},
+        "record": {"tensorboard": False, "export": False, "keep_checkpoints": False},
+    }  # fmt: skip
+    step, trained = course.seq_len * course.batch_size, course.tokens_of(course.entrants[0])
+    batches = max(8, min(_VALIDATED, trained // 30) // step)
+    rows = []
+    for one in course.entrants:
+        own, team = one.candidate.local_steps, network_of(made.network, n, one.candidate.left_out)
+        run = {
+            "steps": one.steps, "local_steps": own[0] if len({*own}) == 1 else list(own), "batched": min(8, len(own)),
+            "eval_every": math.ceil(one.steps / _VALIDATIONS), "eval_batches": batches,
+        }  # fmt: skip
+        rows.append({
+            "label": one.label, **_method(one.candidate), "workers": len(own),
+            "inner.warmup_steps": max(1, round(_WARMUP * one.steps)), "run": run,
+            "network": {"planned": to_options(times_as_fast(team, slower))},
+        })  # fmt: skip
+    return {**base, "variant": rows}
+
+
+def _method(one: Candidate) -> dict[str, Any]:
+    """The settings of a candidate as a variant has them."""
+    _, tuned = nearest(one.method, one.full_steps)
+    rates = {"inner.lr": tuned.inner_lr}
+    if one.method in PLANNED.values():
+        return {**parts_of(one), **rates}
+    outer = {f"rule.{key}": value for key in ("lr", "momentum") if (value := getattr(tuned, key)) is not None}
+    return {"method": one.method, **rates, **outer}
+
+
+def written_race(folder: Path, course: Course, made: RunPlan, text: Mapping[str, Any]) -> None:
+    """Writes the experiment file of a race into its folder."""
+    make_folder(folder)
+    head = (
+        f"# A race of {len(course.entrants)} candidates of `gossamer plan` with {course.parameters:,} parameters.\n"
+        f"# Links are slower by as much as the model is smaller than the planned {made.parameters:,}, so that rounds take the\n"
+        f"# time of the planned one; each candidate has the rounds that fit {course.horizon_s:.6g} s of it.\n"
+        "# Losses are those of the small model.\n"
+    )
+    atomic_write(folder / FILE, (head + tomli_w.dumps(text)).encode())
+
+
+def opened_race(folder: Path, some: Sequence[Candidate]) -> dict[str, Any]:
+    """The experiment file of a race that goes on.
+
+    Raises: ConfigError where there is none, or its candidates are not those of the shortlist.
+    """
+    if not (file := folder / FILE).is_file():
+        raise ConfigError(f"--resume was given and '{file}' is not there; leave --resume out to begin a race")
+    text = load(file)
+    there, here = [str(row.get("label")) for row in text.get("variant", [])], [label_of(one) for one in some]
+    if strange := [label for label in there if label not in here]:
+        raise ConfigError(
+            f"the race in '{folder}' has the candidate '{strange[0]}', which is not on the shortlist of this plan "
+            f"({', '.join(here)}); give the network, the model and the options of then, or begin a race in another --race-folder"
+        )
+    return text
+
+
+def verdict(
+    runs: Sequence[Point], results: Sequence[PointResult]
+) -> tuple[list[int], dict[str, list[float]], Standing | None]:
+    """The seeds that all candidates have ended, their losses there, and how the candidates stand; None before the first seed.
+
+    A run that diverged has an infinite loss.
+    """
+    ended = {(one.method, one.seed): one.row["loss"] for one in results}
+    labels = [*dict.fromkeys(run.method for run in runs)]
+    seeds = [
+        seed for seed in dict.fromkeys(run.seed for run in runs) if all((label, seed) in ended for label in labels)
+    ]
+    losses = {
+        label: [
+            loss if (loss := ended[label, seed]) is not None and math.isfinite(loss) else math.inf for seed in seeds
+        ]
+        for label in labels
+    }
+    return seeds, losses, standing(losses) if seeds else None
