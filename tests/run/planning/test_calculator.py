@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from test_watch import get, serving
+from test_watch import get, serving  # pyright: ignore[reportMissingImports]
 
 from gossamer.cli import main
 from gossamer.cli.watch import calculators
