@@ -3,8 +3,8 @@
     make pictures
 
 Trains 16 small workers for ten rounds in random pairs, and draws what their record holds into docs/pictures: gossip.svg, an
-animation of SMIL that any browser plays without a script, and with Chromium and Playwright also phone.webp
-and plan.webp. Some minutes.
+animation of SMIL that any browser plays without a script, and with Chromium and Playwright also phone.webp,
+plan.webp and play.webp. Plays the film of docs/play.md into docs/film.jsonl. Some minutes.
 """
 
 import math
@@ -21,6 +21,9 @@ from gossamer.report.page.page import write_report
 from gossamer.report.reading.follow import FollowedRun
 from gossamer.report.reading.moment import moment_of
 from gossamer.run.planning.calculator import frozen_contents, short_lists
+from gossamer.run.play.actions import action_of
+from gossamer.run.play.film import Film, film_contents, write_film
+from gossamer.run.play.live import filmed
 from gossamer.run.simulated.simulate import simulate
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +37,16 @@ RUN = {
         "uplink_bps": [*[2e7] * (WORKERS - 1), 2e6], "downlink_bps": 1e8, "latency_s": 0.03, "step_s": 0.2,
     }},
 }  # fmt: skip
+PLAYED = {
+    8: [["slow", 7]], 13: [["method", "gasloc"]], 22: [["mend", 7]], 30: [["kill", 3]], 38: [["revive", 3]], 44: [["cut"]],
+    62: [["method", "diloco"]], 70: [["heal"]], 77: [["local_steps", 1]], 90: [["local_steps", 40]],
+    95: [["local_steps", 10], ["method", "gasloc"], ["momentum", 0.95]], 120: [["momentum", 0.3]], 136: [["method", "gossip"]],
+    142: [["kill", 1], ["kill", 4], ["kill", 6]], 150: [["revive", 1], ["revive", 4], ["revive", 6]], 158: [["method", "diloco"]],
+}  # fmt: skip
+"""What is done before which rounds of the film of the site."""
+PLAYED_ROUNDS = 166
+SEEN = 57
+"""The round of the film that the picture of its page shows."""
 ROUND_S, REST_S = 1.6, 2.4
 """Seconds of a round in the animation, and of the rest at its end."""
 SIZE = 360
@@ -125,7 +138,7 @@ def animation(rounds: Sequence[Sequence[tuple[int, int]]], losses: Sequence[floa
     )
 
 
-def photographs(report: Path, calculator: Path) -> None:
+def photographs(report: Path, calculator: Path, film: Path) -> None:
     """Both pages as a browser shows them."""
     from PIL import Image
     from playwright.sync_api import sync_playwright
@@ -133,7 +146,7 @@ def photographs(report: Path, calculator: Path) -> None:
     with sync_playwright() as playwright:
         browser: Any = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for name, page, width, height, scheme in (
-            ("phone", report, 400, 1000, "dark"), ("plan", calculator, 1100, 830, "light"),
+            ("phone", report, 400, 1000, "dark"), ("plan", calculator, 1100, 830, "light"), ("play", film, 1180, 1010, "light"),
         ):  # fmt: skip
             opened = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
             opened.goto(page.as_uri())
@@ -141,9 +154,22 @@ def photographs(report: Path, calculator: Path) -> None:
             if name == "plan":
                 opened.locator("[data-part=plan] [data-key=share]").press("ArrowRight")
                 opened.wait_for_timeout(300)
+            if name == "play":
+                opened.locator("input[aria-label=round]").evaluate(
+                    "(one, round) => { one.value = round; one.dispatchEvent(new Event('input')); }", SEEN
+                )
+                opened.wait_for_timeout(1000)
             image: Any = Image.open(BytesIO(opened.screenshot()))
             image.save(PICTURES / f"{name}.webp", quality=80, method=6)
         browser.close()
+
+
+def film() -> Film:
+    """Plays the film of the site, and writes it."""
+    made = [*filmed(0, [[action_of(one) for one in PLAYED.get(round, ())] for round in range(PLAYED_ROUNDS)])]
+    found = Film(made[0][0], [frame for _, frame in made])
+    write_film(ROOT / "docs" / "film.jsonl", found)
+    return found
 
 
 def main() -> None:
@@ -156,15 +182,20 @@ def main() -> None:
         rounds = [[(i, j) for i, j, _ in moment_of(run, r)["pairs"] if i < j] for r in range(ROUNDS)]
         train = [line for line in read_metrics(folder) if line["kind"] == "train"]
         losses = [math.fsum(line["loss"] for line in train if line["round"] == r) / WORKERS for r in range(ROUNDS)]
+        played = film()
         (PICTURES / "gossip.svg").write_text(animation(rounds, losses), encoding="utf-8")
         if shutil.which("chromium") is None:
-            print("chromium is not installed; phone.webp and plan.webp stay as they are")
+            print("chromium is not installed; phone.webp, plan.webp and play.webp stay as they are")
             return
         report, calculator = Path(made) / "report.html", Path(made) / "calculator.html"
         write_report({"gossip": folder}, report, {}, command="make pictures")
         page = whole_page("What a network costs", frozen_contents(short_lists()), "", "", main="calculator")
         calculator.write_text(page, encoding="utf-8")
-        photographs(report, calculator)
+        shown = Path(made) / "film.html"
+        shown.write_text(
+            whole_page("a film", film_contents(*played, live=False), "", "", main="play"), encoding="utf-8"
+        )
+        photographs(report, calculator, shown)
 
 
 if __name__ == "__main__":

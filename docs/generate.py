@@ -18,6 +18,7 @@ import yaml
 from generators import command_line, methods, python_names, run_file, tables
 from gossamer.report.page.assets import whole_page
 from gossamer.run.planning.calculator import frozen_contents, short_lists
+from gossamer.run.play.film import film_contents, read_film
 
 __all__ = ["write"]
 
@@ -92,6 +93,8 @@ def _made() -> Iterator[tuple[str, str]]:
         "calculator.html",
         whole_page("What a network costs", frozen_contents(short_lists()), "", "", main="calculator"),
     )
+    film = read_film(DOCS / "film.jsonl")
+    yield "film.html", whole_page("Gossamer play: a film", film_contents(*film, live=False), "", "", main="play")
     yield "adr/index.md", _list_of("adr", "Decisions", _DECISIONS)
     for folder, title, about in EXPERIMENTS:
         if _in_folder(folder):

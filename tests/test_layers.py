@@ -38,7 +38,7 @@ LAYERS = (  # a room imports from the rooms above its own line only; of two name
     "run.bookkeeping",
     "run.participant",
     "run.planning run.simulated run.synchronous run.served run.elastic run.asynchronous",
-    "run.replay run.experiments",
+    "run.replay run.experiments run.play",
     "run integrations",
     "testing",
     "cli",
@@ -110,12 +110,16 @@ LIGHT = [  # work without torch
     "run.planning.calculator",
     "report.terminal",
     "report.page.web",
+    "run.play.actions",
+    "run.play.film",
+    "run.play.live",
     "report.figures",
     "report.reach",
     "report.results",
     "cli",
     "cli.status",
     "cli.watch",
+    "cli.play",
 ]  # work without torch
 TWO_HOMES = {"cocktail"}  # a rule and a codec of one paper
 LATE = {

@@ -17,6 +17,7 @@ import tomli_w
 from test_watch import served, serving
 
 from commands import Command
+from gossamer.cli.play import live_page
 from gossamer.cli.watch import calculators
 from gossamer.record.folder import RunFolder
 from gossamer.record.logs.trace import Entry, Operation
@@ -24,6 +25,9 @@ from gossamer.report.page import view
 from gossamer.report.page.assets import whole_page
 from gossamer.report.page.page import write_report
 from gossamer.run.planning.calculator import Calculator, frozen_contents
+from gossamer.run.play.actions import Action
+from gossamer.run.play.film import film_contents
+from gossamer.run.play.live import Live, filmed
 from gossamer.topologies import make_topology
 from tiny import document
 
@@ -232,6 +236,59 @@ def test_the_calculators_follow_what_is_moved_by_keyboard_with_and_without_a_ser
             figures = page.locator("section[data-part=published]")
             figures.get_by_text("GASLoC, figure 9").click()
             figures.locator("path[data-curve=gasloc_1_peer]").wait_for()
+
+
+def test_a_visitor_plays_and_the_page_shows_what_he_did(page: Any, tmp_path: Path) -> None:
+    live = Live(0)
+    with serving(live_page(live, 0)) as server, live.running():
+        page.goto(server.address)
+        page.locator(".map[data-round]").wait_for(timeout=120_000)
+        live.act(b'{"actions": [["local_steps", 1]]}')
+        page.select_option("select[aria-label=speed]", "4")
+        page.get_by_role("button", name="kill worker 3").click()
+        page.locator("[data-worker='3'][data-standing=dead]").wait_for()
+        page.get_by_role("button", name="revive worker 3").wait_for()
+        page.get_by_role("button", name="slow the uplink of worker 7").press("Enter")
+        page.locator("[data-worker='7'][data-standing='slow uplink']").wait_for()
+        page.locator("[data-method=gossip]").click()
+        page.locator("[data-pair]").first.wait_for()
+        page.locator("[data-do=cut]").click()
+        page.locator(".map .cut").wait_for()
+        page.locator("[data-method=diloco]").click()
+        page.get_by_text("no side has as many").wait_for()  # four of eight are not more than half
+        page.locator("[data-worker='3']").click()
+        page.locator("[data-worker='3'][data-standing=trains]").wait_for()
+        assert page.locator("[data-worker='5'][data-standing=waits]").count() == 1
+        momentum = page.locator("[data-do=momentum]")
+        momentum.press("End")
+        until(lambda: live.film and live.film.frames[-1]["momentum"] == 0.95)
+        page.get_by_role("button", name="begin again").click()
+        page.locator("[data-standing=trains]").nth(7).wait_for()
+        until(lambda: page.locator("figure path[data-curve^='before: ']").count() > 0)
+        film = live.film
+    assert film is not None
+    until(lambda: "does not answer" in page.locator("[role=status]").inner_text())
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_film_plays_by_itself_from_a_file_and_fits_a_telephone(browser: Any, tmp_path: Path, scheme: str) -> None:
+    actions = [[Action("local_steps", 1)], [Action("kill", 2)], [Action("method", "gasloc"), Action("cut")], []]
+    made = [*filmed(0, actions)]
+    contents = film_contents(made[0][0], [frame for _, frame in made], live=False)
+    (tmp_path / "film.html").write_text(whole_page("a film", contents, "", "", main="play"))
+    page, found = browser.new_page(viewport={"width": 400, "height": 800}, color_scheme=scheme), list[str]()
+    page.on("console", lambda message: found.append(message.text))
+    page.on("pageerror", lambda error: found.append(str(error)))
+    page.goto((tmp_path / "film.html").as_uri())
+    page.locator(".map[data-round='3']").wait_for()
+    assert page.locator("[data-worker='2'][data-standing=dead]").count() == 1
+    assert page.locator(".map .cut").count() == 1 and page.locator("[data-pair]").count() >= 2
+    assert page.locator("[data-do=cut]").is_disabled() and page.locator("[data-method=gasloc]").is_disabled()
+    page.locator("input[aria-label=round]").evaluate("one => { one.value = 0; one.dispatchEvent(new Event('input')); }")
+    page.locator(".map[data-round='0']").wait_for()
+    assert page.locator("[data-worker='2'][data-standing=trains]").count() == 1
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400 and not found
+    page.close()
 
 
 def train(folder: Path, name: str) -> Command:

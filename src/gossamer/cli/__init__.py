@@ -36,6 +36,7 @@ __all__ = ["VERBS", "app", "main"]
 
 VERBS = {
     "demo": "Compare four methods on a small model (a few minutes).",
+    "play": "Play with eight workers on a page while they train: kill, slow, cut, change the method.",
     "init": "Write commented run files to start from.",
     "simulate": "Train all workers of a run in this process.",
     "check": "Show what a run file will do, or list all its errors.",

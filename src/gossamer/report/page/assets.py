@@ -20,7 +20,10 @@ class Asset(NamedTuple):
 
 
 _STYLE = Asset("page.css", "text/css; charset=utf-8")
-_PARTS = {"page": ("marks", "charts", "gossip", "timeline", "page"), "calculator": ("marks", "charts", "calculator")}
+_PARTS = {
+    "page": ("marks", "charts", "gossip", "timeline", "page"), "calculator": ("marks", "charts", "calculator"),
+    "play": ("marks", "charts", "timeline", "gossip", "play"),
+}  # fmt: skip
 """The scripts of each page, by the last of them, which puts it together."""
 _SCRIPTS = {name: Asset(f"{name}.js", "text/javascript; charset=utf-8") for names in _PARTS.values() for name in names}
 ASSETS = {asset.name: asset for asset in (_STYLE, *_SCRIPTS.values())}
@@ -40,7 +43,7 @@ def shell(hint: str = "", *, main: str = "page") -> bytes:
     )
     words = f"From another machine: <code>{escape(hint)}</code>, then open the same address there." if hint else ""
     plain, note = "<p>This page needs JavaScript.</p>", f'<p class="faint">{words}</p>'
-    return _markup("gossamer watch", links + scripts, plain, note).encode()
+    return _markup("gossamer", links + scripts, plain, note).encode()
 
 
 def whole_page(title: str, contents: dict[str, Any], plain: str, body: str, *, main: str = "page") -> str:

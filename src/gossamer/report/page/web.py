@@ -1,9 +1,11 @@
-"""The server of a live page: GET only, on loopback unless asked otherwise, and nothing but the page and its figures.
+"""The server of a live page: on loopback unless asked otherwise, and nothing but the page, its figures and what it may ask for.
 
-Beyond loopback the address of everything begins with a token that only the printed address tells. A request that names a foreign
-host is refused, so that no page of another site can read this one through a name that it makes point here.
+Beyond loopback, and wherever a page may ask for something to be done, the address of everything begins with a token that only the
+printed address tells. A request that names a foreign host is refused, so that no page of another site can read this one through
+a name that it makes point here. The token also refuses what such a page can send without reading the answer.
 """
 
+import contextlib
 import hmac
 import http.server
 import ipaddress
@@ -20,13 +22,17 @@ from shlex import quote
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from gossamer.errors import ConfigError
+from gossamer.errors import ConfigError, GossamerError
 from gossamer.report.page.assets import ASSETS, shell
 from gossamer.report.page.live import LiveRuns
 
-__all__ = ["Page", "beside", "page_server"]
+__all__ = ["Page", "beside", "page_server", "show_page"]
 
 Answers = Mapping[str, Callable[[Mapping[str, str]], bytes]]
+Deeds = Mapping[str, Callable[[bytes], bytes]]
+_MOST_ASKED = 1 << 16
+"""Bytes of a request to do something."""
+_NONE: Deeds = {}
 _LINGER_S = 60.0
 """How long the page of a run that has ended is served after somebody last looked."""
 _POLICY = (
@@ -42,16 +48,20 @@ class Page(http.server.ThreadingHTTPServer):
         answers: what it answers with JSON, by the name that is asked for, from the query; empty for what there is not.
         host, port: where it listens; port 0 takes one that is free. On any host but loopback all addresses begin with a token.
         main: the script that puts the page together.
+        deeds: what it does when it is sent something, by name, with the bytes that came; a GossamerError is told to the page.
     Raises: ConfigError for a port that is taken, or an address that is none of this machine.
     """
 
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, answers: Answers, host: str, port: int, *, main: str = "page") -> None:
-        self.answers, self.host, self.main = answers, host, main
-        self.token = "" if _is_loopback(host) else secrets.token_urlsafe(16)
-        self.names = {socket.gethostname().lower(), socket.getfqdn().lower()} if self.token else set[str]()
+    def __init__(self, answers: Answers, host: str, port: int, *, main: str = "page", deeds: Deeds = _NONE) -> None:
+        self.answers, self.host, self.main, self.deeds = answers, host, main, deeds
+        self.beyond = not _is_loopback(host)
+        """Whether other machines may ask."""
+        # A page of another site cannot read answers of loopback, but could send what changes something: it knows no token.
+        self.token = secrets.token_urlsafe(16) if self.beyond or deeds else ""
+        self.names = {socket.gethostname().lower(), socket.getfqdn().lower()} if self.beyond else set[str]()
         """Of this machine; on loopback it has no other than localhost."""
         self.asked_s = time.monotonic()
         """When somebody last looked."""
@@ -80,14 +90,14 @@ class Page(http.server.ThreadingHTTPServer):
         """Whether a Host header names this machine: loopback, the address that was given, and beyond loopback any address.
 
         >>> page = Page.__new__(Page)
-        >>> page.host, page.token = "127.0.0.1", ""
+        >>> page.host, page.beyond = "127.0.0.1", False
         >>> [page.knows(host) for host in ("localhost:8250", "127.0.0.1", "[::1]:80", "evil.example:8250", "")]
         [True, True, True, False, False]
         """
         name = urlsplit(f"//{host}").hostname or ""
         if name == "localhost" or name == self.host or _is_loopback(name):
             return True
-        return bool(self.token) and (_is_address(name) or name in self.names)
+        return self.beyond and (_is_address(name) or name in self.names)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that goes away in the middle of an answer is no error."""
@@ -101,6 +111,42 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     timeout = 20
 
     def do_GET(self) -> None:
+        if (asked := self._asked()) is None:
+            return
+        page, last, query = asked
+        if last in ASSETS:
+            return self._answer(ASSETS[last].kind, ASSETS[last].read())
+        if not last:
+            hint = "" if page.beyond else f"ssh -L {page.port}:127.0.0.1:{page.port} {socket.gethostname()}"
+            return self._answer("text/html; charset=utf-8", shell(hint, main=page.main))
+        if last not in page.answers:
+            return self._refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
+        if not (body := page.answers[last](query)):
+            return self._refuse(HTTPStatus.NOT_FOUND, "there is no such round")
+        self._answer("application/json", body)
+
+    def do_POST(self) -> None:
+        if not isinstance(self.server, Page) or not self.server.deeds:
+            return self._refuse(HTTPStatus.NOT_IMPLEMENTED, "this server only answers")
+        if (asked := self._asked()) is None:
+            return
+        page, last, _ = asked
+        length = self.headers.get("Content-Length", "")
+        if last not in page.deeds:
+            return self._refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
+        if not (length.isascii() and length.isdigit()) or int(length) > _MOST_ASKED:
+            self.close_connection = True  # what follows is not read
+            return self._refuse(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"send at most {_MOST_ASKED} bytes, and say how many"
+            )
+        try:
+            body = page.deeds[last](self.rfile.read(int(length)))
+        except GossamerError as error:
+            return self._refuse(HTTPStatus.BAD_REQUEST, str(error))
+        self._answer("application/json", body)
+
+    def _asked(self) -> "tuple[Page, str, dict[str, str]] | None":
+        """What is asked for of the page; None where that was refused."""
         page = self.server
         assert isinstance(page, Page)
         if not page.knows(self.headers.get("Host", "")):
@@ -108,21 +154,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         first, _, last = url.path.removeprefix("/").rpartition("/")
         if not hmac.compare_digest(first.encode(), page.token.encode()):
-            return self._refuse(
-                HTTPStatus.NOT_FOUND, "there is nothing here; use the address that gossamer watch printed"
-            )
+            return self._refuse(HTTPStatus.NOT_FOUND, "there is nothing here; use the address that the command printed")
         page.asked_s = time.monotonic()
-        query = {key: values[-1] for key, values in parse_qs(url.query).items()}
-        if last in ASSETS:
-            return self._answer(ASSETS[last].kind, ASSETS[last].read())
-        if not last:
-            hint = "" if page.token else f"ssh -L {page.port}:127.0.0.1:{page.port} {socket.gethostname()}"
-            return self._answer("text/html; charset=utf-8", shell(hint, main=page.main))
-        if last not in page.answers:
-            return self._refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
-        if not (body := page.answers[last](query)):
-            return self._refuse(HTTPStatus.NOT_FOUND, "there is no such round")
-        self._answer("application/json", body)
+        return page, last, {key: values[-1] for key, values in parse_qs(url.query).items()}
 
     def _answer(self, kind: str, body: bytes, status: HTTPStatus = HTTPStatus.OK) -> None:
         self.send_response(status)
@@ -164,10 +198,27 @@ def page_server(folders: Sequence[Path], host: str, port: int, command: str = ""
     return Page(_answers(LiveRuns(folders, command=command)), host, port)
 
 
-def beside(folder: Path) -> None:
+def show_page(address: str) -> bool:
+    """Opens an address in the browser of whoever sits here; returns whether there is one.
+
+    Nobody may sit here: then no browser is looked for, nor is one in a terminal, which would take that away from what runs in it.
+    """
+    import webbrowser
+
+    screens = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
+    seen = sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in screens)
+    if not seen or not sys.stderr.isatty():
+        return False
+    with contextlib.suppress(webbrowser.Error):
+        return webbrowser.open(address)
+    return False
+
+
+def beside(folder: Path, *, show: bool = False) -> None:
     """Serves the page of a run that another process trains, at low priority, on any free port of loopback.
 
-    It ends when that process has gone, which closes our standard input, and nobody has looked for a minute.
+    With `show` it opens the page in a browser, where one is. It ends when that process has gone, which closes our standard input,
+    and nobody has looked for a minute.
     """
     if hasattr(os, "nice"):  # which Windows has not
         os.nice(10)
@@ -175,6 +226,8 @@ def beside(folder: Path) -> None:
         _answers(LiveRuns([folder], command=f"gossamer watch {quote(str(folder))}", awaited=True)), "127.0.0.1", 0
     )
     print(f"watch: {page.address}", file=sys.stderr, flush=True)
+    if show:  # the browser may be slow to start, or be the one that is waited for
+        threading.Thread(target=show_page, args=(page.address,), daemon=True).start()
 
     def end() -> None:
         while sys.stdin.buffer.read(4096):

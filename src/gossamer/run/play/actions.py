@@ -1,0 +1,169 @@
+"""What a visitor may do between two rounds, and what then holds: `acted(conditions, action) -> conditions`, without torch.
+
+["kill", 3]   ["revive", 3]   ["slow", 7]   ["mend", 7]   ["cut"]   ["heal"]
+["method", "gasloc"]   ["local_steps", 20]   ["momentum", 0.5]
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from gossamer.errors import ConfigError, choose
+from gossamer.record.jsonl import short
+
+__all__ = [
+    "LOCAL_STEPS",
+    "METHODS",
+    "MOMENTA",
+    "SIDES",
+    "SLOWER",
+    "WORKERS",
+    "Action",
+    "Conditions",
+    "acted",
+    "action_of",
+    "told",
+]
+
+WORKERS = 8
+SIDES: tuple[frozenset[int], ...] = (frozenset(range(5)), frozenset(range(5, WORKERS)))
+"""The two parts that a cut leaves; the first has more than half of the workers."""
+METHODS: Mapping[str, tuple[str, float | None]] = {
+    "diloco": ("DiLoCo", 0.5),
+    "gossip": ("gossip", None),
+    "gasloc": ("GASLoC", 0.3),
+}
+"""By the name of its rule: what a method is called, and the outer momentum that it begins with; None for one without."""
+LOCAL_STEPS = (1, 2, 5, 10, 20, 40)
+MOMENTA = tuple(round(0.05 * k, 2) for k in range(20))
+SLOWER = 10
+"""How many times slower the uplink of a slow worker is."""
+_OF_A_WORKER = ("kill", "revive", "slow", "mend")
+_WITHOUT_VALUE = ("cut", "heal")
+_CHOICES: Mapping[str, Sequence[Any]] = {"method": [*METHODS], "local_steps": LOCAL_STEPS, "momentum": MOMENTA}
+
+
+class Action(NamedTuple):
+    """One thing that a visitor does."""
+
+    do: str
+    value: int | float | str | None = None
+
+    def plain(self) -> list[Any]:
+        """As a film has it, from which `action_of` makes it again."""
+        return [self.do] if self.value is None else [self.do, self.value]
+
+
+class Conditions(NamedTuple):
+    """What holds in a round."""
+
+    method: str = "diloco"
+    local_steps: int = 10
+    momenta: tuple[tuple[str, float], ...] = tuple((name, own) for name, (_, own) in METHODS.items() if own is not None)
+    """By method, as each keeps its own."""
+    alive: frozenset[int] = frozenset(range(WORKERS))
+    slow: frozenset[int] = frozenset()
+    """Workers whose uplink has a part of its bandwidth."""
+    cut: bool = False
+
+    @property
+    def momentum(self) -> float | None:
+        """That of the method; None for one without."""
+        return dict(self.momenta).get(self.method)
+
+    @property
+    def sides(self) -> tuple[frozenset[int], ...]:
+        """The workers that are alive, by who reaches whom."""
+        return tuple(part & self.alive for part in SIDES) if self.cut else (self.alive,)
+
+    def side_of(self, worker: int) -> frozenset[int]:
+        """Whom a worker reaches, itself included."""
+        return next((side for side in self.sides if worker in side), frozenset({worker}))
+
+    def taking_part(self) -> frozenset[int]:
+        """The workers that train in a round.
+
+        A mean over everyone is closed by more than half of all slots, as in an elastic run of real processes: at most one side
+        of a cut goes on, and the other waits. Gossip goes on in both.
+        """
+        if self.method != "diloco":
+            return self.alive
+        return next((side for side in self.sides if 2 * len(side) > WORKERS), frozenset())
+
+
+def action_of(raw: object) -> Action:
+    """The action that a list of JSON stands for. Raises: ConfigError when it is none."""
+    match raw:
+        case [str(do), int(worker)] if do in _OF_A_WORKER and type(worker) is int:
+            if worker not in range(WORKERS):
+                raise ConfigError(f"'{do}' names worker {worker}; name one of 0 to {WORKERS - 1}")
+            return Action(do, worker)
+        case [str(do)] if do in _WITHOUT_VALUE:
+            return Action(do)
+        case [str(do), str() | int() | float() as value] if do in _CHOICES and type(value) is not bool:
+            choices = _CHOICES[do]
+            if value not in choices:
+                raise ConfigError(f"'{do}' got {value!r:.40}; give one of {', '.join(map(str, choices))}")
+            return Action(do, choices[choices.index(value)])
+        case [str(do), *_] if do not in (*_OF_A_WORKER, *_WITHOUT_VALUE, *_CHOICES):
+            raise ConfigError(choose("action", do, [*_OF_A_WORKER, *_WITHOUT_VALUE, *_CHOICES]))
+    raise ConfigError(f'{short(raw)} is no action; write one such as ["kill", 3], ["cut"] or ["local_steps", 20]')
+
+
+def acted(conditions: Conditions, action: Action) -> Conditions:
+    """What holds after an action; the same conditions where it changes nothing, as to kill the dead.
+
+    >>> acted(Conditions(), Action("kill", 3)).alive == frozenset(range(8)) - {3}
+    True
+    """
+    alive, slow, value = conditions.alive, conditions.slow, action.value
+    match action:
+        case Action("kill", int(worker)):
+            return conditions._replace(alive=alive - {worker})
+        case Action("revive", int(worker)):
+            return conditions._replace(alive=alive | {worker})
+        case Action("slow", int(worker)):
+            return conditions._replace(slow=slow | {worker})
+        case Action("mend", int(worker)):
+            return conditions._replace(slow=slow - {worker})
+        case Action("cut" | "heal" as do):
+            return conditions._replace(cut=do == "cut")
+        case Action("method", str(method)):
+            return conditions._replace(method=method)
+        case Action("local_steps", int(steps)):
+            return conditions._replace(local_steps=steps)
+    assert action.do == "momentum", action
+    momenta = tuple((name, value if name == conditions.method else own) for name, own in conditions.momenta)
+    return conditions._replace(momenta=momenta)
+
+
+def told(action: Action, before: Conditions) -> str:
+    """What an action does, in a sentence for the visitor who did it."""
+    value = action.value
+    match action:
+        case Action("kill"):
+            return f"Worker {value} is dead: what it had not sent is lost, and the others go on without it."
+        case Action("revive"):
+            return f"Worker {value} is back, with the parameters, the outer and the inner state of one that it reaches."
+        case Action("slow"):
+            return f"The uplink of worker {value} has 1/{SLOWER} of its bandwidth."
+        case Action("mend"):
+            return f"The uplink of worker {value} is as fast as the others' again."
+        case Action("cut"):
+            return f"The network is cut: workers {_named(SIDES[0])} and {_named(SIDES[1])} cannot reach each other."
+        case Action("heal"):
+            return "The network is whole again."
+        case Action("method", str(method)):
+            begins = (
+                "All its workers begin at their mean, as they must begin alike"
+                if method == "diloco"
+                else "It begins from the parameters that each worker has"
+            )
+            return f"A branch with {METHODS[method][0]} begins. {begins}, with fresh outer state; the inner optimizers go on."
+        case Action("local_steps"):
+            return f"A local phase has {value} inner steps (H), after {before.local_steps}; all states are kept."
+    return f"The outer momentum is {value}, after {before.momentum:g}; all states are kept."
+
+
+def _named(workers: Collection[int]) -> str:
+    low, high = min(workers), max(workers)
+    return f"{low} to {high}" if high > low else f"{low}"
