@@ -183,9 +183,9 @@ def test_gossamer_goodput_prints_both_tables_draws_and_refuses(
     for given_words, sentence in (
         (["--set", "chip=8"], "did you mean 'chips'"),
         (["--set", "chips=10"], "learners is 8 but must be a divisor of the 10 chips"),
-        (["--set", "downtime_s=-1"], "downtime_s is -1 but must be a number of seconds, 0 or more"),
-        (["--set", "mtbi_s=0"], "mtbi_s is 0 but must be above 0"),
-        (["--set", "interval_s=0"], "interval_s is 0 but must be a finite number above 0"),
+        (["--set", "downtime_s=-1"], "downtime_s is -1 but must be a number of at least 0"),
+        (["--set", "mtbi_s=0"], "mtbi_s is 0 but must be a number above 0"),
+        (["--set", "interval_s=0"], "interval_s is 0 but must be a number above 0"),
         (["--set", "interruptions=many"], "interruptions is 'many'"),
         (["--set", "interruptions=1000000000"], "must be at most 10000000"),
         (["--published", "--set", "chips=8"], "--published was given with chips"),

@@ -29,6 +29,7 @@ __all__ = [
     "Portion",
     "Positive",
     "Share",
+    "bounded",
     "check_option",
     "checked",
     "factory",
@@ -246,6 +247,22 @@ def check_option(owner: str, option: str, got: object, kind: Any) -> None:
         checks.validate_python(tuple(got) if isinstance(got, list) else got)  # TOML has no tuples
     except ValidationError:
         raise ConfigError(f"{owner} got {option} = {got!r}, which must be {words_of(kind)}") from None
+
+
+def bounded(kind: Any, **values: object) -> None:
+    """Raises ConfigError for the first of these values that does not fit `kind`; the keys are the names in the message.
+
+    >>> bounded(Count, replicas=0)
+    Traceback (most recent call last):
+    gossamer.errors.ConfigError: replicas is 0 but must be a whole number of at least 1
+    """
+    if (checks := _checker(kind)) is None:
+        return
+    for name, got in values.items():
+        try:
+            checks.validate_python(got)
+        except ValidationError:
+            raise ConfigError(f"{name} is {got!r} but must be {words_of(kind)}") from None
 
 
 @functools.cache

@@ -11,13 +11,15 @@ A closed form and a simulation of the same model check each other.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
-from gossamer.network.estimates.limits import counts, ensure, is_number, positives
+from gossamer.network.estimates.limits import ensure
 from gossamer.network.links import Floats
 from gossamer.rng import numpy_rng
+from gossamer.settings.options import Count, NotNegative, Portion, Positive, bounded
 
 __all__ = [
     "CHIPS",
@@ -47,6 +49,11 @@ CHIPS.flags.writeable = False
 _REPEATS = 8
 
 
+_Between = Annotated[float, Field(gt=0, allow_inf_nan=True)]
+"""Mean seconds between two interruptions, infinite where there is none."""
+_Interval = Annotated[float, Field(ge=0, allow_inf_nan=True)]
+
+
 def goodput(mtbf_s: float, down_s: float, *, interval_s: float = 0.0, checkpoint_s: float = 0.0) -> float:
     """The share of the time that a learner trains for good: `τ / ((F + T) (exp((τ + c)/F) - 1))`, with τ = c = 0 `F / (F + T)`.
 
@@ -66,9 +73,9 @@ def goodput(mtbf_s: float, down_s: float, *, interval_s: float = 0.0, checkpoint
     >>> goodput(100.0, 25.0), goodput(math.inf, 25.0), round(goodput(3600.0, 300.0, interval_s=600.0, checkpoint_s=20.0), 3)
     (0.8, 1.0, 0.819)
     """
-    ensure("mtbf_s", mtbf_s, is_number(mtbf_s) and mtbf_s > 0, "above 0")
-    _seconds(down_s=down_s, checkpoint_s=checkpoint_s)
-    ensure("interval_s", interval_s, is_number(interval_s) and interval_s >= 0, "a number of seconds, 0 or more")
+    bounded(_Between, mtbf_s=mtbf_s)
+    bounded(NotNegative, down_s=down_s, checkpoint_s=checkpoint_s)
+    bounded(_Interval, interval_s=interval_s)
     ensure("interval_s", interval_s, interval_s > 0 or checkpoint_s == 0, "above 0, as each checkpoint takes time")
     if mtbf_s == math.inf:
         return 1.0 if interval_s in (0, math.inf) else interval_s / (interval_s + checkpoint_s)
@@ -90,8 +97,8 @@ def best_interval_s(mtbf_s: float, checkpoint_s: float) -> float:
     >>> round(best_interval_s(3600.0, 20.0), 1), round((2 * 20 * 3600) ** 0.5, 1), best_interval_s(3600.0, 0.0)
     (366.3, 379.5, 0.0)
     """
-    ensure("mtbf_s", mtbf_s, is_number(mtbf_s) and mtbf_s > 0, "above 0")
-    _seconds(checkpoint_s=checkpoint_s)
+    bounded(_Between, mtbf_s=mtbf_s)
+    bounded(NotNegative, checkpoint_s=checkpoint_s)
     if checkpoint_s == 0 or mtbf_s == math.inf:
         return checkpoint_s and math.inf
     cost = checkpoint_s / mtbf_s
@@ -111,8 +118,8 @@ def uptime(available: float, learners: int) -> float:
     >>> uptime(0.7, learners=1), round(uptime(0.7, learners=4), 4)
     (0.7, 0.9919)
     """
-    ensure("available", available, is_number(available) and 0 <= available <= 1, "from 0 to 1")
-    counts(learners=learners)
+    bounded(Portion, available=available)
+    bounded(Count, learners=learners)
     return available if learners == 1 else -math.expm1(learners * math.log1p(-available)) if available < 1 else 1.0
 
 
@@ -146,23 +153,18 @@ class GoodputOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        counts(chips=self.chips, learners=self.learners, worker_chips=self.worker_chips)
-        counts(interruptions=self.interruptions)
+        bounded(Count, chips=self.chips, learners=self.learners, worker_chips=self.worker_chips)
+        bounded(Count, interruptions=self.interruptions)
         for name, value, most in (("chips", self.chips, 10**12), ("interruptions", self.interruptions, 10**7)):
             ensure(name, value, value <= most, f"at most {most}")
-        ensure("mtbi_s", self.mtbi_s, is_number(self.mtbi_s) and self.mtbi_s > 0, "above 0")
-        _seconds(restart_s=self.restart_s, downtime_s=self.downtime_s, catch_up_s=self.catch_up_s)
-        _seconds(checkpoint_s=self.checkpoint_s)
+        bounded(_Between, mtbi_s=self.mtbi_s)
+        bounded(NotNegative, restart_s=self.restart_s, downtime_s=self.downtime_s, catch_up_s=self.catch_up_s)
+        bounded(NotNegative, checkpoint_s=self.checkpoint_s)
         if self.interval_s is not None:
-            positives(interval_s=self.interval_s)
+            bounded(Positive, interval_s=self.interval_s)
         for name, parts in (("learners", self.learners), ("worker_chips", self.worker_chips)):
             ensure(name, parts, self.chips % parts == 0, f"a divisor of the {self.chips} chips, so that all are equal")
-        ensure("seed", self.seed, isinstance(self.seed, int) and not isinstance(self.seed, bool), "a whole number")
-
-
-def _seconds(**values: object) -> None:
-    for name, value in values.items():
-        ensure(name, value, is_number(value) and 0 <= value < math.inf, "a number of seconds, 0 or more")  # pyright: ignore[reportOperatorIssue]
+        bounded(int, seed=self.seed)
 
 
 class Group(NamedTuple):

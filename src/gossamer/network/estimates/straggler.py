@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from gossamer.errors import ConfigError, choose
-from gossamer.network.estimates.limits import counts, ensure, is_number, is_whole, positives
+from gossamer.network.estimates.limits import ensure
 from gossamer.network.estimates.utilisation import BANDWIDTHS_BPS, MODELS, Model
 from gossamer.network.estimates.wall_clock import Link, all_reduce_s
+from gossamer.settings.options import Count, NotNegative, Positive, Share, bounded
 
 __all__ = [
     "STRAGGLER_METHODS",
@@ -22,11 +23,6 @@ __all__ = [
     "straggler_table",
     "straggler_utilisation",
 ]
-
-
-def _check_share(bandwidth_share: float) -> None:
-    holds = is_number(bandwidth_share) and 0 < bandwidth_share <= 1
-    ensure("bandwidth_share", bandwidth_share, holds, "above 0 and at most 1, such as 0.1 for 10 %")
 
 
 def matched_local_steps(full_steps: int, bandwidth_share: float, exchange_steps: float) -> int:
@@ -43,9 +39,9 @@ def matched_local_steps(full_steps: int, bandwidth_share: float, exchange_steps:
     >>> matched_local_steps(30, 0.1, 5 / 3), matched_local_steps(30, 0.1, 10 / 3)
     (15, 1)
     """
-    counts(full_steps=full_steps)
-    _check_share(bandwidth_share)
-    ensure("exchange_steps", exchange_steps, 0 <= exchange_steps < math.inf, "a number of steps, 0 or more")
+    bounded(Count, full_steps=full_steps)
+    bounded(Share, bandwidth_share=bandwidth_share)
+    bounded(NotNegative, exchange_steps=exchange_steps)
     longest = full_steps - (1 / bandwidth_share - 1) * exchange_steps
     # 30 - (1/0.6 - 1)·21 is 15.999999999999998 in floats; a number that is whole up to rounding counts as whole.
     return int(min(max(math.floor(longest + 1e-9 * full_steps), 1), full_steps))
@@ -96,10 +92,10 @@ class StragglerRun:
     bits_per_parameter: float = 16.0
 
     def __post_init__(self) -> None:
-        positives(step_s=self.model.step_s, parameters=self.model.parameters)
-        positives(bits_per_parameter=self.bits_per_parameter)
-        counts(local_steps=self.local_steps)
-        _check_share(self.bandwidth_share)
+        bounded(Positive, step_s=self.model.step_s, parameters=self.model.parameters)
+        bounded(Positive, bits_per_parameter=self.bits_per_parameter)
+        bounded(Count, local_steps=self.local_steps)
+        bounded(Share, bandwidth_share=self.bandwidth_share)
 
     @property
     def payload_bits(self) -> float:
@@ -132,7 +128,8 @@ def straggler_utilisation(
     ensure("bandwidth_bps", bandwidth_bps, bandwidth_bps > 0, "above 0, in bits per second")
     peers, n, share, step_s = STRAGGLER_METHODS[method], run.workers, run.bandwidth_share, run.model.step_s
     fewest = 1 + (peers or 1)
-    ensure(f"workers of {method}", n, is_whole(n) and n >= fewest, f"a whole number from {fewest}")
+    bounded(Count, workers=n)
+    ensure(f"workers of {method}", n, n >= fewest, f"a whole number from {fewest}")
     steps = straggler_steps = 1 if method == "data_parallel" else run.local_steps
     if peers is None:
         cycle_s = steps * step_s + all_reduce_s(run.payload_bits, n, Link(bandwidth_bps * share, 0.0))

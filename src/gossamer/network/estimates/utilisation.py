@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from gossamer.errors import ConfigError, choose, require
-from gossamer.network.estimates.limits import build_settings, counts, ensure, is_whole, positives
+from gossamer.network.estimates.limits import build_settings, ensure
 from gossamer.network.links import Floats
+from gossamer.settings.options import Count, Number, Portion, Positive, Share, bounded
 
 __all__ = [
     "BANDWIDTHS_BPS",
@@ -60,8 +61,8 @@ def step_seconds(parameters: float, tokens: float, peak_flops: float, mfu: float
     >>> step_seconds(1e9, tokens=1e6, peak_flops=1e15, mfu=0.4)
     15.0
     """
-    positives(parameters=parameters, tokens=tokens, peak_flops=peak_flops)
-    ensure("mfu", mfu, 0 < mfu <= 1, "above 0 and at most 1")
+    bounded(Positive, parameters=parameters, tokens=tokens, peak_flops=peak_flops)
+    bounded(Share, mfu=mfu)
     return 6 * parameters * tokens / (peak_flops * mfu)
 
 
@@ -125,19 +126,20 @@ class Setting:
     """The forward pass's share of a step."""
 
     def __post_init__(self) -> None:
-        counts(layers=self.layers, local_steps=self.local_steps)
+        bounded(Count, layers=self.layers, local_steps=self.local_steps)
         if self.fragment_layers is not None:
-            counts(fragment_layers=self.fragment_layers)
-        positives(step_s=self.step_s, parameters=self.parameters)
-        positives(bits_per_parameter=self.bits_per_parameter, payload_factor=self.payload_factor)
-        ensure("forward_share", self.forward_share, 0 <= self.forward_share <= 1, "between 0 and 1")
+            bounded(Count, fragment_layers=self.fragment_layers)
+        bounded(Positive, step_s=self.step_s, parameters=self.parameters)
+        bounded(Positive, bits_per_parameter=self.bits_per_parameter, payload_factor=self.payload_factor)
+        bounded(Portion, forward_share=self.forward_share)
         if self.assignment not in ("strided", "sequential"):
             raise ConfigError(choose("assignment", str(self.assignment), ("strided", "sequential")))
         last = self.local_steps - 1
+        bounded(Number, overlap_steps=self.overlap_steps)
         ensure(
             "overlap_steps",
             self.overlap_steps,
-            is_whole(self.overlap_steps) and 0 <= self.overlap_steps <= last,
+            self.overlap_steps <= last,
             f"a whole number from 0 to {last}, one less than local_steps: a layer is reduced before it is sent again",
         )
 
@@ -257,7 +259,7 @@ def bandwidth_table(
     """
     targets = tuple(targets)
     for target in targets:
-        ensure("the target utilisation", target, 0 < target <= 1, "above 0 and at most 1, such as 0.95")
+        bounded(Share, **{"the target utilisation": target})
     bandwidths = np.sort(np.asarray(bandwidths_bps, float), axis=None)
     reached = utilisation(setting, bandwidths)
     return [BandwidthNeeded(t, next((float(b) for b in bandwidths[reached >= t]), None)) for t in targets]

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from gossamer.errors import ConfigError, choose
-from gossamer.network.estimates.limits import counts, ensure, is_number, positives
+from gossamer.network.estimates.limits import ensure
 from gossamer.network.estimates.utilisation import step_seconds
+from gossamer.settings.options import Count, NotNegative, Positive, bounded
 
 __all__ = [
     "HOURS_HEADINGS",
@@ -52,10 +53,10 @@ def all_reduce_s(payload_bits: float, nodes: int, link: Link) -> float:
     >>> all_reduce_s(16e9, nodes=4, link=Link(bandwidth_bps=8e9, latency_s=0.5))
     3.5
     """
-    counts(nodes=nodes)
-    positives(payload_bits=payload_bits)
+    bounded(Count, nodes=nodes)
+    bounded(Positive, payload_bits=payload_bits)
     ensure("bandwidth_bps of the link", link.bandwidth_bps, link.bandwidth_bps > 0, "above 0")
-    ensure("latency_s of the link", link.latency_s, 0 <= link.latency_s < math.inf, "a number of seconds, 0 or more")
+    bounded(NotNegative, **{"latency_s of the link": link.latency_s})
     return 2 * payload_bits / link.bandwidth_bps * (1 - 1 / nodes) + link.latency_s
 
 
@@ -110,9 +111,9 @@ class MultiSiteRun:
     """FLOP/s of one node."""
 
     def __post_init__(self) -> None:
-        positives(parameters=self.parameters, tokens=self.tokens, batch_tokens=self.batch_tokens)
-        positives(flops=self.flops, bits_per_parameter=self.bits_per_parameter)
-        counts(nodes=self.nodes, replicas=self.replicas, local_steps=self.local_steps, fragments=self.fragments)
+        bounded(Positive, parameters=self.parameters, tokens=self.tokens, batch_tokens=self.batch_tokens)
+        bounded(Positive, flops=self.flops, bits_per_parameter=self.bits_per_parameter)
+        bounded(Count, nodes=self.nodes, replicas=self.replicas, local_steps=self.local_steps, fragments=self.fragments)
         _check_replicas(self.replicas, self.nodes)
 
     @property
@@ -164,7 +165,8 @@ def _check_method(method: str, run: MultiSiteRun) -> None:
     ensure(f"fragments of {method}", run.fragments, whole, "1; only streaming sends the model in parts")
     longest = run.local_steps // run.fragments if streams else 0
     allowed = f"from 0 to {longest}; only streaming hides transfers, and each must end before the next one begins"
-    ensure(f"overlap_steps of {method}", tau, is_number(tau) and 0 <= tau <= longest, allowed)
+    bounded(NotNegative, overlap_steps=tau)
+    ensure(f"overlap_steps of {method}", tau, tau <= longest, allowed)
 
 
 def balanced_local_steps(
@@ -182,7 +184,7 @@ def balanced_local_steps(
     >>> balanced_local_steps(parameters=1e9, nodes=1024, replicas=2, across=LINKS["medium"]), 400e9 / 100e9
     (5, 4.0)
     """
-    counts(nodes=nodes, replicas=replicas)
+    bounded(Count, nodes=nodes, replicas=replicas)
     _check_replicas(replicas, nodes)
     bits = bits_per_parameter * parameters
     inner_s = all_reduce_s(bits, nodes // replicas, within)
@@ -199,8 +201,8 @@ def loss_fit(parameters: float, replicas: int = 1) -> float:
     >>> round(loss_fit(1.3e9, replicas=2), 2), round(loss_fit(1.3e9, replicas=8), 2)  # measured there: 2.46, 2.49
     (2.45, 2.49)
     """
-    positives(parameters=parameters)
-    counts(replicas=replicas)
+    bounded(Positive, parameters=parameters)
+    bounded(Count, replicas=replicas)
     return 19.226 * parameters**-0.0985 * replicas**0.0116
 
 
@@ -212,7 +214,7 @@ def data_parallel_fit(parameters: float) -> float:
     >>> round(data_parallel_fit(1.3e9), 2)
     2.46
     """
-    positives(parameters=parameters)
+    bounded(Positive, parameters=parameters)
     return 18.129 * parameters**-0.0953
 
 
@@ -222,8 +224,8 @@ def inner_lr_fit(parameters: float, replicas: int = 1) -> float:
     >>> f"{inner_lr_fit(1e9, replicas=2):.1e}"
     '3.1e-04'
     """
-    positives(parameters=parameters)
-    counts(replicas=replicas)
+    bounded(Positive, parameters=parameters)
+    bounded(Count, replicas=replicas)
     return 22256 * parameters**-0.8827 * replicas**0.2929
 
 
@@ -236,8 +238,8 @@ def batch_tokens_fit(parameters: float, replicas: int = 1) -> float:
     >>> f"{batch_tokens_fit(1e9, replicas=2):.2g}", f"{15.75 * 1e9**0.479:.2g}"
     ('3.1e+05', '3.2e+05')
     """
-    positives(parameters=parameters)
-    counts(replicas=replicas)
+    bounded(Positive, parameters=parameters)
+    bounded(Count, replicas=replicas)
     return 2048 * 0.00709 * parameters**0.4695 * replicas**0.3399
 
 
@@ -288,15 +290,15 @@ class WallClockOptions:
     def __post_init__(self) -> None:
         if self.network not in LINKS:
             raise ConfigError(choose("network", self.network, LINKS))
-        positives(parameters=self.parameters, node_tokens=self.node_tokens)
-        counts(replicas=self.replicas, fragments=self.fragments)
+        bounded(Positive, parameters=self.parameters, node_tokens=self.node_tokens)
+        bounded(Count, replicas=self.replicas, fragments=self.fragments)
 
     def run(self) -> MultiSiteRun:
         """The run of DiLoCo in all replicas. Raises ConfigError for a number out of bounds."""
         batch_tokens, nodes = self.batch_tokens, self.nodes
         if batch_tokens is None:
             batch_tokens = batch_tokens_fit(self.parameters, self.replicas)
-        positives(batch_tokens=batch_tokens)
+        bounded(Positive, batch_tokens=batch_tokens)
         if nodes is None:
             nodes = max(1, round(batch_tokens / self.node_tokens / self.replicas)) * self.replicas
         return MultiSiteRun(

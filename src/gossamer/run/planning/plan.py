@@ -17,7 +17,7 @@ import tomli_w
 
 from gossamer.errors import ConfigError, choose
 from gossamer.models.sizes import ModelConfig, parameter_count
-from gossamer.network.estimates.limits import ensure, positives
+from gossamer.network.estimates.limits import ensure
 from gossamer.network.estimates.utilisation import step_seconds
 from gossamer.network.links import Links, Network, PerWorker, links_of, to_options
 from gossamer.network.pacing import Pace, fitting_steps, uplinks_bps, whole_steps
@@ -27,6 +27,7 @@ from gossamer.record.logs.trace import Integers, from_targets
 from gossamer.run.planning.choice import Candidate, Pick, pick
 from gossamer.run.planning.expected_loss import EXACT_CODECS, TOKENS_PER_PARAMETER, LossScale
 from gossamer.run.planning.measured_losses import MEASURED_PARAMETERS, MEASURED_WORKERS, nearest
+from gossamer.settings.options import Positive, Share, bounded
 from gossamer.topologies.matching import random_matchings
 
 __all__ = [
@@ -123,14 +124,15 @@ class PlanSettings:
         for name in ("seq_len", "batch_size"):
             value = getattr(self, name)
             ensure(name, value, value >= 1, "at least 1; give that of a worker's inner step")
-        positives(
+        bounded(
+            Positive,
             **{
                 name: v
                 for name in ("step_s", "peak_flops", "tokens", "hours")
                 if (v := getattr(self, name)) is not None
-            }
+            },
         )
-        ensure("mfu", self.mfu, 0 < self.mfu <= 1, "above 0 and at most 1; 0.4 is usual")
+        bounded(Share, mfu=self.mfu)
         for name, bits in self.codecs.items():
             ensure(f"the size of codec '{name}'", bits, 0 < bits <= 64, "above 0 and at most 64 bits per parameter")
 

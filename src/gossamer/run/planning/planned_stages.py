@@ -16,7 +16,6 @@ from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.models.sizes import ModelConfig
 from gossamer.models.stages import minimax, piece_of
-from gossamer.network.estimates.limits import positives
 from gossamer.network.inner_steps import InnerSteps
 from gossamer.network.links import Network
 from gossamer.network.pipeline_time import StageLinks
@@ -27,6 +26,7 @@ from gossamer.run.planning.candidates import PLANNED, drafted
 from gossamer.run.planning.check import counted
 from gossamer.run.planning.plan import PlanSettings, RunPlan, plan, stepped, workers_of
 from gossamer.run.worker.stages.timing import in_stages, work_in
+from gossamer.settings.options import Positive, bounded
 
 __all__ = ["BOUNDARY_PAIRS", "SPEED_LEFT", "StagePlan", "StagedReplica", "plan_in_stages"]
 
@@ -99,7 +99,7 @@ def plan_in_stages(
     Raises: ConfigError where no number of stages fits, a batch cannot be split among them, or no boundary codec fits; as `plan`.
     """
     n = workers_of(network, options)
-    positives(memory_bytes=memory_bytes)
+    bounded(Positive, memory_bytes=memory_bytes)
     layout = layout_for(model, options.vocab_size)
     network = stepped(network, layout.numel, options)
     sketch = _Sketch(network, model, options, n, layout)
