@@ -19,6 +19,7 @@ from gossamer.network.links import Network, to_toml
 from gossamer.record.folder import RecordConfig, RunFolder
 from gossamer.record.logs.trace import Entry, Operation
 from gossamer.report.page.page import write_report
+from gossamer.report.reading.follow import FollowedRun
 from gossamer.report.table import MANY, markdown_table, render_table, summary_rows
 
 PLAIN = RecordConfig(tensorboard=False)
@@ -236,9 +237,15 @@ def test_a_foreign_figure_is_refused_with_a_sentence(tmp_path: Path, evaluation:
         write_report({"a": make_run(tmp_path / "a", **evaluation)}, tmp_path / "report.html", {})
 
 
-def test_a_line_that_cannot_be_drawn_is_named_on_the_page(tmp_path: Path) -> None:
-    (run,) = contents(page_of({"a": make_run(tmp_path / "a", tokens="many")}, tmp_path))["runs"]
-    assert run["evals"]["y"] == {} and "tokens is 'many' but must be a number" in run["complaints"][0]
+def test_a_line_that_cannot_be_drawn_is_refused_by_a_report_and_named_on_the_page_of_a_run_that_goes_on(
+    tmp_path: Path,
+) -> None:
+    folder, said = make_run(tmp_path / "a", tokens="many"), "tokens is 'many' but must be a number"
+    with pytest.raises(DataError, match=rf"metrics\.jsonl:1: {said}"):
+        page_of({"a": folder}, tmp_path)
+    run = FollowedRun("a", folder)
+    run.look()
+    assert said in next(iter(run.complaints))
 
 
 def test_each_run_is_priced_on_its_own_networks_where_none_are_given_for_all(tmp_path: Path) -> None:

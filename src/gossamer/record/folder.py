@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
@@ -39,7 +39,7 @@ from gossamer.errors import ConfigError
 from gossamer.record.branches import Branch, branch_of, read_branches
 from gossamer.record.dashboards.loggers import Dashboards
 from gossamer.record.dashboards.prometheus import Exporter
-from gossamer.record.jsonl import json_line, json_lines, keep_before
+from gossamer.record.jsonl import json_line, json_lines, keep_before, must_be_own
 from gossamer.record.logs.seconds import RoundSeconds, seconds_line, seconds_lines
 from gossamer.record.logs.stage_seconds import STAGES_FILE
 from gossamer.record.logs.trace import Entry, line_of
@@ -49,6 +49,7 @@ from gossamer.settings.options import Count
 from gossamer.settings.schema import RECORD, Records, settings
 
 __all__ = [
+    "METRICS",
     "RecordConfig",
     "RunFolder",
     "Unrecorded",
@@ -97,16 +98,24 @@ class RecordConfig:
     at least every 30 s."""
 
 
+_Figure = Annotated[float, Field(gt=-1e300, lt=1e300)]
+
+
 @with_config({**RECORD, "extra": "allow"})
 class _Metric(TypedDict):
     kind: str
     round: Annotated[int, Field(ge=-1, lt=2**31)]
+    worker: NotRequired[Annotated[int, Field(ge=0, lt=2**20)]]
+    loss: NotRequired[_Figure | None]
+    step: NotRequired[_Figure]
+    tokens: NotRequired[_Figure]
 
 
 _LATER = 2**31
 """Above each round."""
 _EVALUATED = "metrics-evaluated.jsonl"
-_METRICS = Records[_Metric](_Metric)
+METRICS = Records[_Metric](_Metric)
+"""The lines of metrics; what else a kind of line has is checked where it is used."""
 
 
 class RunFolder:
@@ -299,7 +308,8 @@ def _lines(run_folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The lines of all files of metrics, each with the name of its file."""
     for path in sorted(Path(run_folder).glob("metrics*.jsonl"), key=lambda path: path.stem):
         for where, value in json_lines(path):
-            _METRICS.of(value, where)
+            METRICS.of(value, where)
+            must_be_own(where, path.name, value.get("worker"))
             yield path.name, value
 
 

@@ -9,10 +9,10 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from gossamer.errors import DataError
-from gossamer.record.whole_files import atomic_write
+from gossamer.record.whole_files import atomic_write, worker_of_file
 from gossamer.settings.schema import RECORD, Records
 
-__all__ = ["Parser", "json_line", "json_lines", "keep_before", "keep_records", "records", "short"]
+__all__ = ["Parser", "json_line", "json_lines", "keep_before", "keep_records", "must_be_own", "records", "short"]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -74,6 +74,18 @@ def keep_records(path: Path, kind: Parser[T], keeps: Callable[[T], bool]) -> lis
     # The old file stays whole until the new one is: a kill in between loses no line that counts.
     atomic_write(path, b"".join(raw if raw.endswith(b"\n") else raw + b"\n" for raw, _ in kept))
     return [record for _, record in kept]
+
+
+def must_be_own(where: str, name: str, worker: int | None) -> None:
+    """Raises DataError for a line of another worker than the one whose file it is in, as when files were swapped.
+
+    Args: `worker` is the one that the line names; None for one that names nobody.
+    """
+    owner = worker_of_file(name)
+    if None not in (owner, worker) and owner != worker:
+        raise DataError(
+            f"{where} is of worker {worker} in the file of worker {owner}; restore the file as the run wrote it"
+        )
 
 
 @with_config({**RECORD, "extra": "allow"})

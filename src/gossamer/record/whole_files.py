@@ -13,7 +13,16 @@ from typing import Self
 
 from gossamer.errors import DiskError
 
-__all__ = ["Appender", "LineWriter", "atomic_write", "make_folder", "sync_folder", "worker_suffix", "writing"]
+__all__ = [
+    "Appender",
+    "LineWriter",
+    "atomic_write",
+    "make_folder",
+    "sync_folder",
+    "worker_of_file",
+    "worker_suffix",
+    "writing",
+]
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -142,6 +151,16 @@ def sync_folder(path: Path) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def worker_of_file(name: str) -> int | None:
+    """The worker that writes a file of lines, by its name; None where one process writes for all.
+
+    >>> worker_of_file("metrics-003.jsonl"), worker_of_file("metrics.jsonl"), worker_of_file("metrics-evaluated.jsonl")
+    (3, None, None)
+    """
+    number = name.removesuffix(".jsonl").rpartition("-")[2]
+    return int(number) if "-" in name and number.isascii() and number.isdigit() else None
 
 
 def worker_suffix(worker: int | None, part: int = 0, parts: int = 1) -> str:

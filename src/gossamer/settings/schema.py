@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import json
 import textwrap
 import tomllib
 import types
@@ -240,24 +241,17 @@ def read_toml(path: Path, where: str) -> dict[str, Any]:
     content = path.read_bytes()
     if b"\0" in content[:4]:  # UTF-16 and UTF-32 write zeros beside the first letter, which is one of ASCII
         raise ConfigError(f"{where} is written as UTF-16 or UTF-32, but TOML is UTF-8; save it as UTF-8")
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        raise ConfigError(
-            f"{where} is not UTF-8, as TOML is: byte {content[error.start]:#x} in line {line} is no character of it; save it as "
-            "UTF-8"
-        ) from None
-    return parse_toml(text, where)
+    return parse_toml(content, where)
 
 
-def parse_toml(text: str, where: str) -> dict[str, Any]:
+def parse_toml(content: str | bytes, where: str) -> dict[str, Any]:
     """The document in a TOML text; `where` is what the sentences begin with.
 
-    Raises: ConfigError for anything else, and for tables or lists that are nested too deep for those who walk through them.
+    Raises: ConfigError for anything else, such as bytes that are no UTF-8, and for tables or lists that are nested too deep for
+        those who walk through them.
     """
     try:
-        document = tomllib.loads(text)
+        document = tomllib.loads(content if isinstance(content, str) else _decoded(content, where))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{where} is not TOML: {error}; correct that line") from None
     layer: list[Any] = [document]
@@ -269,6 +263,17 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
             f"{where} has tables or lists nested more than {_DEEPEST} deep; a table has its keys at its top"
         )
     return document
+
+
+def _decoded(content: bytes, where: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            f"{where} is not UTF-8, as TOML is: byte {content[error.start]:#x} in line {line} is no character of it; save it as "
+            "UTF-8"
+        ) from None
 
 
 def plain(value: Any, *, defaults: bool = True, neutral: bool = True) -> Any:
@@ -324,6 +329,24 @@ class Records(Generic[T]):
     def parse(self, line: bytes | str, where: str) -> T:
         """The record that a line of JSON holds. Raises: DataError, which names `where`, when it holds none."""
         return self._checked_by(self._kind_of.validate_json, line, where)
+
+    def known(self, line: bytes | str, where: str) -> T:
+        """As `parse`, of a line that a newer version may have written: further keys are let pass, and left out."""
+        try:
+            return self._kind_of.validate_json(line)
+        except ValidationError as error:
+            found = error.errors(include_url=False)
+        further = [one["loc"] for one in found if one["type"] == "extra_forbidden"]
+        if not further or len(further) < len(found):
+            return self.parse(line, where)
+        value = json.loads(line)
+        for *path, last in further:
+            place: Any = value
+            for key in path:  # a union names the kind that it took, which is no way into the value
+                below = place.get(key) if isinstance(place, dict) else place[key]
+                place = below if isinstance(below, dict | list) else place
+            del place[last]
+        return self.parse(json.dumps(value), where)
 
     def _checked_by(self, check: Callable[[Any], T], value: Any, where: str) -> T:
         try:

@@ -84,6 +84,10 @@ class EventLog(Generic[T]):
         word = found["event"]
         return Recorded(self._kinds[word](**{key: found[key] for key in self._fields[word]}), found)
 
+    def known(self, line: bytes | str, where: str) -> dict[str, Any]:
+        """A line that a newer version may have written, with lists in place of sets. Raises: as `parse`."""
+        return {key: sorted(v) if isinstance(v, frozenset) else v for key, v in self._lines.known(line, where).items()}
+
     def read(self, path: Path) -> Iterator[tuple[str, Recorded[T]]]:
         """The events of a file, each with the "file:line" it stands at. Raises: DataError."""
         return records(path, self)

@@ -24,11 +24,11 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from gossamer.errors import DataError
-from gossamer.record.jsonl import json_line, keep_records, records
+from gossamer.record.jsonl import json_line, keep_records, must_be_own, records
 from gossamer.record.whole_files import Appender, LineWriter, make_folder
 from gossamer.settings.schema import RECORD, Records
 
-__all__ = ["EventTotals", "EventWriter", "event_files", "read_events"]
+__all__ = ["EVENTS", "EventTotals", "EventWriter", "event_files", "read_events", "writer_of"]
 
 _MAX_CELLS = 2**28
 
@@ -101,7 +101,7 @@ class _Absence(TypedDict):
 
 
 _Event = Annotated[_Start | _Phase | _Transfer | _Relay | _Update | _Absence, Field(discriminator="event")]
-_EVENTS = Records[_Start | _Phase | _Transfer | _Relay | _Update | _Absence](_Event)
+EVENTS = Records[_Start | _Phase | _Transfer | _Relay | _Update | _Absence](_Event)
 
 
 class EventTotals(NamedTuple):
@@ -144,7 +144,7 @@ class EventWriter(LineWriter):
         self.path = folder / f"events{suffix}.jsonl"
         kept: Sequence[Mapping[str, Any]] = []
         if resume_round is not None:
-            kept = keep_records(self.path, _EVENTS, lambda line: line["round"] < resume_round and not void(line))
+            kept = keep_records(self.path, EVENTS, lambda line: line["round"] < resume_round and not void(line))
         super().__init__(self.path)
         if not any(line["event"] == "start" for line in kept):
             self.write(-1, "start", network=network, workers=workers)
@@ -156,13 +156,25 @@ class EventWriter(LineWriter):
     def drop(self, void: Callable[[Mapping[str, Any]], bool]) -> None:
         """Removes these lines."""
         self._file.close()
-        keep_records(self.path, _EVENTS, lambda line: not void(line))
+        keep_records(self.path, EVENTS, lambda line: not void(line))
         self._file = Appender(self.path)
 
 
 def event_files(run_folder: Path) -> list[Path]:
     """The event files of a run folder, sorted by name; none when the run went in rounds."""
     return sorted(Path(run_folder).glob("events*.jsonl"))
+
+
+def writer_of(line: Mapping[str, Any], workers: int) -> int | None:
+    """The process of a real run that writes such a line, the server being number `workers`; None where it may be any."""
+    match line["event"]:
+        case "phase":
+            return line["worker"]
+        case "fetch" | "meet":
+            return line["target"]
+        case "push" | "update":
+            return workers
+    return None
 
 
 def read_events(run_folder: Path) -> EventTotals | None:
@@ -179,7 +191,8 @@ def read_events(run_folder: Path) -> EventTotals | None:
     sent: list[tuple[int, int]] = []
     ages: list[int] = []
     absorbed: list[int] = []
-    for _, line in (found for path in files for found in records(path, _EVENTS)):
+    for name, where, line in ((path.name, *found) for path in files for found in records(path, EVENTS)):
+        must_be_own(where, name, writer_of(line, workers))
         round = line["round"]
         rounds = max(rounds, round + 1)
         match line["event"]:

@@ -29,7 +29,17 @@ from pydantic import Field
 from gossamer.record.logs.event_log import EventLog, LogWriter, impossible
 from gossamer.settings.options import Number
 
-__all__ = ["Begun", "Ended", "ExchangeOutcome", "Followed", "Life", "OutcomeWriter", "RoundOutcome", "read_outcomes"]
+__all__ = [
+    "OUTCOMES",
+    "Begun",
+    "Ended",
+    "ExchangeOutcome",
+    "Followed",
+    "Life",
+    "OutcomeWriter",
+    "RoundOutcome",
+    "read_outcomes",
+]
 
 _Whole = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Hash = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
@@ -101,7 +111,7 @@ class Ended(NamedTuple):
 
 
 _Event = Begun | ExchangeOutcome | RoundOutcome | Ended
-_LOG = EventLog[_Event](
+OUTCOMES = EventLog[_Event](
     "outcomes",
     {"begin": Begun, "exchange": ExchangeOutcome, "round": RoundOutcome, "end": Ended},
     after={"time_s": float},
@@ -135,7 +145,7 @@ class OutcomeWriter(LogWriter[_Event]):
 
     def __init__(self, folder: Path, slot: int, first_round: int | None = None) -> None:
         keeps = first_round is not None and (lambda event: event.round < first_round)
-        super().__init__(_LOG, _LOG.path(folder, slot), keeps)
+        super().__init__(OUTCOMES, OUTCOMES.path(folder, slot), keeps)
 
     def write(self, event: _Event) -> None:
         """Appends what has begun or ended."""
@@ -147,12 +157,12 @@ def read_outcomes(run_folder: Path) -> dict[int, list[Life]]:
 
     Raises: DataError for a line that is none, or that cannot follow the one before it.
     """
-    return {slot: _lives(path) for slot, path in _LOG.paths(run_folder).items()}
+    return {slot: _lives(path) for slot, path in OUTCOMES.paths(run_folder).items()}
 
 
 def _lives(path: Path) -> list[Life]:
     lives: list[Life] = []
-    for where, (event, _) in _LOG.read(path):
+    for where, (event, _) in OUTCOMES.read(path):
         if isinstance(event, Begun):
             if lives and event.round < _next(lives[-1]):
                 impossible(where, f"a process begins at round {event.round} that an earlier one has behind it")

@@ -15,14 +15,33 @@ of the run file when it ends; without a network it has compute seconds alone. A 
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
-from gossamer.errors import DataError
-from gossamer.record.jsonl import json_line, json_lines
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
 
-__all__ = ["RoundSeconds", "read_seconds", "seconds_line", "seconds_lines"]
+from gossamer.record.jsonl import json_line, must_be_own, records
+from gossamer.settings.schema import RECORD, Records
 
-_KEYS = ("round", "worker", "network", "compute_s", "transfer_s", "waiting_for", "other_s", "end_s")
+__all__ = ["SECONDS_LINES", "RoundSeconds", "read_seconds", "seconds_line", "seconds_lines"]
+
+_Whole = Annotated[int, Field(ge=0, lt=2**31)]
+_Seconds = Annotated[float, Field(ge=0, lt=1e12)]
+
+
+@with_config(RECORD)
+class _Line(TypedDict):
+    round: _Whole
+    worker: _Whole
+    network: str | None
+    compute_s: _Seconds
+    transfer_s: _Seconds
+    waiting_for: dict[Annotated[str, Field(pattern=r"^(-1|[0-9]{1,9})$")], _Seconds]
+    other_s: _Seconds
+    end_s: _Seconds
+
+
+SECONDS_LINES = Records[_Line](_Line)
 
 
 class RoundSeconds(NamedTuple):
@@ -76,43 +95,10 @@ def read_seconds(run_folder: Path) -> list[RoundSeconds]:
 
     Raises: DataError for a malformed line.
     """
-    found = [
-        _parsed(value, where)
-        for path in sorted(Path(run_folder).glob("seconds*.jsonl"))
-        for where, value in json_lines(path)
-    ]
+    found: list[RoundSeconds] = []
+    for path in sorted(Path(run_folder).glob("seconds*.jsonl")):
+        for where, line in records(path, SECONDS_LINES):
+            must_be_own(where, path.name, line["worker"])
+            waiting_for = {int(peer): seconds for peer, seconds in line["waiting_for"].items()}
+            found.append(RoundSeconds(**{**line, "waiting_for": waiting_for}))
     return sorted(found, key=lambda one: (one.network or "", one.round, one.worker))
-
-
-def _parsed(value: Mapping[str, Any], where: str) -> RoundSeconds:
-    if set(value) != set(_KEYS):
-        raise DataError(f"{where} has the keys {sorted(value)!s:.200} but needs {list(_KEYS)}; remove the line")
-    network, waits = value["network"], value["waiting_for"]
-    if not isinstance(network, str | None) or not isinstance(waits, dict) or not all(map(_is_peer, waits)):
-        raise DataError(
-            f"{where} has network {network!r:.60} and waiting_for {waits!r:.100}; repair or remove the line"
-        )
-    numbers = [_whole(value, key, where) for key in ("round", "worker")]
-    compute_s, transfer_s, other_s, end_s = (
-        _seconds(value[key], key, where) for key in ("compute_s", "transfer_s", "other_s", "end_s")
-    )
-    waiting_for = {int(peer): _seconds(seconds, "waiting_for", where) for peer, seconds in waits.items()}
-    return RoundSeconds(numbers[0], numbers[1], network, compute_s, transfer_s, waiting_for, other_s, end_s)
-
-
-def _is_peer(text: str) -> bool:
-    digits = text.removeprefix("-")
-    return digits.isascii() and digits.isdigit() and len(digits) <= 9 and int(text) >= -1
-
-
-def _whole(value: Mapping[str, Any], key: str, where: str) -> int:
-    number = value[key]
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**31:
-        raise DataError(f"{where}: '{key}' is {number!r:.60} but must be an integer from 0; repair or remove the line")
-    return number
-
-
-def _seconds(number: object, key: str, where: str) -> float:
-    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 1e12:
-        raise DataError(f"{where}: '{key}' has {number!r:.60} but must have seconds from 0 to 1e12; repair the line")
-    return float(number)

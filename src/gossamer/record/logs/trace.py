@@ -7,7 +7,7 @@ A simulated run leaves one `trace.jsonl` in its folder, a real one a `trace-003.
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired, get_args
@@ -18,11 +18,12 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from gossamer.errors import DataError
-from gossamer.record.jsonl import json_line, records
+from gossamer.record.jsonl import json_line, must_be_own, records
 from gossamer.settings.schema import RECORD, Records
 
 __all__ = [
     "KINDS",
+    "TRACE_LINES",
     "Entry",
     "Integers",
     "Kind",
@@ -106,7 +107,7 @@ class _Line(TypedDict):
     ops: tuple[_Part, ...]
 
 
-_LINES = Records[_Line](_Line)
+TRACE_LINES = Records[_Line](_Line)
 
 
 class Messages(NamedTuple):
@@ -174,7 +175,7 @@ def entry_of(line: bytes | str, where: str) -> Entry:
 
     Raises: DataError for a missing or unknown key, a wrong type, or a number out of bounds.
     """
-    return _entry(_LINES.parse(line, where), where)
+    return _entry(TRACE_LINES.parse(line, where), where)
 
 
 def _entry(line: _Line, where: str) -> Entry:
@@ -205,7 +206,13 @@ def read_trace(run_folder: Path) -> Trace:
         raise DataError(
             f"{run_folder} holds no trace*.jsonl; give the folder of a run made by gossamer simulate or gossamer train"
         )
-    return from_entries(_entry(line, where) for path in files for where, line in records(path, _LINES))
+    return from_entries(entry for path in files for entry in _entries(path))
+
+
+def _entries(path: Path) -> Iterator[Entry]:
+    for where, line in records(path, TRACE_LINES):
+        must_be_own(where, path.name, line["worker"])
+        yield _entry(line, where)
 
 
 def from_entries(entries: Iterable[Entry]) -> Trace:

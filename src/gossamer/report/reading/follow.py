@@ -184,7 +184,7 @@ class FollowedRun:
             enter = self._entering(kind, name)
             for begin, raw in tail.read():
                 try:
-                    line = line_of_kind(kind, raw, f"{name} at byte {begin}")
+                    line = line_of_kind(kind, raw, f"{name} at byte {begin}", name, workers)
                     if line.get("worker", 0) >= workers:
                         raise DataError(f"{name} at byte {begin} names worker {line['worker']} of {workers}")
                     enter(line)

@@ -1,122 +1,54 @@
-"""The lines of a run folder as far as a page shows them: what is needed is checked, and what it does not know is let pass.
+"""The lines and the run file of a run folder as a page, the terminal and status show them.
 
-A run that is watched may be of a newer version, so unlike the readers of `gossamer.record` these allow further keys.
+A line is what the strict readers of `gossamer.record` take it for. Who shows a run that goes on differs from them in two ways: a
+run that is watched may be of a newer version, so further keys are let pass; and what is damaged is shown beside the rest, by
+whoever calls this (`gossamer.report.reading.follow`), and does not end the reading.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NotRequired
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import ConfigDict, Field, with_config
+from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from gossamer.errors import ConfigError, DataError
 from gossamer.network.links import Network, from_options
-from gossamer.record.jsonl import short
+from gossamer.record.folder import METRICS
+from gossamer.record.jsonl import must_be_own, short
+from gossamer.record.logs.events import EVENTS, writer_of
+from gossamer.record.logs.outcomes import OUTCOMES
+from gossamer.record.logs.seconds import SECONDS_LINES
+from gossamer.record.logs.trace import TRACE_LINES
 from gossamer.report.reading.tail import open_record
 from gossamer.settings.options import Count
 from gossamer.settings.schema import RECORD, Records, parse_toml
 from gossamer.version import __version__
 
-__all__ = ["KINDS_OF_FILES", "RunFile", "line_of_kind", "run_file_of"]
+__all__ = ["KINDS_OF_FILES", "RunFile", "line_of_kind", "networks_in", "run_file_of"]
 
 _LARGEST_FILE = 1 << 24
-_Round = Annotated[int, Field(ge=-1, lt=2**31)]
-_Entry = Annotated[int, Field(ge=0, lt=2**31)]
-_Index = Annotated[int, Field(ge=0, lt=2**20)]
-_End = Annotated[int, Field(ge=-1, lt=2**20)]
-_Size = Annotated[int, Field(ge=0, lt=2**50)]
-_Seconds = Annotated[float, Field(ge=0, lt=1e12)]
-_Figure = Annotated[float, Field(gt=-1e300, lt=1e300)]
-_LOOSE: ConfigDict = {**RECORD, "extra": "ignore"}
 
-
-@with_config({**RECORD, "extra": "allow"})
-class _Metric(TypedDict):
-    kind: str
-    round: _Round
-    worker: NotRequired[_Index]
-    loss: NotRequired[_Figure | None]
-    step: NotRequired[_Figure]
-    tokens: NotRequired[_Figure]
-
-
-@with_config(_LOOSE)
-class _Operation(TypedDict):
-    kind: str
-    sends: list[tuple[_Index, _Size]]
-
-
-@with_config(_LOOSE)
-class _Trace(TypedDict):
-    round: _Entry
-    worker: _Index
-    ops: list[_Operation]
-
-
-@with_config(_LOOSE)
-class _Spent(TypedDict):
-    round: _Entry
-    worker: _Index
-    network: str | None
-    compute_s: _Seconds
-    transfer_s: _Seconds
-    waiting_for: dict[Annotated[str, Field(pattern=r"^(-1|[0-9]{1,7})$")], _Seconds]
-    other_s: _Seconds
-    end_s: _Seconds
-
-
-@with_config(_LOOSE)
-class _Begin(TypedDict):
-    event: Literal["begin"]
-    round: _Entry
-    after: _Entry
-    donor: _Index
-
-
-@with_config(_LOOSE)
-class _Exchanged(TypedDict):
-    event: Literal["exchange", "round"]
-    round: _Entry
-    alive: list[_Index] | None
-    missed: list[_Index]
-    unsure: list[_Index]
-
-
-@with_config(_LOOSE)
-class _End_(TypedDict):
-    event: Literal["end"]
-    round: _Entry
-    why: str
-
-
-@with_config(_LOOSE)
-class _Event(TypedDict):
-    event: str
-    round: _Round
-    worker: NotRequired[_Index]
-    source: NotRequired[_End]
-    target: NotRequired[_End]
-    bytes: NotRequired[_Size]
-    start_s: NotRequired[float]
-    end_s: NotRequired[float]
-
-
-_RECORDS: dict[str, Records[Any]] = {
-    "metrics": Records(_Metric),
-    "trace": Records(_Trace),
-    "seconds": Records(_Spent),
-    "outcomes": Records(Annotated[_Begin | _Exchanged | _End_, Field(discriminator="event")]),
-    "events": Records(_Event),
+_KNOWN: dict[str, Callable[[bytes, str], Any]] = {
+    "metrics": METRICS.known,
+    "trace": TRACE_LINES.known,
+    "seconds": SECONDS_LINES.known,
+    "outcomes": OUTCOMES.known,
+    "events": EVENTS.known,
 }
-KINDS_OF_FILES = tuple(_RECORDS)
+KINDS_OF_FILES = tuple(_KNOWN)
 """What the names of the files begin with that are followed."""
 
 
-def line_of_kind(kind: str, line: bytes, where: str) -> dict[str, Any]:
-    """A line of a file of this kind. Raises DataError, which names `where`, for a line that is none."""
-    return _RECORDS[kind].parse(line, where)
+def line_of_kind(kind: str, line: bytes, where: str, name: str, workers: int) -> dict[str, Any]:
+    """A line of a file of this kind and name, of a run of so many workers, as the strict readers of `gossamer.record` have it.
+
+    Raises: DataError, which names `where`, for a line that is none, or is of the worker of another file.
+    """
+    found = _KNOWN[kind](line, where)
+    must_be_own(where, name, writer_of(found, workers) if kind == "events" else found.get("worker"))
+    return found
 
 
 @with_config({**RECORD, "extra": "allow"})
@@ -160,11 +92,11 @@ def run_file_of(path: Path) -> RunFile:
     """
     descriptor = open_record(path)
     with os.fdopen(descriptor, "rb") as file:
-        text = file.read(_LARGEST_FILE).decode(errors="replace")
+        content = file.read(_LARGEST_FILE)
     try:
-        document = parse_toml(text, f"'{path}'")
+        document = parse_toml(content, f"'{path}'")
         run = _RUN.of(document, f"'{path}'")
-        networks = {name: from_options(table) for name, table in _table(document, "network").items()}
+        networks = networks_in(document)
     except (ConfigError, DataError) as error:
         raise DataError(
             f"{error}; gossamer {__version__} cannot show this run, perhaps another version wrote it"
@@ -182,8 +114,13 @@ def run_file_of(path: Path) -> RunFile:
         None if kind == "server" else _name(document, "topology"),
         "elastic" if loop.get("elastic") else kind,
         networks,
-        text,
+        content.decode("utf-8-sig"),
     )
+
+
+def networks_in(document: Mapping[str, Any]) -> dict[str, Network]:
+    """The networks that a run file declares, by name. Raises ConfigError and DataError for what is none."""
+    return {name: from_options(table, f"network.{name}") for name, table in _table(document, "network").items()}
 
 
 def _table(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:

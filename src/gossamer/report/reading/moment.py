@@ -96,7 +96,7 @@ def _lines(run: FollowedRun, kind: str, first: int, last: int, network: str | No
             continue
         kind_of_file = name.partition("-")[0].removesuffix(".jsonl")
         try:
-            for line in _records(tail.path, marks, tail.offset, first, kind_of_file):
+            for line in _records(tail.path, marks, tail.offset, first, kind_of_file, len(run.rounds_of)):
                 if line.get("network") != network and kind_of_file == "seconds":
                     continue
                 if line["round"] > last:
@@ -107,7 +107,9 @@ def _lines(run: FollowedRun, kind: str, first: int, last: int, network: str | No
             continue  # it has been removed meanwhile
 
 
-def _records(path: Any, marks: Marks, end: int, first: int, kind: str) -> Iterator[dict[str, Any]]:
+def _records(
+    path: Any, marks: Marks, end: int, first: int, kind: str, workers: int
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     begin = marks.before(first)
     with os.fdopen(open_record(path), "rb") as file:
         file.seek(begin)
@@ -118,7 +120,7 @@ def _records(path: Any, marks: Marks, end: int, first: int, kind: str) -> Iterat
             begin += len(data)
             for raw in data.splitlines():
                 try:
-                    yield line_of_kind(kind, raw, path.name)
+                    yield line_of_kind(kind, raw, path.name, path.name, workers)
                 except DataError:
                     continue  # the reader of the run has named it
             if begin - marks.before(first) > _MOST_BYTES:

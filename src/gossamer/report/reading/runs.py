@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gossamer.errors import DataError
-from gossamer.network.links import Network, from_options
+from gossamer.network.links import Network
 from gossamer.network.timeline import Timeline
 from gossamer.record.branches import described, read_branches
 from gossamer.record.folder import newest_evaluation, read_metrics
 from gossamer.record.logs.events import EventTotals, read_events
 from gossamer.record.logs.trace import read_trace, trace_files
+from gossamer.report.reading.lines import networks_in
 from gossamer.report.reading.prices import prices_of
 from gossamer.settings.schema import parse_toml
 
@@ -67,7 +68,7 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
     trained = [line["round"] for line in metrics if line["kind"] == "train"]
     config = _read_text(folder / "run.toml")
     if networks is None:
-        networks = _own_networks(config or "")
+        networks = {} if config is None else networks_in(parse_toml(config, f"'{folder / 'run.toml'}'"))
     sent_bytes, timelines, sent_until, per_round = None, {}, (), 1
     if (events := read_events(folder)) is not None:
         sent_bytes = float(events.sent_bytes.mean())
@@ -95,12 +96,6 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
         per_round,
         tuple(line for line in metrics if line["kind"] == "alignment"),
     )
-
-
-def _own_networks(run_toml: str) -> dict[str, Network]:
-    """The networks of a run file. Raises ConfigError for one that is spoilt."""
-    tables = parse_toml(run_toml, "the run file").get("network", {})
-    return {name: from_options(table, f"network.{name}") for name, table in tables.items()}
 
 
 def _as_it_went(events: EventTotals) -> Timeline:
