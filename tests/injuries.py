@@ -9,6 +9,7 @@ import argparse
 import collections
 import contextlib
 import hashlib
+import json
 import logging
 import random
 import re
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,8 +38,11 @@ WORDS = {
     "of another round": ("round", "changed", "bytes"),
     "of another run": ("digest", "changed", "of another run", "bytes", "but needs"),
     "unreadable": ("cannot be read", "Too many levels", "no run.toml"),
+    "garbled": ("JSON", "UTF-8", "record", "changed"),
+    "of another worker": ("worker", "contradict", "slot", "belongs"),
 }
 """What may happen to a file, with words of which a sentence about it must have one."""
+OF_CHECKPOINTS = ("truncated", "zeroed", "missing", "swapped", "of another round", "of another run", "unreadable")
 READERS = ("evaluate", "audit", "report", "status", "replay")
 GOING_ON = ("resume", "resume auto")
 SMALL = {
@@ -55,7 +60,13 @@ SIMULATED: dict[str, dict[str, Any]] = {
     "simulated server": {"server__name": "heloco"},
     "simulated without waiting": {"run__wait": False},
 }
+BRANCHED = " with a branch"
+"""Of kinds of run whose settings changed on the way."""
 KINDS = (*REAL, *SIMULATED)
+ALL_KINDS = (*KINDS, *(kind + BRANCHED for kind in KINDS))
+LOGS_OF_EVENTS = ("events", "order", "outcomes", "arrivals")
+OF_LOGS = ("zeroed", "unreadable", "garbled")
+"""What happens to logs. What is cut from the end of one is what a killed writer has not written."""
 
 
 class Injury(NamedTuple):
@@ -80,8 +91,16 @@ class Outcome(NamedTuple):
     """Of the last checkpoints."""
 
 
+def plain(kind: str) -> str:
+    """A kind of run, with or without a branch."""
+    return kind.removesuffix(BRANCHED)
+
+
 def config_of(kind: str, seed: int = 0) -> RunConfig:
-    """The run file of a kind of run."""
+    """The run file of a kind of run; after its branch, if it has one."""
+    if kind != plain(kind):
+        before = config_of(plain(kind), seed)
+        return replace(before, inner=replace(before.inner, lr=before.inner.lr / 2))
     given = {**SMALL, **REAL.get(kind, {}), **SIMULATED.get(kind, {}), "seed": seed}
     if "server__name" in given:
         del given["topology__name"]
@@ -105,23 +124,40 @@ class Folders:
             config = config_of(kind)
             there.parent.mkdir(parents=True, exist_ok=True)
             (there.parent / "run.toml").write_text(dump(config))
-            if kind in REAL:
+            if kind != plain(kind):
+                self._branch(kind, config, there)
+            elif kind in REAL:
                 code, said = run("train", there.parent / "run.toml", "--local", 2, "--out", there, "--quiet")
                 assert code == 0, said
             else:
                 simulate(config, there, until=config.rounds - 1)
         return there
 
+    def _branch(self, kind: str, config: RunConfig, there: Path) -> None:
+        """Goes on from an older round of a sound run, with other settings."""
+        shutil.copytree(self.sound(plain(kind)), there)
+        newest = max(there.glob("checkpoints/round-*"))
+        shutil.rmtree(newest)
+        if plain(kind) in REAL:
+            lr = f"inner.lr={config.inner.lr}"
+            code, said = run("train", "--resume", there, "--local", 2, "--set", lr, "--quiet")
+            assert code == 0, said
+        else:
+            simulate(config, there, resume=True, until=config.rounds - 1)
+        assert (there / "branches.json").exists()
+
     def other(self, kind: str) -> Path:
         """The checkpoints of another run of the same shape, simulated."""
-        there = self.folder / kind / "other"
+        there = self.folder / plain(kind) / "other"
         if not there.exists():
-            config = config_of(kind if kind in SIMULATED else "simulated", seed=1)
+            config = config_of(plain(kind) if plain(kind) in SIMULATED else "simulated", seed=1)
             simulate(config, there)
         return there
 
     def whole(self, kind: str) -> str:
         """The bits of the run that nobody interrupts or injures."""
+        if kind != plain(kind):
+            return self.calm(kind, "resume").bits
         there = self.folder / kind / "whole"
         if not there.exists():
             simulate(config_of(kind), there)
@@ -140,8 +176,8 @@ class Folders:
             k = Path(scratch) / "k"
             shutil.copytree(sound, k, symlinks=True)
             hurt(k)
-            local = ["--local", 2] if kind in REAL else []
-            trains = "train" if kind in REAL else "simulate"
+            local = ["--local", 2] if plain(kind) in REAL else []
+            trains = "train" if plain(kind) in REAL else "simulate"
             words = {
                 "resume": [trains, "--resume", k, *local, "--quiet"],
                 "resume auto": [trains, sound.parent / "run.toml", "--out", k, "--resume", "auto", *local, "--quiet"],
@@ -204,20 +240,25 @@ def bits(folder: Path, kind: str) -> str:
 
 
 def drawn(folders: Folders, seed: int, kinds: Sequence[str] = KINDS) -> Injury:
-    """The injury of a seed: three of four hurt a checkpoint."""
+    """The injury of a seed: half of them hurt a checkpoint, the others run.toml, the record of branches or a log."""
     draw = random.Random(seed)
     kind = kinds[seed % len(kinds)]
-    files = [name for name in contents(folders.sound(kind)) if name.startswith("checkpoints/")]
+    every = contents(folders.sound(kind))
+    files = [name for name in every if name.startswith("checkpoints/")]
     newest = max(name.split("/")[1] for name in files)
-    logs = sorted({
-        name for name in contents(folders.sound(kind)) if name.endswith(".jsonl") and not name.startswith("checkpoints/")
-    })  # fmt: skip
-    if draw.random() < 0.75:
+    if draw.random() < 0.5:
         file = draw.choice([name for name in files if newest in name] if draw.random() < 0.8 else files)
-        return Injury(seed, kind, file, draw.choice(list(WORDS)))
+        return Injury(seed, kind, file, draw.choice(OF_CHECKPOINTS))
+    logs = sorted(name for name in every if name.endswith(".jsonl") and name not in files)
+    of_events = [name for name in logs if name.startswith(LOGS_OF_EVENTS)]
+    if "branches.json" in every and draw.random() < 0.5:
+        return Injury(seed, kind, "branches.json", draw.choice([*OF_LOGS, "truncated"]))
+    if of_events and draw.random() < 0.5:
+        file = draw.choice(of_events)
+        others = [name for name in of_events if name != file and name.partition("-")[0] == file.partition("-")[0]]
+        return Injury(seed, kind, file, draw.choice([*OF_LOGS, *["of another worker"] * bool(others)]))
     file = draw.choice(["run.toml", *logs])
-    # What is cut from the end of a log is what a killed writer has not written.
-    return Injury(seed, kind, file, draw.choice(["zeroed", "unreadable", *["truncated"] * (file == "run.toml")]))
+    return Injury(seed, kind, file, draw.choice([*OF_LOGS, *["truncated"] * (file == "run.toml")]))
 
 
 def injure(injury: Injury, k: Path, other: Path) -> None:
@@ -234,6 +275,14 @@ def injure(injury: Injury, k: Path, other: Path) -> None:
         case "unreadable":  # a permission would not stop root
             path.unlink()
             path.symlink_to(path.name)
+        case "garbled":  # within the file: nothing that a killed writer leaves
+            lines = path.read_bytes().splitlines(keepends=True)
+            place = draw.randrange(max(1, len(lines) - 1))
+            lines[place] = lines[place][: len(lines[place]) // 2] + b"\xff" + lines[place][len(lines[place]) // 2 :]
+            path.write_bytes(b"".join(lines))
+        case "of another worker":
+            others = [one for one in path.parent.glob(f"{path.name.partition('-')[0]}-*{suffix}") if one != path]
+            path.write_bytes(sorted(others)[0].read_bytes())
         case "swapped":
             peer = next((one for one in sorted(path.parent.glob(f"*{suffix}")) if one != path), None)
             mine = path.read_bytes()
@@ -276,7 +325,7 @@ def problems(folders: Folders, injury: Injury, verb: str) -> Iterator[str]:
     allowed = {name for name in changed if name.startswith(evaluated)}
     if not went_on and changed - allowed:
         yield f"sound files changed: {sorted(changed)[:3]}"
-    if went_on and injury.run in ("rounds", "elastic", *SIMULATED) and found.bits != folders.whole(injury.run):
+    if went_on and plain(injury.run) in ("rounds", "elastic", *SIMULATED) and found.bits != folders.whole(injury.run):
         yield "it went on to other bits"
 
 
@@ -305,49 +354,81 @@ def _figures(said: str) -> list[str]:
 
 def verbs_of(injury: Injury, *, all_of_them: bool) -> tuple[str, ...]:
     """All verbs; where processes would be started for each, only the readers unless all are asked for."""
-    return (*GOING_ON, *READERS) if all_of_them or injury.run in SIMULATED else READERS
+    return (*GOING_ON, *READERS) if all_of_them or plain(injury.run) in SIMULATED else READERS
+
+
+class Trial(NamedTuple):
+    """What came of one injury: a line of the outcome that a run which was stopped goes on from."""
+
+    seed: int
+    run: str
+    file: str
+    what: str
+    verbs: int
+    wrong: list[str]
+
+
+def tried_before(path: Path) -> list[Trial]:
+    """Those of an earlier call."""
+    return [Trial(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def main() -> int:
     """Tries injuries and writes the page of what came out."""
-    words = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    words = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     words.add_argument("--count", type=int, default=1000)
     words.add_argument("--minutes", type=float, default=600.0)
     words.add_argument("--page", type=Path, default=ROOT / "docs" / "results" / "injuries.md")
+    words.add_argument("--outcome", type=Path, help="a file of what came out so far, with which a call goes on")
     given = words.parse_args()
     logging.getLogger("gossamer").setLevel(logging.WARNING)
-    began, tried, wrong = time.monotonic(), collections.Counter[tuple[str, str]](), list[str]()
-    injuries = 0
-    with tempfile.TemporaryDirectory() as scratch:
+    began, outcome = time.monotonic(), given.outcome or given.page.with_suffix(".jsonl")
+    trials = tried_before(outcome)
+    done = {one.seed for one in trials}
+    with tempfile.TemporaryDirectory() as scratch, outcome.open("a") as file:
         folders = Folders(Path(scratch))
-        for seed in range(given.count):
+        for seed in sorted({*range(given.count)} - done):
             if time.monotonic() - began > 60 * given.minutes:
                 break
-            injury = drawn(folders, seed)
-            injuries += 1
-            for verb in verbs_of(injury, all_of_them=True):
-                tried[injury.run, verb] += 1
+            injury = drawn(folders, seed, ALL_KINDS)
+            verbs, wrong = verbs_of(injury, all_of_them=True), list[str]()
+            for verb in verbs:
                 for problem in problems(folders, injury, verb):
                     wrong.append(f"{injury}: {verb}: {problem}")
                     print(wrong[-1], file=sys.stderr, flush=True)
-    given.page.write_text(page(injuries, tried, wrong) + "\n")
-    return bool(wrong)
+            trials.append(Trial(*injury, len(verbs), wrong))
+            file.write(json.dumps(trials[-1]._asdict()) + "\n")
+            file.flush()
+    given.page.write_text(page(trials) + "\n")
+    return any(one.wrong for one in trials)
 
 
-def page(injuries: int, tried: collections.Counter[tuple[str, str]], wrong: Sequence[str]) -> str:
+def page(trials: Sequence[Trial]) -> str:
     """The outcome as Markdown."""
-    verbs, trials = (*GOING_ON, *READERS), sum(tried.values())
+    wrong = [problem for one in trials for problem in one.wrong]
+    verbs = ", ".join((*GOING_ON, *READERS))
     head = (
-        f"`make injuries` has hurt a file of a run folder {injuries} times and let each verb work on a copy: {trials} trials, of "
-        f"which {len(wrong)} went wrong. Three of four injuries hurt a checkpoint, the others run.toml or a log. A trial goes "
-        "wrong if there is a traceback; if no sentence names the file (or worker and round) and what is wrong with it, although "
-        "the verb does anything else than without the injury; if any other file changes while a run does not go on; or if a run "
-        "that goes on, and whose bits are determined, has other bits than one that nobody injured."
+        f"`make injuries` has hurt a file of a run folder {len(trials)} times and let each verb ({verbs}) work on a copy: "
+        f"{sum(one.verbs for one in trials)} trials, of which {len(wrong)} went wrong. Half of the injuries hurt a checkpoint, "
+        "the others run.toml, the record of branches or a log, of which those of events are hurt most. A trial goes wrong if "
+        "there is a traceback; if no sentence names the file (or worker and round) and what is wrong with it, although the verb "
+        "does anything else than without the injury; if any other file changes while a run does not go on; or if a run that goes "
+        "on, and whose bits are determined, has other bits than one that nobody injured."
     )
-    lines = ["# Injured run folders", "", head, "", "| kind of run | " + " | ".join(verbs) + " |"]
-    lines.append("| --- |" + " ---: |" * len(verbs))
-    lines += [f"| {kind} | " + " | ".join(str(tried[kind, verb]) for verb in verbs) + " |" for kind in KINDS]
+    groups = ("checkpoints", "run.toml", "branches.json", "logs of events", "other logs")
+    counted = collections.Counter((one.run, _group(one.file)) for one in trials)
+    lines = ["# Injured run folders", "", head, "", "| kind of run | " + " | ".join(groups) + " |"]
+    lines.append("| --- |" + " ---: |" * len(groups))
+    lines += [f"| {kind} | " + " | ".join(str(counted[kind, one]) for one in groups) + " |" for kind in ALL_KINDS]
     return "\n".join([*lines, *(["", "What went wrong:", "", *(f"- {one}" for one in wrong)] if wrong else [])])
+
+
+def _group(file: str) -> str:
+    if file.startswith("checkpoints/"):
+        return "checkpoints"
+    if file.endswith(".jsonl"):
+        return "logs of events" if file.startswith(LOGS_OF_EVENTS) else "other logs"
+    return file
 
 
 if __name__ == "__main__":
