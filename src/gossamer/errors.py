@@ -71,7 +71,14 @@ class DiskError(GossamerError, OSError):
 
 
 class CheckpointError(GossamerError, ValueError):
-    """A checkpoint that is corrupt, foreign or belongs to another run."""
+    """A checkpoint that is corrupt, foreign or belongs to another run.
+
+    Args: `kind` is that of `gossamer.record.fault.FaultKind`, by which a run decides how it goes on.
+    """
+
+    def __init__(self, sentence: str, kind: str = "damaged") -> None:
+        super().__init__(sentence)
+        self.kind = kind
 
 
 class TrainingError(GossamerError, ArithmeticError):

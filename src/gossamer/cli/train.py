@@ -229,13 +229,15 @@ def _start_workers(
 ) -> int:
     """Starts all workers of a run, and its server if it has one, on this machine; or some of them, among those of others."""
     from gossamer.cli import main
-    from gossamer.run.bookkeeping.which_round import ended, has_ended
+    from gossamer.run.bookkeeping.which_round import ended, has_ended, must_end_later
     from gossamer.transport.processes.local import run_local, run_served
     from gossamer.transport.secret import folder_secret
 
     goes_on = config.run.elastic or config.kind in ("pair", "no waiting")
     if n != config.workers and not ((goes_on or among) and n < config.workers):
         raise ConfigError(f"--local {n} but the run file has workers = {config.workers}; make them equal")
+    if resume and among is None:
+        must_end_later(config, folder)
     if resume and has_ended(config, folder):
         from gossamer.record.progress import say
 

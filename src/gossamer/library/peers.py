@@ -22,6 +22,7 @@ from gossamer.errors import PeerError
 from gossamer.layout import Layout
 from gossamer.library.guard import Rest, broadcast, fingerprints, must_be_alike
 from gossamer.library.lane import Lane
+from gossamer.record.lineage import in_words
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.transport.contract import Reduce, Ticket, Transport
 from gossamer.transport.memory import MemoryNetwork
@@ -64,8 +65,8 @@ def common_of(
     same_steps = m.schedule.overlap_steps or m.rule.delay_rounds
     return Common(
         f"{len(layout.leaves)} tensors of {layout.numel} numbers in {dtype}, whose names and shapes hash to {shapes}{shard}",
-        _words(m.rule.name, m.rule.options),
-        _words(m.topology.name, m.topology.options),
+        in_words(m.rule.name, m.rule.options),
+        in_words(m.topology.name, m.topology.options),
         f"{_codec(m.codec)}{f' and back {_codec(m.codec.back)}' if m.codec.back else ''}",
         str(m.schedule), reduction, rest, str(local_steps) if same_steps else "any", str(seed),
     )  # fmt: skip
@@ -92,12 +93,8 @@ def _said(theirs: object, place: int) -> str:
     return str(theirs[place]) if isinstance(theirs, list) and place < len(theirs) else "nothing"
 
 
-def _words(name: str, options: Mapping[str, Any]) -> str:
-    return f"'{name}' ({', '.join(f'{key} = {value!r}' for key, value in options.items())})"
-
-
 def _codec(codec: Codec) -> str:
-    return _words(codec.name, codec.options)
+    return in_words(codec.name, codec.options)
 
 
 class Peers:

@@ -9,6 +9,8 @@ from torch import Tensor
 from gossamer.errors import CheckpointError, PeerError
 from gossamer.library.lane import Lane
 from gossamer.library.peers import Common
+from gossamer.record import lineage
+from gossamer.record.fault import FaultKind
 from gossamer.rounds.loop import InFlight
 from gossamer.rules import Rule
 
@@ -17,8 +19,7 @@ __all__ = ["FORMAT", "OuterState", "must_be_of", "must_continue_alike", "what_it
 log = logging.getLogger("gossamer")
 FORMAT = 2
 """Of the states that are saved; those of 0.1.0 have no number, and do not say what they are of."""
-_CHANGEABLE = "rule option lr"  # as in a run file: the state has the same meaning under another outer learning rate
-_LONGEST = 120  # characters of a saved word in an error
+_LONGEST = 120  # characters of a name of a start
 
 
 class OuterState(TypedDict):
@@ -43,15 +44,12 @@ def what_it_is_of(common: Common, rule: Rule, lane: Lane, *, local_steps: int) -
     return {
         **({"shard": f"{lane.shard} of {lane.shards}"} if lane.shards > 1 else {}),
         "model": common.model,
-        "rule": rule.name,
-        **{f"rule option {key}": repr(value) for key, value in rule.options.items()},
-        "topology": common.topology,
-        "workers": str(lane.n),
+        **lineage.state_is_of(
+            rule.name, rule.options, topology=common.topology, workers=lane.n, codec=common.codec, schedule=common.schedule,
+            local_steps=str(local_steps),
+        ),
         "worker": str(lane.worker),
-        "codec": common.codec,
-        "schedule": common.schedule,
-        "local steps": str(local_steps),
-    }
+    }  # fmt: skip
 
 
 def must_be_of(state: Mapping[str, Any], mine: Mapping[str, str]) -> None:
@@ -78,13 +76,13 @@ def must_be_of(state: Mapping[str, Any], mine: Mapping[str, str]) -> None:
             f"the outer state names the start it is of by {start!r:.40}, and Outer.state_dict by a short text; load one that was "
             "saved whole"
         )
-    for key in dict.fromkeys(["shard", *mine, *theirs]):  # that first, as it changes what a model is
-        had, has = theirs.get(key, "none"), mine.get(key, "none")
-        if had != has and key != _CHANGEABLE:
-            raise CheckpointError(
-                f"the saved outer state has {key!s:.{_LONGEST}} {had!s:.{_LONGEST}} and this Outer {has:.{_LONGEST}}; load it "
-                "into an Outer that was made as the one that saved it, with the state of each worker on that worker"
-            )
+    # Its shard first, as it changes what a model is.
+    if odd := lineage.odd_field(theirs, {"shard": "none", **mine}):
+        raise CheckpointError(
+            f"the saved outer state has {odd.field} {odd.theirs} and this Outer {odd.mine}; load it into an Outer that was made "
+            "as the one that saved it, with the state of each worker on that worker",
+            FaultKind.MISPLACED if odd.field == "worker" else FaultKind.FOREIGN,
+        )
 
 
 def must_continue_alike(said: Sequence[object]) -> None:

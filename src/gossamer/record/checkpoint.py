@@ -2,6 +2,10 @@
 
     checkpoints/round-000120/worker-003.safetensors     every tensor of the state
     checkpoints/round-000120/worker-003.json            the manifest: everything else, and the hash of the tensor file
+    checkpoints/aside/round-000120/worker-003.*         what a run went back behind because some of it was damaged
+
+The manifest says what the state is of: the digest of the settings, worker, round and inner step, and in words the rule, codec,
+schedule, topology, number of workers and local steps. Those of format 1, up to 0.1.0, have no step and no words.
 
 Each worker writes by itself, without a barrier. The manifest is written last, and a generation exists once its manifest does.
 The generation before it is removed only then, so a kill or a power cut at any time leaves a complete one. All workers resume
@@ -10,15 +14,15 @@ from the newest round that every one of them still owns.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
 import re
 import stat
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pydantic import with_config
@@ -29,16 +33,15 @@ from typing_extensions import TypedDict
 
 from gossamer.errors import CheckpointError, TrainingError
 from gossamer.finite import must_be_finite
+from gossamer.record.fault import Fault, FaultKind
+from gossamer.record.lineage import Lineage, OddField, odd_field
 from gossamer.record.tensor_file import TENSOR_TYPES, write_tensors
 from gossamer.record.whole_files import atomic_write, sync_folder, worker_suffix
 from gossamer.settings.schema import RECORD, Records
 
 __all__ = [
-    "ABSENT",
-    "UNFINISHED",
     "Lineage",
     "check_finite",
-    "clause",
     "decoded",
     "encoded",
     "fault",
@@ -47,21 +50,19 @@ __all__ = [
     "rewind",
     "rounds",
     "save",
+    "says_what_it_is_of",
 ]
 
-FORMAT = "gossamer checkpoint 1"
+FORMAT, FIRST_FORMAT = "gossamer checkpoint 2", "gossamer checkpoint 1"
 MAX_DEPTH = 100  # of a nested state; an optimizer has five or six
 MAX_MANIFEST_BYTES = 64 << 20  # some 100,000 tensors; a larger one is a mistake or an attack
 ASIDE = "aside"
-"""The folder among the checkpoints with those that a run went back behind because some were damaged."""
-ABSENT = "has no checkpoint of"
-"""What is wrong where one of several that must have saved a generation has not: it may have been stopped before it did."""
-UNFINISHED = "is missing, as if it was lost or its worker was stopped while it saved"
-"""What is wrong with the manifest of a generation that has its tensors."""
+"""The folder among the checkpoints with those that a run went back behind because some were damaged. Nothing removes it: what
+cannot be read today, as its disk is away, may be sound, and is the only copy."""
 
 
 @with_config(RECORD)
-class _Manifest(TypedDict):
+class _FirstManifest(TypedDict):
     manifest_sha256: str
     format: str
     round: int
@@ -73,25 +74,23 @@ class _Manifest(TypedDict):
     """JSON for all but the tensors, as `encoded` makes it."""
 
 
-_MANIFEST = Records[_Manifest](_Manifest)
+@with_config(RECORD)
+class _Manifest(_FirstManifest):
+    step: int | None
+    """Inner steps that its worker has behind it; null where the state does not count them, as that of a server."""
+    of: dict[str, str]
+    """See `gossamer.record.lineage.state_is_of`; empty where whoever saved it knows a digest alone."""
 
 
-class Lineage(NamedTuple):
-    """The configuration of a run that has changed on its way, with those that it had before."""
-
-    digest: str
-    """Of the present configuration, which checkpoints are written with."""
-    earlier: tuple[tuple[str, int], ...] = ()
-    """Digests of earlier configurations, each with the last round whose checkpoints of it belong to the run."""
-
-    def owns(self, digest: str, round: int) -> bool:
-        """Whether a checkpoint of this digest and round belongs to the run."""
-        return digest == self.digest or any(digest == one and round <= last for one, last in self.earlier)
+_MANIFESTS: dict[str, Records[Any]] = {
+    FORMAT: Records[_Manifest](_Manifest),
+    FIRST_FORMAT: Records[_FirstManifest](_FirstManifest),
+}
 
 
 def save(
-    folder: Path, round: int, worker: int, state: Any, *, digest: str | Lineage, keep: int = 2, since: int | None = None
-) -> None:
+    folder: Path, round: int, worker: int, state: Any, *, digest: str | Lineage, keep: int = 2, since: int | None = None,
+) -> None:  # fmt: skip
     """Writes one generation of one worker, then removes its generations before the newest `keep`.
 
     Tensors that share memory are written separately, and are loaded as tensors that do not share it.
@@ -99,7 +98,7 @@ def save(
     Args:
         round: finished rounds, from 0.
         state: nested dicts (with str or int keys), lists and tuples of tensors, ints, floats, bools, strings and None.
-        digest: identifies the configuration; `load` refuses the checkpoint for any other.
+        digest: identifies the configuration and says what the state is of; `load` refuses the checkpoint for any other.
         keep: with two, workers may be a whole checkpoint interval apart and still have a round in common.
         since: also keep every generation from this round on; the round that the slowest worker is known to own.
     Raises: CheckpointError when the state holds anything else, or the disk refuses; TrainingError, with nothing written, when its
@@ -116,6 +115,7 @@ def save(
     tensors: dict[str, Tensor] = {}
     tree = encoded(state, "state", tensors)
     check_finite(tensors, f"worker {worker} after round {round}")
+    line = _line(digest)
     manifest, tensor_file = _paths(folder, round, worker)
     scratch = folder / f".{tensor_file.name}"  # what a kill leaves of it is written over
     try:
@@ -123,8 +123,8 @@ def save(
         size, sha256 = write_tensors(scratch, tensors)
         document = _sealed(
             {
-                "format": FORMAT, "round": round, "worker": worker, "digest": _line(digest).digest, "bytes": size,
-                "sha256": sha256, "state": tree,
+                "format": FORMAT, "round": round, "worker": worker, "digest": line.digest, "step": _step_of(state),
+                "of": {**line.of}, "bytes": size, "sha256": sha256, "state": tree,
             }
         )  # fmt: skip
         if len(document) > MAX_MANIFEST_BYTES:
@@ -139,7 +139,7 @@ def save(
         atomic_write(manifest, document)
         sync_folder(folder)
         before = (r for r in reversed(_rounds(folder)) if r <= round)
-        kept = [*islice((r for r in before if _fault(folder, r, worker, digest) is None), keep)]
+        kept = [*itertools.islice((r for r in before if _fault(folder, r, worker, digest) is None), keep)]
         oldest = min(kept) if since is None else min(since, *kept)
         _forget(folder, worker, [r for r in _rounds(folder) if r < oldest])
     except OSError as error:
@@ -180,23 +180,23 @@ def load(folder: Path, round: int, worker: int, digest: str | Lineage) -> Any:
         raise CheckpointError(f"{where} does not hold what its manifest describes ({error!r}); {instead}") from error
 
 
-def fault(folder: Path, round: int, worker: int, digest: str | Lineage) -> str | None:
-    """Why a generation cannot be resumed from, in one clause; None for a sound one. Cost: that of `load`."""
+def fault(folder: Path, round: int, worker: int, digest: str | Lineage) -> Fault | None:
+    """Why a generation cannot be resumed from; None for a sound one. Cost: that of `load`."""
     try:
         load(folder, round, worker, digest)
     except CheckpointError as error:
-        return clause(error)
+        return Fault.of(error)
     return None
 
 
-def faults(folder: Path, worker: int, digest: str | Lineage | None = None) -> dict[int, str | None]:
-    """What is wrong with each generation of which this worker has a file, in one clause that names it, by round, ascending.
+def faults(folder: Path, worker: int, digest: str | Lineage | None = None) -> dict[int, Fault | None]:
+    """What is wrong with each generation of which this worker has a file, by round, ascending.
 
     None stands for one that is complete (of this configuration, if given): it has a sound manifest and a tensor file of the right
     size, whose content is checked by `load`.
     """
-    found = {round: _fault(folder, round, worker, digest) for round in _rounds(folder)}
-    return {round: why for round, why in found.items() if why != ""}
+    there = (round for round in _rounds(folder) if any(map(os.path.lexists, _paths(folder, round, worker))))
+    return {round: _fault(folder, round, worker, digest) for round in there}
 
 
 def rounds(folder: Path, worker: int, digest: str | Lineage | None = None) -> list[int]:
@@ -204,19 +204,24 @@ def rounds(folder: Path, worker: int, digest: str | Lineage | None = None) -> li
     return [round for round, why in faults(folder, worker, digest).items() if why is None]
 
 
-def _fault(folder: Path, round: int, worker: int, digest: str | Lineage | None) -> str | None:
-    """As `faults` has it; empty where no file is there."""
+def says_what_it_is_of(folder: Path, round: int, worker: int) -> bool:
+    """Whether a sound generation has more to compare than a digest; those up to 0.1.0 have not."""
+    manifest, _ = _paths(folder, round, worker)
+    return bool(_manifest(manifest, round, worker, None).get("of"))
+
+
+def _fault(folder: Path, round: int, worker: int, digest: str | Lineage | None) -> Fault | None:
+    """As `faults` has it."""
     manifest, tensor_file = _paths(folder, round, worker)
-    # A link that leads nowhere, as to a disk that is not mounted, is a file that cannot be read, and not none.
-    if not os.path.lexists(manifest):
-        return f"checkpoint file '{manifest}' {UNFINISHED}" if os.path.lexists(tensor_file) else ""
     try:
         saved, size = _manifest(manifest, round, worker, digest)["bytes"], _size(tensor_file)
     except CheckpointError as error:
-        return clause(error)
+        return Fault.of(error)
     except OSError as error:
-        return f"checkpoint file '{tensor_file}' cannot be read: {error.strerror or error}"
-    return None if size == saved else f"checkpoint file '{tensor_file}' {_of_another_size(size, saved)}"
+        return Fault(FaultKind.DAMAGED, f"checkpoint file '{tensor_file}' cannot be read: {error.strerror or error}")
+    if size == saved:
+        return None
+    return Fault(FaultKind.DAMAGED, f"checkpoint file '{tensor_file}' {_of_another_size(size, saved)}")
 
 
 def _size(path: Path) -> int:
@@ -233,11 +238,6 @@ def _of_another_size(size: int, saved: int) -> str:
     )
 
 
-def clause(error: CheckpointError) -> str:
-    """What is wrong, without what to do."""
-    return str(error).partition(";")[0]
-
-
 def rewind(folder: Path, round: int, worker: int, *, aside: bool = False) -> None:
     """Removes this worker's generations after `round`, from which it resumes.
 
@@ -245,7 +245,8 @@ def rewind(folder: Path, round: int, worker: int, *, aside: bool = False) -> Non
     combine it with newly computed ones of the others. Call it once all workers know the round that they resume from.
 
     Args: `aside` moves them into the folder 'aside' instead, where nothing looks for them: what cannot be read today, as its
-        disk is away, may be sound, and with it the generation of all workers.
+        disk is away, may be sound, and with it the generation of all workers. Where one of them lies there already, as the run
+        goes back a second time, its name gets a number.
     """
     gone = [r for r in _rounds(folder) if r > round]
     if not aside:
@@ -254,11 +255,16 @@ def rewind(folder: Path, round: int, worker: int, *, aside: bool = False) -> Non
     for old in gone:
         for path in _paths(folder, old, worker):
             if os.path.lexists(path):
-                target = folder / ASIDE / path.parent.name / path.name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                os.replace(path, target)
+                os.replace(path, _free_place(folder / ASIDE / path.parent.name, path.name))
         with contextlib.suppress(OSError):  # as in `_forget`
             _paths(folder, old, worker)[0].parent.rmdir()
+
+
+def _free_place(folder: Path, name: str) -> Path:
+    """Where in a folder, which is made, a file may lie without replacing another."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = itertools.chain([name], (f"{name}.{number}" for number in itertools.count(2)))
+    return next(folder / one for one in names if not os.path.lexists(folder / one))
 
 
 def check_finite(tensors: Mapping[str, Tensor], whose: str) -> None:
@@ -327,16 +333,28 @@ def _line(digest: str | Lineage) -> Lineage:
     return digest if isinstance(digest, Lineage) else Lineage(digest)
 
 
-def _manifest(path: Path, round: int, worker: int, digest: str | Lineage | None) -> _Manifest:
+def _step_of(state: Any) -> int | None:
+    step = state.get("steps_taken") if isinstance(state, dict) else None
+    return step if isinstance(step, int) else None
+
+
+def _manifest(path: Path, round: int, worker: int, digest: str | Lineage | None) -> _FirstManifest:
     """The content of a manifest. Everything is checked that needs no tensors."""
     where = f"checkpoint file '{path}'"
     try:
         with path.open("rb") as file:
             document = file.read(MAX_MANIFEST_BYTES + 1)
     except OSError as error:
+        # A link that leads nowhere, as to a disk that is not mounted, is a file that cannot be read, and not none.
+        if not os.path.lexists(path) and os.path.lexists(path.with_suffix(".safetensors")):
+            raise CheckpointError(
+                f"{where} is missing, as if it was lost or its worker was stopped while it saved; resume from an older round",
+                FaultKind.UNFINISHED,
+            ) from error
         raise CheckpointError(
             f"{where} cannot be read: {error.strerror}; resume from a round that worker {worker} owns, or copy its "
-            "files here"
+            "files here",
+            FaultKind.DAMAGED if os.path.lexists(path) else FaultKind.ABSENT,
         ) from error
     seal, newline, body = document.partition(b"\n")
     if len(document) > MAX_MANIFEST_BYTES or seal + newline != _seal(body):
@@ -345,21 +363,46 @@ def _manifest(path: Path, round: int, worker: int, digest: str | Lineage | None)
             "remove it and resume from an older round"
         )
     try:
-        content = _MANIFEST.of(json.loads(document), "the manifest")
+        value = json.loads(document)
+        number = value.get("format", FORMAT) if isinstance(value, dict) else FORMAT  # the parser names what is needed
+        kind = _MANIFESTS.get(str(number))
+        if kind is None:
+            raise CheckpointError(
+                f"{where} has format {number!r:.60} but needs {FORMAT!r}, or that of 0.1.0; resume with the version that wrote "
+                "it, or start again with another --out",
+                FaultKind.FOREIGN,
+            )
+        content: _FirstManifest = kind.of(value, "the manifest")
+    except CheckpointError:
+        raise
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{where} is not a manifest of '{FORMAT}' ({error}); resume from a folder that gossamer wrote"
         ) from error
-    expected: dict[str, Any] = {"format": FORMAT, "round": round, "worker": worker}
-    if digest is not None and not _line(digest).owns(content["digest"], round):
-        expected["digest"] = _line(digest).digest
-    for name, value in expected.items():
-        if content[name] != value:
+    for name, value, needed in (("round", content["round"], round), ("worker", content["worker"], worker)):
+        if value != needed:
             raise CheckpointError(
-                f"{where} has {name} {content[name]!r} but needs {value!r}; resume with the run file, folder and "
-                "version that wrote it, or start again with another --out"
+                f"{where} has {name} {value} but needs {needed}; bring back the file that belongs here, or resume from an older "
+                "round",
+                FaultKind.MISPLACED,
             )
+    if digest is not None:
+        _must_be_of(_line(digest), where, content, round)
     return content
+
+
+def _must_be_of(line: Lineage, where: str, content: _FirstManifest, round: int) -> None:
+    """Raises CheckpointError, naming the first field that differs, for a manifest of another run."""
+    of = content.get("of")
+    odd = odd_field(of, line.of) if of and line.of else None  # who knows a digest alone compares that
+    if odd is None and not line.owns(content["digest"], round):
+        odd = OddField("digest", repr(content["digest"]), repr(line.digest))
+    if odd is not None:
+        raise CheckpointError(
+            f"{where} has {odd.field} {odd.theirs} but needs {odd.mine}; resume with the run file, folder and version that wrote "
+            "it, or start again with another --out",
+            FaultKind.FOREIGN,
+        )
 
 
 def encoded(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:

@@ -32,6 +32,9 @@ def test_a_run_folder_of_0_1_0_is_evaluated_reported_and_gone_on_with(
     caplog.set_level(logging.WARNING)
     code, said = run("evaluate", folder)
     assert code == 0 and "round 4: mean model 1." in said, said
+    assert caplog.text.count("were saved by gossamer 0.1.0 or soon after") == 1, (
+        "it says once that it could not compare"
+    )
     assert {one.standing for one in run_status(folder).workers} == {"finished"}
     for words in (["report", folder, "--out", tmp_path / "page.html"], ["status", folder]):
         code, said = run(*words)

@@ -1,20 +1,23 @@
 """Which round counts: damaged checkpoints are never taken for none, in any kind of run, and going back is told."""
 
 import hashlib
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_resume import flip, parameters, same
-from test_virtual import timed
+from test_virtual import timed  # pyright: ignore[reportMissingImports]
 
 from commands import run
 from gossamer.cli import main
 from gossamer.errors import CheckpointError, ConfigError
+from gossamer.record.fault import Fault, FaultKind
 from gossamer.record.folder import read_metrics
 from gossamer.run.bookkeeping.evaluate import evaluate
 from gossamer.run.bookkeeping.which_round import KeptRounds, choose, newest_of_all, to_resume
+from gossamer.run.config.resolve import settings_of
 from gossamer.run.config.run_file import RunConfig, dump
 from gossamer.run.simulated.simulate import simulate
 from tiny import single, tiny
@@ -89,6 +92,8 @@ def test_a_real_run_whose_checkpoints_are_damaged_does_not_begin_again_over_them
     (tmp_path / "run.toml").write_text(dump(config))
     words = ["train", tmp_path / "run.toml", "--local", 2, "--out", tmp_path / "k"]
     assert run(*words)[0] == 0
+    manifests = [json.loads(path.read_bytes()) for path in (tmp_path / "k").glob("checkpoints/**/*.json")]
+    assert manifests and all(one["of"] == settings_of(config).line.of for one in manifests), "each says what it is of"
     truncate_tensors(tmp_path / "k")
     before = contents(tmp_path / "k")
     code, output = run(*words, "--resume", "auto")
@@ -195,14 +200,15 @@ def test_workers_of_a_run_without_a_common_round_go_on_from_what_is_sound_with_t
 
 
 def test_the_choice_reads_what_is_picked_and_picks_again_without_what_is_spoilt() -> None:
-    kept = {i: KeptRounds({10: None, 20: None, 30: None if i else "file 'a' is cut short"}) for i in range(3)}
+    a, b = (Fault(FaultKind.DAMAGED, f"file '{name}' has changed") for name in "ab")
+    kept = {i: KeptRounds({10: None, 20: None, 30: None if i else a}) for i in range(3)}
     read: list[int] = []
 
-    def faults(round: int) -> dict[int, str | None]:
+    def faults(round: int) -> dict[int, Fault | None]:
         read.append(round)
-        return {2: "file 'b' has changed" if round == 20 else None}
+        return {2: b if round == 20 else None}
 
-    assert choose(kept, newest_of_all, faults)[::2] == (10, {30: "file 'a' is cut short", 20: "file 'b' has changed"})
+    assert choose(kept, newest_of_all, faults)[::2] == (10, {30: (a,), 20: (b,)})
     assert read == [20, 10]
     elastic = choose(kept, to_resume, lambda round: {})
     assert (elastic.round, [*elastic.skipped]) == (20, [30]), "the newest that all have, as they all took part"

@@ -12,7 +12,8 @@ from gossamer.clock.gossip_worker import GossipWorker
 from gossamer.clock.pair_worker import PairWorker
 from gossamer.errors import CheckpointError
 from gossamer.record import checkpoint
-from gossamer.record.checkpoint import Lineage
+from gossamer.record.fault import Fault
+from gossamer.record.lineage import Lineage
 from gossamer.run.bookkeeping.resume import History
 from gossamer.run.bookkeeping.which_round import ChosenRound, Held, newest_of_any, newest_of_own
 from gossamer.run.config.resolved import RunSettings
@@ -122,11 +123,11 @@ def newest_state(
     """
     store, limits = folder / "checkpoints", limits_of(config)
 
-    def read(round: int) -> str | None:
+    def read(round: int) -> Fault | None:
         try:
             state_of(checkpoint.load(store, round, slot, line), round, limits)
         except CheckpointError as error:
-            return checkpoint.clause(error)
+            return Fault.of(error)
         return None
 
     choice = newest_of_own(Store(config, folder), slot, line, before, read)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gossamer.clock import Phase
 from gossamer.record import checkpoint
-from gossamer.record.checkpoint import Lineage
+from gossamer.record.lineage import Lineage
 from gossamer.record.logs.events import EventWriter
 from gossamer.record.logs.order import Entered, Finished, OrderWriter
 from gossamer.record.progress import say

@@ -10,8 +10,8 @@ from gossamer.clock.saved import plain, rebuilt
 from gossamer.errors import TrainingError
 from gossamer.finite import GO_ON
 from gossamer.record import checkpoint
-from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import RunFolder, Unrecorded
+from gossamer.record.lineage import Lineage
 from gossamer.record.logs.events import EventWriter
 from gossamer.record.logs.trace import Entry
 from gossamer.run.bookkeeping.spent_seconds import EventSeconds

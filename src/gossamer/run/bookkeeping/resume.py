@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from gossamer.errors import ConfigError
 from gossamer.optimizers.inner import lr_scale
 from gossamer.record.branches import Branch, described, read_branches, write_branches
-from gossamer.record.checkpoint import Lineage
+from gossamer.record.lineage import Lineage
 from gossamer.run.config.resolve import CHANGEABLE, differences, settings_in
 from gossamer.run.config.resolved import RunSettings
 
@@ -39,7 +39,7 @@ class History(NamedTuple):
     def lineage(self) -> Lineage:
         """Whose checkpoints the run may go on from."""
         now = [(self.before.digest, 1 << 31)] if self.changes else []
-        return Lineage(self.config.digest, (*_earlier(self.branches), *now))
+        return self.config.line._replace(earlier=(*_earlier(self.branches), *now))
 
     def go_on(self, folder: Path, round: int) -> Lineage:
         """Records that the run goes on from this round, and returns whose checkpoints belong to it from now on."""
@@ -51,7 +51,7 @@ class History(NamedTuple):
             log.warning("settings change %s%s", described(kept[-1]), self._jump(round))
         if kept != self.branches:
             write_branches(folder, kept)
-        return Lineage(self.config.digest, _earlier(kept))
+        return self.config.line._replace(earlier=_earlier(kept))
 
     def _jump(self, round: int) -> str:
         """What the changes make of the learning rate of the next inner step, in words; empty where they leave it as it is."""
@@ -86,7 +86,7 @@ def history(config: RunSettings, folder: Path) -> History:
 
 def lineage(config: RunSettings, folder: Path) -> Lineage:
     """Whose checkpoints belong to the run in a folder, which has these settings."""
-    return Lineage(config.digest, _earlier(read_branches(folder)))
+    return config.line._replace(earlier=_earlier(read_branches(folder)))
 
 
 def _earlier(branches: Sequence[Branch]) -> tuple[tuple[str, int], ...]:

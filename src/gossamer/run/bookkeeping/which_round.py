@@ -1,7 +1,8 @@
 """Which round of a run counts: the one from which it goes on, and the one that is scored, in every kind of run.
 
-Of a round an owner (a worker, or the server) has nothing, a sound checkpoint or a damaged one, and these are never taken for each
-other: a run whose checkpoints cannot be read does not begin again over them, and one that goes back to an older round says why.
+Of a round an owner (a worker, or the server) has nothing, a sound checkpoint, or one with a fault of some kind
+(`gossamer.record.fault`), and these are never taken for each other: a run whose checkpoints cannot be read does not begin again
+over them, and one that goes back to an older round says why.
 
 A worker of an elastic run that had died, or was not there yet, has no checkpoint of a round and never will. One that lags has
 none either, and will. What each worker knew of the others when it trained the round tells these apart
@@ -15,13 +16,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gossamer.errors import CheckpointError, ConfigError, GossamerError, PeerError
-from gossamer.record import checkpoint
-from gossamer.record.checkpoint import Lineage
+from gossamer.record.fault import Fault, FaultKind, fault_heard
 from gossamer.record.folder import read_metrics
 from gossamer.record.jsonl import json_lines
+from gossamer.record.lineage import Lineage
 from gossamer.record.logs.outcomes import read_outcomes
 from gossamer.record.whole_files import worker_suffix
-from gossamer.run.bookkeeping.resume import History, lineage
+from gossamer.run.bookkeeping.resume import History, history, lineage
 from gossamer.run.config.document import with_settings
 from gossamer.run.config.resolve import resolve_document
 from gossamer.run.config.resolved import RunSettings
@@ -34,14 +35,17 @@ __all__ = [
     "KeptRounds",
     "choose",
     "ended",
+    "faults_heard",
     "has_ended",
     "heard",
     "kept_by",
+    "must_end_later",
     "must_lose_nothing",
     "newest_of_all",
     "newest_of_any",
     "newest_of_own",
     "said",
+    "tell_unverified",
     "to_evaluate",
     "to_go_on",
     "to_resume",
@@ -55,14 +59,13 @@ Held = Mapping[int, frozenset[int] | None]
 """The rounds of which a worker has a checkpoint, each with those that took part in its view; None for everyone."""
 _MOST_SAID = 64
 """Rounds that a worker tells the others of, the newest ones."""
-_LONGEST = 400  # characters of what is wrong with a checkpoint, in a sentence
 
 
 class KeptRounds(NamedTuple):
     """What an owner has kept of a run."""
 
-    faults: Mapping[int, str | None]
-    """By round of which anything is there: what is wrong with its checkpoint, in a clause that names it; None for nothing."""
+    faults: Mapping[int, Fault | None]
+    """By round of which anything is there: what is wrong with its checkpoint; None for nothing."""
     due: int = 0
     """The newest round whose checkpoint it must have written, as its record says; 0 for none."""
     seen: Held = MappingProxyType({})
@@ -71,7 +74,7 @@ class KeptRounds(NamedTuple):
     @property
     def whole(self) -> Held:
         """Its rounds with which nothing is wrong."""
-        return {round: self.seen.get(round) for round, why in self.faults.items() if why is None}
+        return {round: self.seen.get(round) for round, fault in self.faults.items() if fault is None}
 
 
 class ChosenRound(NamedTuple):
@@ -81,23 +84,28 @@ class ChosenRound(NamedTuple):
     """0 where none does."""
     kept: Mapping[int, KeptRounds]
     """By owner, with what was found wrong when the checkpoints were read."""
-    skipped: dict[int, str]
+    skipped: dict[int, tuple[Fault, ...]]
     """The newer rounds, newest first, each with why it does not count."""
 
     @property
     def damaged(self) -> bool:
-        """Whether a newer checkpoint is there and damaged."""
-        newer = (why for one in self.kept.values() for r, why in one.faults.items() if r > self.round)
-        return any(why is not None and checkpoint.ABSENT not in why for why in newer)
+        """Whether anything is there of a newer checkpoint that cannot be gone on from; its round is put aside then."""
+        newer = [fault for one in self.kept.values() for r, fault in one.faults.items() if r > self.round]
+        return any(fault is not None and fault.kind != FaultKind.ABSENT for fault in newer)
 
     def tell(self, who: str = "") -> None:
         """Warns of the rounds that are skipped, and of damaged checkpoints of this one; `who` begins each sentence."""
-        for round, why in self.skipped.items():
+        for round, faults in self.skipped.items():
             instead = f"round {self.round} counts" if self.round else "no older one is sound"
-            log.warning("%sround %d is skipped: %s; %s", who, round, why, instead)
+            log.warning("%sround %d is skipped: %s; %s", who, round, _in_words(faults), instead)
         for owner, one in self.kept.items():
-            if self.round and (why := one.faults.get(self.round)) is not None:
-                log.warning("%sworker %d has no sound checkpoint of round %d: %s", who, owner, self.round, why)
+            if self.round and (fault := one.faults.get(self.round)) is not None:
+                log.warning("%sworker %d has no sound checkpoint of round %d: %s", who, owner, self.round, fault.why)
+
+
+def _in_words(faults: Sequence[Fault]) -> str:
+    more = f" and {len(faults) - 4} more" if len(faults) > 4 else ""
+    return " and ".join(fault.why for fault in faults[:4]) + more
 
 
 # --- what is there ----------------------------------------------------------------------------------------------------
@@ -119,7 +127,7 @@ def kept_by(
     for owner in owners:
         seen = {one.round + 1: one.alive for life in lives.get(owner, []) for one in life.rounds}
         # A worker that leaves before the first round is over saves round 0, for others to see that its slot is free.
-        kept[owner] = KeptRounds({r: why for r, why in store.faults(owner, line).items() if r}, due[owner], seen)
+        kept[owner] = KeptRounds({r: fault for r, fault in store.faults(owner, line).items() if r}, due[owner], seen)
     return kept
 
 
@@ -150,8 +158,8 @@ def _newest_due(config: RunSettings, passed: int) -> int:
 
 def said(one: KeptRounds) -> list[Any]:
     """What a worker tells the others of what it has, as JSON holds it."""
-    newest = sorted(one.faults)[-_MOST_SAID:]
-    return [one.due, [[r, _clipped(one.faults[r]), _listed(one.seen.get(r))] for r in newest]]
+    newest = sorted(one.faults.items())[-_MOST_SAID:]
+    return [one.due, [[r, fault and fault.said, _listed(one.seen.get(r))] for r, fault in newest]]
 
 
 def heard(worker: int, value: object) -> KeptRounds:
@@ -161,36 +169,48 @@ def heard(worker: int, value: object) -> KeptRounds:
             found = [_round_heard(one) for one in rounds]
             known = [one for one in found if one is not None]
             if len(known) == len(found):
-                faults = {r: why for r, why, _ in known}
+                faults = {r: fault for r, fault, _ in known}
                 return KeptRounds(faults, due, {r: seen for r, _, seen in known})
     raise PeerError(
         f"worker {worker} does not say which checkpoints it has ({value!r:.60}); install the same gossamer version everywhere"
     )
 
 
-def _round_heard(value: object) -> tuple[int, str | None, frozenset[int] | None] | None:
+def _round_heard(value: object) -> tuple[int, Fault | None, frozenset[int] | None] | None:
     match value:
-        case [int(r), None | str() as why, None] if 0 < r < 1 << 31:
-            return r, _clipped(why), None
-        case [int(r), None | str() as why, [*slots]] if 0 < r < 1 << 31 and all(isinstance(one, int) for one in slots):
-            return r, _clipped(why), frozenset(one for one in slots if isinstance(one, int))
+        case [int(r), fault, None | [*_] as slots] if 0 < r < 1 << 31 and all(
+            isinstance(one, int) for one in slots or ()
+        ):
+            found = fault_heard(fault)
+            if (found is None) == (fault is None):
+                return r, found, None if slots is None else frozenset(one for one in slots if isinstance(one, int))
     return None
+
+
+def faults_heard(said: Sequence[object]) -> list[Fault | None]:
+    """What is wrong with the checkpoint of one round, as each worker has said it. Raises PeerError for anything else."""
+    found = [fault_heard(one) for one in said]
+    for worker, (one, fault) in enumerate(zip(said, found, strict=True)):
+        if one is not None and fault is None:
+            raise PeerError(
+                f"worker {worker} does not say what is wrong with its checkpoint ({one!r:.60}); install the same gossamer "
+                "version everywhere"
+            )
+    return found
 
 
 def together(processes: Sequence[KeptRounds]) -> KeptRounds:
     """What a worker has of which each stage is a process of its own: a round is whole where all of them have it.
 
-    >>> together([KeptRounds({10: None, 20: None}), KeptRounds({10: None})]).faults
-    {10: None, 20: 'one of its stages has no checkpoint of it'}
+    >>> together([KeptRounds({10: None, 20: None}), KeptRounds({10: None})]).faults[20].why
+    'one of its stages has no checkpoint of it'
     """
+    absent = Fault(FaultKind.ABSENT, "one of its stages has no checkpoint of it")
     rounds = sorted({r for one in processes for r in one.faults})
-    whys = {r: [one.faults.get(r, f"one of its stages {checkpoint.ABSENT} it") for one in processes] for r in rounds}
-    faults = {r: next((why for why in each if why is not None), None) for r, each in whys.items()}
-    return KeptRounds(faults, max(one.due for one in processes))
-
-
-def _clipped(why: str | None) -> str | None:
-    return why if why is None else why[:_LONGEST]
+    found = {r: [one.faults.get(r, absent) for one in processes] for r in rounds}
+    return KeptRounds(
+        {r: next(filter(None, each), None) for r, each in found.items()}, max(one.due for one in processes)
+    )
 
 
 def _listed(slots: frozenset[int] | None) -> list[int] | None:
@@ -203,7 +223,7 @@ def _listed(slots: frozenset[int] | None) -> list[int] | None:
 def choose(
     kept: Mapping[int, KeptRounds],
     pick: Callable[[Mapping[int, Held]], int],
-    read: Callable[[int], Mapping[int, str | None]],
+    read: Callable[[int], Mapping[int, Fault | None]],
 ) -> ChosenRound:
     """The round that counts, of which all checkpoints that are whole have been read and are sound.
 
@@ -212,31 +232,33 @@ def choose(
         read: what is wrong with the content of the checkpoints of a round, by owner.
 
     >>> kept = {0: KeptRounds({10: None, 20: None}), 1: KeptRounds({10: None, 20: None})}
-    >>> choose(kept, newest_of_all, lambda round: {1: "file 'x' has changed" if round == 20 else None})[::2]
-    (10, {20: "file 'x' has changed"})
+    >>> changed = Fault(FaultKind.DAMAGED, "file 'x' has changed")
+    >>> choice = choose(kept, newest_of_all, lambda round: {1: changed if round == 20 else None})
+    >>> choice.round, choice.skipped[20][0].why
+    (10, "file 'x' has changed")
     """
     kept = dict(kept)
     while round := pick({owner: one.whole for owner, one in kept.items()}):
-        spoilt = {owner: why for owner, why in read(round).items() if why and round in kept[owner].whole}
+        spoilt = {owner: fault for owner, fault in read(round).items() if fault and round in kept[owner].whole}
         if not spoilt:
             break
-        for owner, why in spoilt.items():
-            kept[owner] = kept[owner]._replace(faults={**kept[owner].faults, round: why})
+        for owner, fault in spoilt.items():
+            kept[owner] = kept[owner]._replace(faults={**kept[owner].faults, round: fault})
     return ChosenRound(round, kept, _skipped(kept, round, absent=pick is newest_of_all))
 
 
-def _skipped(kept: Mapping[int, KeptRounds], round: int, *, absent: bool) -> dict[int, str]:
+def _skipped(kept: Mapping[int, KeptRounds], round: int, *, absent: bool) -> dict[int, tuple[Fault, ...]]:
     """The newer rounds, each with what is damaged; with `absent` also what is not there."""
     lacking = {one.due: owner for owner, one in kept.items() if one.due > max(one.faults, default=0)} if absent else {}
     newer = {r for one in kept.values() for r in one.faults if r > round} | {r for r in lacking if r > round}
-    found: dict[int, str] = {}
+    found: dict[int, tuple[Fault, ...]] = {}
     for r in sorted(newer, reverse=True):
-        whys = [why for one in kept.values() if (why := one.faults.get(r)) is not None]
+        faults = tuple(fault for one in kept.values() if (fault := one.faults.get(r)) is not None)
         without = [owner for owner, one in kept.items() if r not in one.faults] if absent else []
-        if without and not whys:
-            whys = [f"worker {', '.join(map(str, without))} {checkpoint.ABSENT} it"]
-        if whys:
-            found[r] = " and ".join(whys[:4]) + (f" and {len(whys) - 4} more" if len(whys) > 4 else "")
+        if without and not faults:
+            faults = (Fault(FaultKind.ABSENT, f"worker {', '.join(map(str, without))} has no checkpoint of it"),)
+        if faults:
+            found[r] = faults
     return found
 
 
@@ -311,7 +333,7 @@ def _took_part(held: Mapping[int, Held], round: int) -> set[int]:
 
 
 def to_go_on(
-    past: History, store: Store, kept: Mapping[int, KeptRounds], read: Callable[[int], Mapping[int, str | None]], *, auto: bool,
+    past: History, store: Store, kept: Mapping[int, KeptRounds], read: Callable[[int], Mapping[int, Fault | None]], *, auto: bool,
     pick: Callable[[Mapping[int, Held]], int] = newest_of_all, speaks: bool = True,
 ) -> ChosenRound:  # fmt: skip
     """The round from which the run in a folder goes on; round 0 to start.
@@ -328,21 +350,58 @@ def to_go_on(
     choice = choose(kept, pick, read)
     if not choice.round and not (auto and _may_start(past.before, choice.kept)):
         raise _none_counts(store, choice)
-    if choice.round > past.config.rounds:
-        raise ConfigError(
-            f"run.steps is {past.config.run.steps}, which ends the run after round {past.config.rounds}, but it is at round "
-            f"{choice.round} already; set at least {choice.round * past.config.full_steps}"
-        )
+    _must_reach(past.config, choice.round)
     if speaks:
         choice.tell()
+        tell_unverified(store, choice.round, kept)
     return choice
 
 
+def _must_reach(config: RunSettings, round: int) -> None:
+    if round > config.rounds:
+        raise ConfigError(
+            f"run.steps is {config.run.steps}, which ends the run after round {config.rounds}, but it is at round {round} "
+            f"already; set at least {round * config.full_steps}"
+        )
+
+
+def must_end_later(config: RunSettings, folder: Path) -> None:
+    """Refuses a `run.steps` below the round that a run goes on from, before processes are started that would each say so.
+
+    Raises: ConfigError, as `to_go_on` in each of them. Cost: none where no fewer steps are asked for than before.
+    """
+    past, store = history(config, folder), Store(config, folder)
+    if config.rounds >= past.before.rounds:
+        return
+    kept = kept_by(store, config.owners, past.lineage, past.before)
+    any_counts = config.event_driven and config.kind != "server"
+    pick = newest_of_any if any_counts else to_resume if config.run.elastic else newest_of_all
+    choice = choose(
+        kept, pick, lambda r: {i: store.fault(r, i, past.lineage) for i, one in kept.items() if r in one.whole}
+    )
+    _must_reach(config, choice.round)
+
+
+def tell_unverified(store: Store, round: int, owners: Iterable[int]) -> None:
+    """Warns, once for all of them, where checkpoints of a round are of a version that did not say what they are of."""
+    if unsaid := [owner for owner in owners if round and not store.says_what_it_is_of(round, owner)]:
+        log.warning(
+            "the checkpoints of worker %s after round %d in '%s' were saved by gossamer 0.1.0 or soon after, and say by their "
+            "digest alone what they are of: rule, codec, schedule, topology and local steps could not be compared; the next "
+            "ones say it",
+            ", ".join(map(str, unsaid)), round, store.folder,
+        )  # fmt: skip
+
+
 def _must_be_readable(folder: Path, owners: Iterable[int]) -> None:
-    """Raises DataError or OSError for a log that cannot be cut, before anything of the folder is touched."""
+    """Raises DataError or OSError for a log that cannot be cut, before anything of the folder is touched.
+
+    Metrics and outcomes have been read by `kept_by`.
+    """
     suffixes = {"", *map(worker_suffix, owners)}
     for path in sorted(folder.glob("*.jsonl")):
-        if path.stem.removeprefix(path.stem.partition("-")[0]) in suffixes:
+        kind = path.stem.partition("-")[0]
+        if kind not in ("metrics", "outcomes") and path.stem.removeprefix(kind) in suffixes:
             for _ in json_lines(path):
                 pass
 
@@ -364,8 +423,8 @@ def _may_start(config: RunSettings, kept: Mapping[int, KeptRounds]) -> bool:
 
 
 def _has_never_saved(one: KeptRounds) -> bool:
-    whys = [f"{why}" for why in one.faults.values()]
-    return not one.due and all(checkpoint.UNFINISHED in why or checkpoint.ABSENT in why for why in whys)
+    begun = (FaultKind.UNFINISHED, FaultKind.ABSENT)
+    return not one.due and all(fault is not None and fault.kind in begun for fault in one.faults.values())
 
 
 def _none_counts(store: Store, choice: ChosenRound) -> CheckpointError:
@@ -375,11 +434,13 @@ def _none_counts(store: Store, choice: ChosenRound) -> CheckpointError:
         return CheckpointError(
             f"{where} has no checkpoints to resume from or to score; train past the first one, or start again with another --out"
         )
-    whys = "; ".join(f"round {round}: {why}" for round, why in choice.skipped.items())
-    if all(" has digest " in why for why in choice.skipped.values()):
+    whys = "; ".join(f"round {round}: {_in_words(faults)}" for round, faults in choice.skipped.items())
+    kinds = {fault.kind for faults in choice.skipped.values() for fault in faults}
+    if kinds == {FaultKind.FOREIGN}:
         return CheckpointError(
             f"run.toml has changed since the checkpoints in {where} were written, or they are of another run ({whys}); restore "
-            "it, or start again with another --out"
+            "it, or start again with another --out",
+            FaultKind.FOREIGN,
         )
     sound = [f"that of worker {owner} after round {max(one.whole)}" for owner, one in kept.items() if one.whole]
     only = f"only {' and '.join(sound)} is" if sound else "none is"
@@ -406,7 +467,7 @@ def _may_be_elastic(config: RunSettings) -> bool:
 
 def newest_of_own(
     store: Store, owner: int, line: Lineage, before: RunSettings | None = None,
-    read: Callable[[int], str | None] | None = None,
+    read: Callable[[int], Fault | None] | None = None,
 ) -> ChosenRound:  # fmt: skip
     """The newest sound round of one owner, which goes on from it by itself; it says which newer ones are damaged.
 
@@ -415,6 +476,7 @@ def newest_of_own(
     kept = kept_by(store, [owner], line, before)
     choice = choose(kept, newest_of_all, lambda r: {owner: store.fault(r, owner, line) if read is None else read(r)})
     choice.tell(f"worker {owner}: ")
+    tell_unverified(store, choice.round, [owner])
     return choice
 
 
@@ -459,6 +521,7 @@ def to_evaluate(store: Store, line: Lineage, round: int | None) -> tuple[int, li
     if not choice.round:
         raise _none_counts(store, choice)
     choice.tell()
+    tell_unverified(store, choice.round, having)
     if missing := [owner for owner, one in choice.kept.items() if one.whole and owner not in having]:
         log.warning(
             "round %d has no checkpoint of worker %s; the mean model is that of worker %s",
@@ -471,7 +534,7 @@ def _does_not_count(round: int, kept: Mapping[int, KeptRounds], *, every: bool) 
     """Why the round that was asked for cannot be scored."""
     having = {r: [i for i, one in kept.items() if r in one.whole] for one in kept.values() for r in one.faults}
     complete = sorted(r for r, some in having.items() if some and (len(some) == len(kept) or not every))
-    whys = [why for one in kept.values() if (why := one.faults.get(round)) is not None]
+    whys = [fault.why for one in kept.values() if (fault := one.faults.get(round)) is not None]
     what = "has no checkpoint of any worker" if not every else "lacks some checkpoints"
     return CheckpointError(
         f"round {round} {what if not whys else 'is damaged: ' + ' and '.join(whys)}; complete are: "

@@ -17,6 +17,7 @@ from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network
 from gossamer.optimizers.inner import InnerConfig
 from gossamer.record.folder import RecordConfig
+from gossamer.record.lineage import Lineage, in_words, state_is_of
 from gossamer.rounds.compatibility.combination import Kind
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.schedule import Schedule
@@ -82,6 +83,25 @@ class RunSettings(RunLength):
     def owners(self) -> range:
         """The owners whose checkpoints a complete round has: all workers, or the server, whose number follows theirs."""
         return range(self.workers, self.workers + 1) if self.kind == "server" else range(self.workers)
+
+    @property
+    def line(self) -> Lineage:
+        """Whose checkpoints belong to a run whose settings have not changed on its way."""
+        kind = {"server": "server", "pair": "pair"}.get(self.kind, "rule")
+        return Lineage(self.digest, of=state_is_of(
+            self.decisive.get(f"{kind}.name", ""), self._options(kind), topology=self._in_words("topology"), workers=self.workers,
+            codec=self._in_words("codec"), schedule=self._in_words("schedule"), local_steps=f"{self.decisive['run.local_steps']}",
+        ))  # fmt: skip
+
+    def _in_words(self, table: str) -> str:
+        return in_words(self.decisive.get(f"{table}.name", "none"), self._options(table))
+
+    def _options(self, table: str) -> dict[str, Any]:
+        """The other keys of a table of the file, as far as they decide the numbers."""
+        found = {
+            key.removeprefix(f"{table}."): value for key, value in self.decisive.items() if key.startswith(f"{table}.")
+        }
+        return {key: value for key, value in found.items() if key != "name"}
 
     @property
     def fragments(self) -> tuple[int, Pattern]:

@@ -18,10 +18,11 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from gossamer.errors import ConfigError, GossamerError, PeerError, first_line
 from gossamer.record import checkpoint
 from gossamer.record.addresses import Address, read_addresses, write_address
-from gossamer.record.checkpoint import Lineage
+from gossamer.record.fault import Fault
+from gossamer.record.lineage import Lineage
 from gossamer.record.progress import say
 from gossamer.run.bookkeeping.resume import History, Resume, history, lineage
-from gossamer.run.bookkeeping.which_round import Held, KeptRounds, heard, newest_of_own, said, to_go_on
+from gossamer.run.bookkeeping.which_round import Held, KeptRounds, faults_heard, heard, newest_of_own, said, to_go_on
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.participant.agreement import limits_of
 from gossamer.run.worker.stages.checkpoints import Store
@@ -150,14 +151,13 @@ def started(
         member, common, [address, nonce, said(own.kept), own.more], settings=settings, timeout_s=wait_s
     )  # fmt: skip
     known = [fact_of(slot, value, brought) for slot, value in enumerate(stated)]
-    kept, line, after = {slot: one.kept for slot, one in enumerate(known)}, Lineage(config.digest), 0
+    kept, line, after = {slot: one.kept for slot, one in enumerate(known)}, config.line, 0
 
-    def read(round: int) -> dict[int, str | None]:
+    def read(round: int) -> dict[int, Fault | None]:
         if not brought.one_round:  # each has read its own, and has said what is wrong with them
             return {}
-        why = store.fault(round, me, line if past is None else past.lineage) if round in own.kept.whole else None
-        whys = agree(member, common, why, timeout_s=wait_s)
-        return {slot: None if why is None else f"{why}" for slot, why in enumerate(whys)}
+        found = store.fault(round, me, line if past is None else past.lineage) if round in own.kept.whole else None
+        return dict(enumerate(faults_heard(agree(member, common, found and found.said, timeout_s=wait_s))))
 
     try:
         if past is not None:

@@ -24,7 +24,6 @@ from gossamer.clock.pair_worker import PairWorker
 from gossamer.clock.phases import LoopOptions
 from gossamer.errors import ConfigError, DataError
 from gossamer.finite import must_be_finite
-from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import RunFolder
 from gossamer.record.logs.events import EventWriter
 from gossamer.record.logs.order import (
@@ -99,7 +98,7 @@ class _Run:
     messages: "_Messages"
 
     def __init__(self, config: ResolvedRun, folder: Path) -> None:
-        self.config, self.folder, self.line = config, folder, Lineage(config.digest)
+        self.config, self.folder, self.line = config, folder, config.line
         self._task, self._device = task_of(config), one_device(config.run.device)
         self._probe = Probe(config, self._task, self._device)
         self.states: dict[Source, bytes | None] = {}

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from gossamer.errors import ConfigError
 from gossamer.record import checkpoint
-from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import read_metrics
+from gossamer.record.lineage import Lineage
 from gossamer.record.logs.outcomes import read_outcomes
 from gossamer.record.machines import read_machines, this_machine
 from gossamer.run.bookkeeping.evaluate import Probe
@@ -184,10 +184,10 @@ def _sound(folder: Path, slots: Sequence[int], line: Lineage) -> _Sound:
     store, sound = folder / "checkpoints", set[tuple[int, int]]()
     for slot in slots:
         for round, found in checkpoint.faults(store, slot, line).items():
-            if (why := found or checkpoint.fault(store, round, slot, line)) is None:
+            if (fault := found or checkpoint.fault(store, round, slot, line)) is None:
                 sound.add((slot, round))
             else:
-                log.warning("the checkpoint of worker %d after round %d is left out: %s", slot, round, why)
+                log.warning("the checkpoint of worker %d after round %d is left out: %s", slot, round, fault.why)
     return sound
 
 

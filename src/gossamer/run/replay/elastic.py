@@ -15,7 +15,6 @@ from typing import Any
 
 from gossamer.errors import ConfigError
 from gossamer.record import checkpoint
-from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import RunFolder
 from gossamer.record.logs.outcomes import Life, read_outcomes
 from gossamer.run.bookkeeping.evaluate import Probe, Probes, Result, assess
@@ -123,5 +122,5 @@ class _Replay:
         self._lanes.each(lambda worker: self._save(worker, finished), self._present)
 
     def _save(self, worker: Worker, finished: int) -> None:
-        line = Lineage(self._repeat.stretch.config.digest)
+        line = self._repeat.stretch.config.line
         checkpoint.save(self._folder / "checkpoints", finished, worker.index, worker.state(), digest=line, keep=KEPT)

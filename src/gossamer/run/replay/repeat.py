@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gossamer.errors import ConfigError
 from gossamer.record import checkpoint
-from gossamer.record.checkpoint import Lineage
+from gossamer.record.lineage import Lineage
 from gossamer.record.logs.outcomes import Begun, Followed
 from gossamer.record.packed import cold, packed, unpacked
 from gossamer.rounds.compatibility.combine import Method

@@ -20,8 +20,8 @@ from gossamer.codecs.message import encode
 from gossamer.errors import ConfigError, LostConnectionError
 from gossamer.finite import must_be_finite
 from gossamer.record import checkpoint
-from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import RunFolder
+from gossamer.record.lineage import Lineage
 from gossamer.record.logs.events import EventWriter
 from gossamer.record.whole_files import worker_suffix
 from gossamer.rng import key as random_key
@@ -29,7 +29,7 @@ from gossamer.run.bookkeeping.journal import log_phase
 from gossamer.run.bookkeeping.resume import History, Resume, history, lineage
 from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
 from gossamer.run.bookkeeping.text_read import tell_text
-from gossamer.run.bookkeeping.which_round import kept_by, must_lose_nothing
+from gossamer.run.bookkeeping.which_round import kept_by, must_lose_nothing, tell_unverified
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.participant.agreement import HERE, limits_of, run_key, run_settings, use_threads
 from gossamer.run.served.protocol import OWNED, Terms, terms_of
@@ -84,9 +84,9 @@ class ServedWorker:
         found = checkpoint.faults(self._store, self.index, self._lineage)
         newest = [r for r, why in found.items() if why is None][-OWNED:]
         found |= {r: checkpoint.fault(self._store, r, self.index, self._lineage) for r in newest}
-        damaged = {r: why for r, why in found.items() if why is not None}
-        for round, why in damaged.items():
-            log.warning("worker %d skips its round %d: %s", self.index, round, why)
+        damaged = {r: fault for r, fault in found.items() if fault is not None}
+        for round, fault in damaged.items():
+            log.warning("worker %d skips its round %d: %s", self.index, round, fault.why)
         self._damaged = max(damaged, default=0)
         return [r for r in newest if found[r] is None]
 
@@ -95,6 +95,7 @@ class ServedWorker:
         if terms.again:
             checkpoint.rewind(self._store, terms.checkpoint, self.index, aside=self._damaged > terms.checkpoint)
             if terms.checkpoint:
+                tell_unverified(Store(self.config, self._store.parent), terms.checkpoint, [self.index])
                 self.learner.restore(checkpoint.load(self._store, terms.checkpoint, self.index, self._lineage))
         self._terms, self._worker = terms, ServerWorker(self.learner, self.learner.spans, starts)
 

@@ -20,8 +20,8 @@ from gossamer.network.inner_steps import InnerSteps
 from gossamer.network.links import Network, jitter_factors
 from gossamer.network.pacing import PaceNote, links_at, uplinks_bps
 from gossamer.record import checkpoint
-from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import RunFolder, read_metrics
+from gossamer.record.lineage import Lineage
 from gossamer.record.logs.pipeline_work import write_pipeline
 from gossamer.record.logs.stage_seconds import STAGES_FILE, stage_lines
 from gossamer.record.logs.trace import read_trace
@@ -72,7 +72,7 @@ class Rounds:
         mailboxes, together = MemoryNetwork(config.workers), Together(config.workers)
         self.workers = crew(config, self.task, m, probe.x, mailboxes.transport, together)
         self._sends_per_round = m.sends_per_round
-        self.finished, line = 0, Lineage(config.digest)
+        self.finished, line = 0, config.line
         if resume:
             self.finished, line = _restore(self.workers, config, folder, auto=resume == "auto")
         self._cut = self.finished if resume else None
@@ -181,7 +181,7 @@ def _restore(workers: Sequence[Worker], config: RunSettings, folder: Path, *, au
     Raises: CheckpointError, ConfigError.
     """
     store, past = Store(config, folder), history(config, folder)
-    line, new = past.lineage, Lineage(config.digest)
+    line, new = past.lineage, config.line
     choice = to_go_on(
         past, store, kept_by(store, config.owners, line, past.before), auto=auto,
         read=lambda round: {owner: store.fault(round, owner, line) for owner in config.owners},

@@ -133,7 +133,7 @@ class _Ended:
 
     def models(self) -> list[Tensor]:
         """The parameters of each worker, or of the server."""
-        store, line = self.folder / "checkpoints", checkpoint.Lineage(self.config.digest)
+        store, line = self.folder / "checkpoints", self.config.line
         return [checkpoint.load(store, self.finished, owner, line)["x"] for owner in self.config.owners]
 
     def buffers(self) -> list[list[Tensor]]:

@@ -22,8 +22,8 @@ from gossamer.clock.saved import plain, rebuilt, within
 from gossamer.errors import CheckpointError, ConfigError
 from gossamer.network.links import Network
 from gossamer.record import checkpoint
-from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import RunFolder
+from gossamer.record.lineage import Lineage
 from gossamer.record.logs.events import EventWriter
 from gossamer.record.progress import say
 from gossamer.rounds.compatibility.combine import Method
@@ -68,7 +68,7 @@ class Events:
         must_start_alike(self._learners)
         self._run, probe = _loop(config, config.network, self._learners), Probe(config, self.task, device)
         self._pending: deque[Record] = deque()
-        newest, line = _found(config, folder, auto=resume == "auto") if resume else (0, Lineage(config.digest))
+        newest, line = _found(config, folder, auto=resume == "auto") if resume else (0, config.line)
         save = saver(line, folder, lambda: _snapshots(self._run, config.workers, self._state()))
         self._journal = Journal(config, lambda: self._record, lambda: self._assessed(probe), save)
         self._events = EventJournal(self._journal, lambda: self._log, EventSeconds(config.workers, self._name))

@@ -18,8 +18,9 @@ from gossamer.data.tokenizer import load_tokenizer
 from gossamer.errors import GossamerError
 from gossamer.network.pacing import note_of
 from gossamer.record import checkpoint
-from gossamer.record.checkpoint import Lineage
+from gossamer.record.fault import Fault
 from gossamer.record.folder import RunFolder, Unrecorded
+from gossamer.record.lineage import Lineage
 from gossamer.record.logs.pipeline_work import PipelineWork, write_pipeline
 from gossamer.record.logs.stage_seconds import StageLog, end_logs_of_others, stage_log
 from gossamer.record.progress import quieted, say
@@ -34,6 +35,7 @@ from gossamer.run.bookkeeping.which_round import (
     ChosenRound,
     KeptRounds,
     ended,
+    faults_heard,
     heard,
     kept_by,
     said,
@@ -196,7 +198,7 @@ def _train_rounds(
     Returns: after how many rounds all were stopped, with what is there to go on from; None at the end of the run.
     """
     config, worker, stopwatch, newest = store.config, trainer.worker, trainer.stopwatch, choice and choice.round
-    line, first = Lineage(config.digest), newest or 0
+    line, first = config.line, newest or 0
     if past is not None and choice is not None:
         line = _restore(worker, past, store, member, choice)
     board = Board(member.entries, member.rank, member.ranks, patience_s=min(2.0, config.run.timeout_s / 4))
@@ -319,10 +321,11 @@ def _agreed_round(
     ]  # of each process: those of a worker have a stage each
     kept = {i: together([heard(i, fact) for j, fact in zip(owners, facts, strict=True) if i == j]) for i in {*owners}}
 
-    def read(round: int) -> dict[int, str | None]:
-        whys = agree(member, common, store.fault(round, me, past.lineage), timeout_s=timeout_s)
-        found: dict[int, str | None] = dict.fromkeys(kept)
-        return found | {i: f"{why}" for i, why in zip(owners, whys, strict=True) if why is not None}
+    def read(round: int) -> dict[int, Fault | None]:
+        mine = store.fault(round, me, past.lineage)
+        faults = faults_heard(agree(member, common, mine and mine.said, timeout_s=timeout_s))
+        found: dict[int, Fault | None] = dict.fromkeys(kept)
+        return found | {i: fault for i, fault in zip(owners, faults, strict=True) if fault is not None}
 
     try:
         return to_go_on(past, store, kept, read, auto=auto, speaks=member.rank == 0)
@@ -338,7 +341,7 @@ def _restore(worker: Worker, past: History, store: Store, member: Member, choice
     # a checkpoint of it under this digest, before anything newer goes and the branch is written.
     if round:
         worker.restore(store.load(worker.replica.task, round, me, line))
-        store.take_over(me, round, worker.state(), line, Lineage(config.digest))
+        store.take_over(me, round, worker.state(), line, config.line)
     checkpoint.rewind(store.path, round, me, aside=choice.damaged)
     going_on = past.go_on(store.folder, round)
     # Where stages were laid out otherwise before, a process reads files that another one forgets next.

@@ -22,7 +22,9 @@ from gossamer.models.stages import OwnLayers
 from gossamer.optimizers.by_name import for_optimizer, named_state
 from gossamer.optimizers.inner import build_optimizer
 from gossamer.record import checkpoint
-from gossamer.record.checkpoint import Lineage
+from gossamer.record.fault import Fault, FaultKind
+from gossamer.record.lineage import Lineage
+from gossamer.record.whole_files import worker_suffix
 from gossamer.run.config.layouts import Spans, arranged
 from gossamer.run.config.pipeline import cuts_of
 from gossamer.run.config.resolved import RunSettings
@@ -85,24 +87,38 @@ class Store(NamedTuple):
         """
         found: dict[int, Partition] = {}
         for other in self._others():
-            found |= {r: other for r, why in self._faults(other, worker, line).items() if why is None}
+            found |= {r: other for r, fault in self._faults(other, worker, line).items() if fault is None}
         return found | dict.fromkeys(checkpoint.rounds(self.path, worker, line), self.own)
 
-    def faults(self, worker: int, line: Lineage) -> dict[int, str | None]:
+    def faults(self, worker: int, line: Lineage) -> dict[int, Fault | None]:
         """What is wrong with each round of which anything of a worker is there, as `checkpoint.faults` has it.
 
         None stands for one that this process can go on from, with the checkpoints of any partition.
         """
-        found: dict[int, str | None] = {}
+        found: dict[int, Fault | None] = {}
         for one in (*self._others(), self.own):
-            for round, why in self._faults(one, worker, line).items():
-                found[round] = None if found.get(round, "") is None else why
+            for round, fault in self._faults(one, worker, line).items():
+                found[round] = None if round in found and found[round] is None else fault
         return dict(sorted(found.items()))
 
-    def fault(self, round: int, worker: int, line: Lineage) -> str | None:
-        """Why this round cannot be gone on from, in one clause; None when it can. Cost: that of reading all it needs."""
+    def fault(self, round: int, worker: int, line: Lineage) -> Fault | None:
+        """Why this round cannot be gone on from; None when it can. Cost: that of reading all it needs."""
         paths = self._paths(self.sources(worker, line).get(round, self.own))
-        return next((why for path in paths if (why := checkpoint.fault(path, round, worker, line)) is not None), None)
+        try:
+            for path in paths:
+                self._must_be_at(round, worker, checkpoint.load(path, round, worker, line))
+        except CheckpointError as error:
+            return Fault.of(error)
+        return None
+
+    def says_what_it_is_of(self, round: int, worker: int) -> bool:
+        """Whether the checkpoints of a round that counts have more to compare than a digest; true where this process has none."""
+        found = [
+            each for each in (self.own, *self._others()) if round in checkpoint.rounds(self._paths(each)[0], worker)
+        ]
+        return all(
+            checkpoint.says_what_it_is_of(path, round, worker) for each in found[:1] for path in self._paths(each)[:1]
+        )
 
     def load(self, task: Task, round: int, worker: int, line: Lineage) -> dict[str, Any]:
         """The state of this process, put together and cut anew where it was saved by other stages.
@@ -110,7 +126,9 @@ class Store(NamedTuple):
         Raises: CheckpointError. Cost: with other stages, the state of a whole worker and a model.
         """
         source = self.sources(worker, line).get(round, self.own)
-        states = [checkpoint.load(path, round, worker, line) for path in self._paths(source)]
+        states = [
+            self._must_be_at(round, worker, checkpoint.load(path, round, worker, line)) for path in self._paths(source)
+        ]
         if source == self.own:
             return states[0]
         model = cast(Llama, task.model())
@@ -136,13 +154,34 @@ class Store(NamedTuple):
                 with contextlib.suppress(OSError):  # other workers may have theirs there
                     path.rmdir()
 
-    def _faults(self, one: Partition, worker: int, line: Lineage) -> dict[int, str | None]:
+    def _must_be_at(self, round: int, worker: int, state: dict[str, Any]) -> dict[str, Any]:
+        """The state. Raises CheckpointError unless it has as many inner steps behind it as its worker takes in so many rounds."""
+        config, step = self.config, state.get("steps_taken")
+        if config.kind != "rounds" or config.run.adapt or config.run.elastic or step is None:
+            return state
+        if (
+            self.folder / f"outcomes{worker_suffix(worker)}.jsonl"
+        ).exists():  # it was elastic, and may have joined late
+            return state
+        needed = round * config.local_steps_of(worker)
+        if step != needed:
+            raise CheckpointError(
+                f"the checkpoint of worker {worker} after round {round} has step {step!r:.40} but needs {needed}; resume with "
+                "the run file that wrote it, or from an older round",
+                FaultKind.MISPLACED,
+            )
+        return state
+
+    def _faults(self, one: Partition, worker: int, line: Lineage) -> dict[int, Fault | None]:
         """As `faults`, of the checkpoints of one partition."""
         stages = {path: checkpoint.faults(path, worker, line) for path in self._paths(one)}
-        found: dict[int, str | None] = {}
+        found: dict[int, Fault | None] = {}
         for round in {round for each in stages.values() for round in each}:
-            whys = (each.get(round, f"'{path}' {checkpoint.ABSENT} worker {worker}") for path, each in stages.items())
-            found[round] = next((why for why in whys if why is not None), None)
+            faults = (
+                each.get(round, Fault(FaultKind.ABSENT, f"'{path}' has no checkpoint of worker {worker}"))
+                for path, each in stages.items()
+            )
+            found[round] = next((fault for fault in faults if fault is not None), None)
         return found
 
     def _paths(self, source: Partition) -> list[Path]:
