@@ -1,7 +1,9 @@
 """The first hour: what is in the wheel, files to start from, the demo, results for programs, and links that lead somewhere."""
 
+import contextlib
 import importlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -14,8 +16,10 @@ import pytest
 
 from commands import Command
 from gossamer.cli import VERBS, main
+from gossamer.cli.demo import NEXT, meaning
 from gossamer.cli.init import EXAMPLES
 from gossamer.record.folder import read_metrics
+from gossamer.report.results import PointResult, read_results
 from tiny import document
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +90,7 @@ def test_the_demo_leaves_its_models_and_no_checkpoints_and_can_be_asked_for_agai
     assert main(words) == 0
     out, err = capsys.readouterr()
     assert "GASLoC 1-Peer" in out and "DiLoCo" in out and "round 2 of 2" in err
+    assert "What it means: " in out and out.endswith(f"{NEXT}\n") and "watch:" not in err, "no terminal, no page"
     runs = [tmp_path / "demo" / name for name in ("gasloc-1-peer", "diloco")]
     assert all((run / "model" / "model.safetensors").exists() for run in runs)
     assert not any((run / "checkpoints").exists() for run in runs)
@@ -242,3 +247,34 @@ def test_no_link_of_a_page_is_broken(page: Path) -> None:
             continue
         assert there.exists(), f"{page}: {target}"
         assert not anchor or anchor in anchors(there), f"{page}: {target} names no heading"
+
+
+def outcome(method: str, loss: float | None, straggler_s: float, seed: int = 0) -> PointResult:
+    row = {"method": method, "loss": loss, "wall_s": {"even": 1.0, "straggler": straggler_s}}
+    return PointResult(method, {}, seed, row, None)
+
+
+def test_the_demo_says_in_a_sentence_what_its_table_means_and_what_comes_next(tmp_path: Path) -> None:
+    slow = [outcome("GASLoC 1-Peer", 1.86, 862), outcome("DiLoCo", 1.79, 1104), outcome("gossip 1-Peer", 1.9, 862)]
+    said = meaning(slow)
+    assert "DiLoCo reaches the lowest validation loss (1.790)" in said and "it takes 18 min 24 s" in said
+    assert "GASLoC 1-Peer 14 min 22 s, with a loss of 1.860" in said and "With one seed each" in said
+    assert "also takes the least time" in meaning([slow[0], outcome("DiLoCo", 1.95, 1104)])
+    assert "--seeds" not in meaning([*slow, *(one._replace(seed=1) for one in slow)])
+    for lacking in ([], [outcome("DiLoCo", None, 1.0)], [slow[0], outcome("DiLoCo", math.nan, 1.0)]):
+        assert "says nothing yet" in meaning(lacking)
+    committed = meaning(read_results(ROOT / "docs" / "results" / "demo.jsonl"))
+    assert committed.startswith("What it means: DiLoCo reaches") and "and GASLoC 1-Peer 14 min" in committed
+    words = [line.partition("#")[0].split() for line in NEXT.splitlines()[1:]]
+    text = tmp_path / "text.txt"
+    text.write_text("all that is read is read again\n" * 400)
+    few = ("model.layers=1", "run.steps=1", "run.local_steps=1", "inner.warmup_steps=0", "workers=2", "data.seq_len=8")
+    fewer = [word for one in (*few, "run.eval_batches=1", "data.batch_size=1") for word in ("--set", one)]
+    ran = []
+    with contextlib.chdir(tmp_path):
+        for _, verb, *rest in words:
+            given = [word.replace("TEXT", str(text)) for word in rest]
+            if verb != "play":
+                assert main([verb, *given, *(fewer if verb == "simulate" else [])]) == 0, verb
+            ran.append(verb)
+    assert ran == ["init", "simulate", "plan", "play"]

@@ -111,6 +111,17 @@ def test_the_validations_of_real_workers_are_one_line_when_all_have_theirs(tmp_p
     assert "val 2.5" in out.getvalue() and "in exchange 0.75 s" in out.getvalue() and "workers 2/2" in out.getvalue()
 
 
+def test_priced_seconds_of_a_simulation_are_not_called_seconds_in_exchanges(tmp_path: Path) -> None:
+    out, clock = StringIO(), Clock()
+    with RunFolder(tmp_path, RUN_TOML) as run, plain(out, clock) as terminal:
+        terminal.follow("a", tmp_path)
+        for i in range(2):
+            run.log("train", round=0, worker=i, step=2, loss=3.0, lr=1e-3, tokens=64)
+            run.log_seconds(RoundSeconds(0, i, "home", 1.0, 0.25, {1 - i: 0.5}, 0.0, 1.75))
+        terminal.ended()
+    assert "priced exchange on home 0.75 s" in out.getvalue() and "in exchange" not in out.getvalue()
+
+
 def test_nothing_is_shown_where_it_is_quiet(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with quieted(), Terminal() as terminal:
         terminal.follow("a", tmp_path)

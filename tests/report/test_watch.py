@@ -24,7 +24,7 @@ from gossamer.record.logs.seconds import RoundSeconds
 from gossamer.report.page.assets import ASSETS
 from gossamer.report.page.contents import groups_of
 from gossamer.report.page.live import LiveRuns
-from gossamer.report.page.web import Page, page_server
+from gossamer.report.page.web import Page, page_server, show_page
 from gossamer.report.verdict import verdict
 from tiny import document
 
@@ -163,6 +163,35 @@ def test_a_page_beside_a_run_ends_when_the_run_has_gone_and_nobody_looks(tmp_pat
         assert beside.poll() is None and not (tmp_path / "later").exists(), "it only reads"
         beside.stdin.close()
         assert beside.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("platform", "screen", "terminal", "opens"),
+    [
+        ("linux", "DISPLAY", True, True), ("linux", "BROWSER", True, True), ("linux", "", True, False),
+        ("linux", "DISPLAY", False, False), ("darwin", "", True, True), ("win32", "", False, False),
+    ],
+)  # fmt: skip
+def test_a_page_opens_by_itself_where_somebody_sits_before_a_browser(
+    monkeypatch: pytest.MonkeyPatch, platform: str, screen: str, terminal: bool, opens: bool
+) -> None:
+    import webbrowser
+
+    opened = list[str]()
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
+        monkeypatch.delenv(name, raising=False)
+    if screen:
+        monkeypatch.setenv(screen, "x")
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or True)
+    assert show_page("http://127.0.0.1:1/") == opens and opened == ["http://127.0.0.1:1/"] * opens
+
+    def none(address: str) -> bool:
+        raise webbrowser.Error("no browser is here")
+
+    monkeypatch.setattr(webbrowser, "open", none)
+    assert not show_page("http://127.0.0.1:1/")
 
 
 def test_watch_starts_the_page_of_the_run_folder_and_lets_it_go_at_the_end(

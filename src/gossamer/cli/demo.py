@@ -1,23 +1,38 @@
 """`gossamer demo`: the comparison to begin with."""
 
+import math
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from gossamer.cli import compare
 from gossamer.cli.init import EXAMPLES
 from gossamer.cli.run_file_options import Overrides
 from gossamer.cli.watch import WATCHABLE, Watchable
 
-__all__ = ["command"]
+if TYPE_CHECKING:
+    from gossamer.report.results import PointResult
+
+__all__ = ["NEXT", "command", "meaning"]
+
+NEXT = """next, with your own text and network:
+  gossamer init configs                                            # run files and networks, with comments
+  gossamer simulate configs/gasloc.toml --set data.source=TEXT     # TEXT: a file or a folder of yours
+  gossamer plan configs/networks/slow_uplink.toml --model 0.2m     # edit that file, or measure yours: gossamer probe --help
+  gossamer play                                                    # kill workers and slow links while they train"""
 
 
 def command(
     *, overrides: Overrides = (), out: Path = Path("runs/demo"), seeds: str = "", jobs: int | None = None, resume: bool = False,
     output: Watchable = WATCHABLE,
 ) -> None:  # fmt: skip
-    """Compares GASLoC in random pairs with DiLoCo, and both without momentum: 8 workers, each with a small Llama; some minutes.
+    """Compares GASLoC in random pairs with DiLoCo, and both without momentum: 8 workers, each with a small Llama; two minutes.
 
     It is gossamer compare with the experiment file demo.toml, which gossamer init writes. The text is the source of Python's
-    standard library, so nothing is downloaded.
+    standard library, so nothing is downloaded. In a terminal it serves the page of --watch, and opens it where a browser is.
 
     Args:
         out: folder of all runs (default: runs/demo)
@@ -25,9 +40,12 @@ def command(
         jobs: runs at a time, each in a process of its own (default: one for each core)
         resume: keep the finished runs, and train the others
     """
+    from gossamer.report.results import read_results
     from gossamer.transport.processes.launch import available_cores
 
     jobs = available_cores() if jobs is None else jobs
+    if not output.silent and sys.stderr.isatty():
+        output = replace(output, watch=True, opens=True)
     compare.command(
         EXAMPLES / "demo.toml",
         overrides=overrides,
@@ -37,3 +55,47 @@ def command(
         earlier=compare.Earlier(resume=resume),
         output=output,
     )
+    if not output.json:
+        print(f"\n{meaning(read_results(out / 'outcomes.jsonl'))}\n\n{NEXT}")
+
+
+def meaning(found: "Sequence[PointResult]") -> str:
+    """What the table of the demo means, in one sentence, and how sure that is."""
+    from gossamer.report.table import seconds_text
+
+    losses = _means(found, lambda row: row["loss"])
+    times_s = _means(found, lambda row: row["wall_s"].get("straggler"))
+    if not losses or losses.keys() != times_s.keys():
+        return "Some of these runs have not ended with a loss, so the table says nothing yet: --resume trains them."
+    best, fastest = (min(figures, key=lambda method: figures[method]) for figures in (losses, times_s))
+    lowest = f"{best} reaches the lowest validation loss ({losses[best]:.3f})"
+    if times_s[best] == times_s[fastest]:
+        sentence = (
+            f"{lowest} and also takes the least time where one uplink of eight is slow ({seconds_text(times_s[best])})."
+        )
+    else:
+        near = min(
+            (method for method in times_s if times_s[method] == times_s[fastest]), key=lambda method: losses[method]
+        )
+        sentence = (
+            f"{lowest}, but where one uplink of eight is slow everybody in it waits for that worker: it takes "
+            f"{seconds_text(times_s[best])}, and {near} {seconds_text(times_s[near])}, with a loss of {losses[near]:.3f}."
+        )
+    sure = (
+        ""
+        if len({one.seed for one in found}) > 1
+        else " With one seed each, small differences may be chance: --seeds 0,1,2."
+    )
+    priced = " Times are what these networks would take, priced from what was sent; nothing here has waited for them."
+    return f"What it means: {sentence}{sure}{priced}"
+
+
+def _means(
+    found: "Sequence[PointResult]", of: Callable[[Mapping[str, Any]], float | None]
+) -> dict[str, float]:  # fmt: skip
+    """A figure of each method, the mean over its seeds; none of a method that lacks one somewhere."""
+    figures: dict[str, list[float | None]] = {}
+    for one in found:
+        figures.setdefault(one.method, []).append(of(one.row))
+    known = {method: [x for x in some if x is not None and math.isfinite(x)] for method, some in figures.items()}
+    return {method: statistics.fmean(some) for method, some in known.items() if len(some) == len(figures[method])}

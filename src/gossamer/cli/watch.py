@@ -21,7 +21,10 @@ __all__ = ["WATCHABLE", "Watchable", "calculators", "command"]
 PORT = 8250
 _PAGES: list["subprocess.Popen[bytes]"] = []
 """Kept, as nobody waits for them."""
-_BESIDE = "import sys; from pathlib import Path; from gossamer.report.page.web import beside; beside(Path(sys.argv[1]))"
+_BESIDE = (
+    "import sys; from pathlib import Path; from gossamer.report.page.web import beside; "
+    "beside(Path(sys.argv[1]), show=sys.argv[2] == 'show')"
+)
 
 
 def command(
@@ -86,6 +89,8 @@ class Watchable(Output):
     watch: Annotated[
         bool, Parameter(help="serve a live page of the run while it trains, on a free port of this machine")
     ] = False
+    opens: Annotated[bool, Parameter(parse=False)] = False
+    """Whether that page opens by itself where a browser is."""
 
     @contextlib.contextmanager
     def watching(self, folder: Path) -> Iterator[None]:
@@ -99,10 +104,9 @@ class Watchable(Output):
         import subprocess
         import sys
 
+        words = [sys.executable, "-c", _BESIDE, str(folder), "show" if self.opens else ""]
         # A session of its own, so that a Ctrl-C that stops us leaves the page to whoever looks at it.
-        page = subprocess.Popen(
-            [sys.executable, "-c", _BESIDE, str(folder)], stdin=subprocess.PIPE, start_new_session=True
-        )
+        page = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
         _PAGES.append(page)
         try:
             yield

@@ -27,6 +27,7 @@ __all__ = [
     "over_seeds",
     "ranked",
     "render_table",
+    "seconds_text",
     "summary_rows",
     "table_cells",
 ]
@@ -154,7 +155,7 @@ def _when(round: int | None, rounds: int | None) -> str:
 def _time_text(seconds: float, utilisation: float) -> str:
     """Seconds for people, with the share that was computed where it is known."""
     share = "" if math.isnan(utilisation) else f" ({100 * utilisation:.0f} %)"
-    return f"{_seconds_text(seconds)}{share}"
+    return f"{seconds_text(seconds)}{share}"
 
 
 def number_text(value: float | None, form: str) -> str:
@@ -176,10 +177,10 @@ def _bytes_text(number: float) -> str:
     return f"{number / 1000**power:.1f} {' kMGTP'[power]}B"
 
 
-def _seconds_text(number: float) -> str:
+def seconds_text(number: float) -> str:
     """A span of time for people.
 
-    >>> _seconds_text(0.25), _seconds_text(31.7), _seconds_text(5400), _seconds_text(200_000)
+    >>> seconds_text(0.25), seconds_text(31.7), seconds_text(5400), seconds_text(200_000)
     ('0.25 s', '31.7 s', '1 h 30 min', '2 d 7 h')
     """
     if number < _MINUTE:

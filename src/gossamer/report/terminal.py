@@ -214,7 +214,9 @@ class _Shown:
             past_s = now_s - self._before[0]
             per_s = (_tokens(run) - self._before[2]) / past_s
             left_s = past_s * (rounds - done) / (done - self._before[1]) if done > self._before[1] else math.nan
-        spent = run.spent_s.get(None, next(iter(run.spent_s.values()), None))
+        # Measured seconds of a real run; those of a simulation are priced, and nothing here has waited for them.
+        clock = None if None in run.spent_s else next(iter(run.spent_s), None)
+        spent, where = run.spent_s.get(clock), "in exchange" if clock is None else f"priced exchange on {clock}"
         words = standings(run, time.time())
         return {
             "round": f"{done}/{rounds}",
@@ -223,7 +225,7 @@ class _Shown:
             "disagreement": _number(_known(newest.get("disagreement"))),
             "tokens/s": _number(per_s or math.nan),
             "sent": _size(float(np.nansum(run.sent.values())) / workers) if run.sent.rows else _UNKNOWN,
-            "in exchange": _time(math.nan if spent is None else float(spent[:, 1:3].sum()) / workers),
+            where: _time(math.nan if spent is None else float(spent[:, 1:3].sum()) / workers),
             "workers": _counted(words) if done else _UNKNOWN,
             "left": _time(left_s) if done < rounds else _UNKNOWN,
         }
