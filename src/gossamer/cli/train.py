@@ -38,6 +38,10 @@ class ServerOptions:
     """address at which to serve a run with a [server], or with --worker to join it"""
     worker: int | None = None
     """number of this worker, which joins the server"""
+    key: Path | None = None
+    """file of this machine's key, for a run with [peers] (default: GOSSAMER_KEY, else the one that the run file lists)"""
+    listen: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None
+    """where the first worker here listens for those of other machines, in a run that others join; the next takes the next port"""
     secret: Path | None = None
     """file with the secret of the run (default: GOSSAMER_SECRET, else the file 'secret' of the run folder)"""
 
@@ -84,6 +88,14 @@ def command(
         from gossamer.transport.secret import SECRET, read_secret
 
         os.environ[SECRET] = read_secret(served.secret)
+    if served.key is not None:
+        from gossamer.transport.keys import KEY
+
+        os.environ[KEY] = str(served.key.resolve())
+    if served.listen is not None:
+        _listen_at(served.listen)
+    if run.peers:
+        _check_keys(run)
     if among is not None:
         _check_place(run, among, local, served.given or (f"--join {join}" if join else ""))
     code = 0
@@ -113,6 +125,30 @@ def command(
             f"run: {folder}, {run.rounds} rounds of {run.workers} workers; gossamer evaluate {quote(str(folder))} scores it"
         )
     return code
+
+
+def _listen_at(address: str) -> None:
+    """Has the workers here listen at an address, before any are started."""
+    from gossamer.run.participant.seat import LISTEN
+    from gossamer.transport.sockets.addresses import split
+
+    try:
+        split(address)
+    except ValueError:
+        raise ConfigError(f"--listen got '{address}'; give HOST:PORT, such as 10.0.0.1:29400") from None
+    os.environ[LISTEN] = address
+
+
+def _check_keys(config: "ResolvedRun") -> None:
+    """Refuses a run with [peers] whose workers could not encrypt, or whose key is not here, before any are started."""
+    from gossamer.transport.keys import keys_for
+
+    if config.kind == "rounds" and not config.run.elastic:
+        raise ConfigError(
+            "the run has [peers] and run.elastic is false, so its workers exchange over gloo, which cannot encrypt; set "
+            "run.elastic = true, or remove [peers]"
+        )
+    keys_for(config.peers, config.workers)
 
 
 def _check_place(config: "ResolvedRun", among: "Among", local: int | None, elsewhere: str) -> None:

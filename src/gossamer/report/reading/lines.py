@@ -23,7 +23,8 @@ from gossamer.record.logs.seconds import SECONDS_LINES
 from gossamer.record.logs.trace import TRACE_LINES
 from gossamer.report.reading.tail import open_record
 from gossamer.settings.options import Count
-from gossamer.settings.schema import RECORD, Records, parse_toml
+from gossamer.settings.schema import RECORD, Records, build, parse_toml
+from gossamer.transport.keys import Peer
 from gossamer.version import __version__
 
 __all__ = ["KINDS_OF_FILES", "RunFile", "line_of_kind", "networks_in", "run_file_of"]
@@ -82,6 +83,8 @@ class RunFile(NamedTuple):
     """elastic, server, pair, no waiting or rounds."""
     networks: Mapping[str, Network]
     text: str
+    peers: Mapping[str, Peer]
+    """The machines whose keys take part."""
 
 
 def run_file_of(path: Path) -> RunFile:
@@ -97,6 +100,7 @@ def run_file_of(path: Path) -> RunFile:
         document = parse_toml(content, f"'{path}'")
         run = _RUN.of(document, f"'{path}'")
         networks = networks_in(document)
+        peers = {name: build(Peer, _table(_table(document, "peers"), name)) for name in _table(document, "peers")}
     except (ConfigError, DataError) as error:
         raise DataError(
             f"{error}; gossamer {__version__} cannot show this run, perhaps another version wrote it"
@@ -115,6 +119,7 @@ def run_file_of(path: Path) -> RunFile:
         "elastic" if loop.get("elastic") else kind,
         networks,
         content.decode("utf-8-sig"),
+        peers,
     )
 
 

@@ -20,6 +20,7 @@ from gossamer.record.whole_files import worker_suffix
 from gossamer.report.reading.lines import run_file_of
 from gossamer.transport.elastic.ask import View, look
 from gossamer.transport.elastic.members import MemberStatus, SlotEntry, merged
+from gossamer.transport.keys import Peer, keys_for
 from gossamer.transport.secret import folder_secret
 from gossamer.transport.sockets.header import Limits
 
@@ -172,7 +173,7 @@ def run_status(folder: Path, *, now_s: float | None = None) -> RunStatus:
         _last_seconds(folder), addresses,
         kind == "server" and any(line["kind"] == "eval" and line["round"] + 1 >= rounds for line in metrics),
     )  # fmt: skip
-    answers = _asked(folder, addresses.values(), Limits(n, n * run.steps, n * run.steps))
+    answers = _asked(folder, addresses.values(), Limits(n, n * run.steps, n * run.steps), run.peers)
     entries = answers.entries
     now_s = time.time() if now_s is None else now_s
     workers = [_of_worker(slot, entries.get(slot), records, answers, now_s) for slot in range(n)]
@@ -207,19 +208,22 @@ def _lives_in_order(folder: Path, rounds: int) -> dict[int, list[Life]]:
     }
 
 
-def _asked(folder: Path, addresses: Collection[Address], limits: Limits) -> _Answers:
+def _asked(
+    folder: Path, addresses: Collection[Address], limits: Limits, peers: Mapping[str, Peer]
+) -> _Answers:  # fmt: skip
     """The views of the workers that answer."""
     if not addresses:
         return _Answers({}, set(), None)
     try:
-        secret = folder_secret(folder)
+        keys = keys_for(peers, limits.workers)
+        secret = folder_secret(folder) if keys is None else b""
     except ConfigError as error:
         return _Answers({}, set(), f"no worker was asked: {error}")
     answers = _Answers({}, set(), None)
 
     def ask(one: Address) -> None:
         try:
-            view = look(one.address, secret, run=one.run, limits=limits, timeout_s=PATIENCE_S)
+            view = look(one.address, secret, run=one.run, limits=limits, timeout_s=PATIENCE_S, keys=keys)
         except ConnectionRefusedError:
             answers.refused.add(one.address)
         except (OSError, PeerError):

@@ -86,8 +86,8 @@ def settings_of(config: RunConfig, parts: UserParts = BUILT_IN) -> RunSettings:
     return RunSettings(
         name=config.name, seed=config.seed, workers=config.workers, kind=config.kind, model=config.model,
         pipeline=config.pipeline, data=config.data, inner=config.inner, run=config.run, schedule=config.schedule,
-        events=config.events, record=config.record, networks=config.network, parts=parts, digest=digest(config),
-        decisive=decisive(config), document=dump(config),
+        events=config.events, record=config.record, networks=config.network, peers=config.peers, parts=parts,
+        digest=digest(config), decisive=decisive(config), document=dump(config),
     )  # fmt: skip
 
 

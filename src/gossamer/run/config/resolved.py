@@ -25,6 +25,7 @@ from gossamer.run.config.pipeline import PipelineConfig
 from gossamer.run.config.run_file import LoopSettings, RunLength
 from gossamer.run.config.user_parts import UserParts
 from gossamer.topologies import Topology
+from gossamer.transport.keys import Peer
 
 __all__ = ["InPairs", "ResolvedRun", "RunSettings", "WithServer"]
 
@@ -65,6 +66,8 @@ class RunSettings(RunLength):
     record: RecordConfig
     networks: Mapping[str, Network]
     """Those to price the run on, by name."""
+    peers: Mapping[str, Peer]
+    """The machines whose keys take part; empty where the workers share a secret."""
     parts: UserParts
     """The user's own."""
     digest: str

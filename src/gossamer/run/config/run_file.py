@@ -31,6 +31,7 @@ from gossamer.settings.options import Count, Number
 from gossamer.settings.schema import build, plain, settings, soundest
 from gossamer.settings.schema import faults as schema_faults
 from gossamer.topologies.contract import MOST_WORKERS
+from gossamer.transport.keys import Peer
 
 __all__ = [
     "LoopSettings",
@@ -202,6 +203,9 @@ class RunConfig(RunLength):
     record: Annotated[RecordConfig, NEUTRAL] = RecordConfig()
     network: Annotated[Mapping[str, Network], NEUTRAL] = field(default_factory=dict)
     """Networks to price the run on, by name."""
+    peers: Annotated[Mapping[str, Peer], NEUTRAL] = field(default_factory=dict)
+    """The machines that may take part, by name, each with its certificate: all connections are encrypted then, and nobody else
+    gets in. Of real runs that are elastic, asynchronous or have a [server]."""
 
     def __post_init__(self) -> Iterator[str]:
         self._split_totals()
@@ -223,6 +227,23 @@ class RunConfig(RunLength):
                 "round; remove record.alignment"
             )
         must_deal(self.model.experts, self.workers)
+        yield from self._misdealt()
+
+    def _misdealt(self) -> Iterator[str]:
+        """What is wrong with the peers."""
+        if (dealt := sum(peer.workers for peer in self.peers.values())) > self.workers:
+            yield (
+                f"[peers] have {dealt} workers together and the run has workers = {self.workers}; give each peer fewer, or raise "
+                "workers"
+            )
+        servers = [name for name, peer in self.peers.items() if peer.server]
+        if self.peers and (len(servers) == 1) != (self.kind == "server"):
+            yield (
+                f"{len(servers)} of [peers] have server = true, and a run {'with' if self.kind == 'server' else 'without'} a "
+                f"[server] needs {'one' if self.kind == 'server' else 'none'}; set it for the server's machine alone"
+            )
+        if len({peer.certificate for peer in self.peers.values()}) < len(self.peers):
+            yield "two of [peers] have the same certificate; list each once, with as many workers as it fills"
 
     def _unbatched(self) -> Iterator[str]:
         """Why replicas cannot train as one computation."""

@@ -35,6 +35,7 @@ from gossamer.transport.elastic.members import (
     read_membership_update,
 )
 from gossamer.transport.elastic.newcomer import Applicant, ask
+from gossamer.transport.keys import keys_for
 from gossamer.transport.processes.interfaces import address_towards
 from gossamer.transport.processes.launch import agree, join, part
 from gossamer.transport.secret import folder_secret
@@ -43,6 +44,7 @@ from gossamer.transport.sockets.connection import Endpoint
 from gossamer.transport.sockets.header import Limits
 
 __all__ = [
+    "LISTEN",
     "Brought",
     "Own",
     "Progress",
@@ -59,6 +61,8 @@ __all__ = [
 log = logging.getLogger("gossamer")
 
 Fact = TypeVar("Fact")
+LISTEN = "GOSSAMER_LISTEN"
+"""The environment variable with the address at which a worker listens for others; what `--listen` says."""
 NONCE_BITS = 61
 """Of the random number by which the others know this process."""
 
@@ -138,6 +142,12 @@ def started(
     Raises: ConfigError, CheckpointError; PeerError when workers do not come or run another configuration.
     """
     wait_s, store = config.run.timeout_s, Store(config, folder)
+    keys = keys_for(config.peers, config.workers)
+    if keys is not None and not is_loopback(host := os.environ.get("MASTER_ADDR", "127.0.0.1")) and host != "localhost":
+        raise ConfigError(
+            f"the run has [peers] and was started over machines by their numbers (MASTER_ADDR = '{host}'), which find each other "
+            "without encryption; start the first with --local 1 --listen HOST:PORT, and each other one with --join HOST:PORT"
+        )
     member = join(
         config.workers, backend="gloo", device=config.run.device, threads=config.run.threads, timeout_s=wait_s, group=False
     )  # fmt: skip
@@ -176,7 +186,7 @@ def started(
     donor = me if has_own else next(slot for slot in held if after in held[slot])
     facts = [one.fact for one in known]
     how_far = [brought.progress(slot, facts, held, after) for slot in range(config.workers)]
-    endpoint = Endpoint(listener, run, member.secret, wait_s, config.run.round_deadline_s)
+    endpoint = Endpoint(listener, run, member.secret, wait_s, config.run.round_deadline_s, keys)
     announce(folder, Address(me, address, run))
     members = Members(limits_of(config), me, _entries(known, how_far))
     return Seat(members, endpoint, line, after, donor, past is not None, own.content)
@@ -203,7 +213,8 @@ def joined(
         others: addresses to try after it.
     Raises: PeerError when nobody answers or all slots are filled.
     """
-    secret, wait_s, line = folder_secret(folder), config.run.timeout_s, lineage(config, folder)
+    keys, wait_s, line = keys_for(config.peers, config.workers), config.run.timeout_s, lineage(config, folder)
+    secret = folder_secret(folder) if keys is None else b""
     found = [one.address for one in read_addresses(folder)] if where == "auto" else [where]
     found += [address for address in others if address not in found]
     if not found:
@@ -220,14 +231,16 @@ def joined(
             continue
         try:
             place = Applicant(nonce, own)
-            offer = ask(address, secret, place, run=run, limits=limits_of(config), timeout_s=wait_s, state=False)
+            offer = ask(
+                address, secret, place, run=run, limits=limits_of(config), timeout_s=wait_s, state=False, keys=keys
+            )
         except (OSError, GossamerError) as error:
             listener.close()
             why = f"{address}: {first_line(error)}"
             continue
         # One that waits for nobody reads its own when it begins.
         after = 0 if config.event_driven else newest_of_own(Store(config, folder), offer.slot, line).round
-        endpoint = Endpoint(listener, run, secret, wait_s, config.run.round_deadline_s)
+        endpoint = Endpoint(listener, run, secret, wait_s, config.run.round_deadline_s, keys)
         announce(folder, Address(offer.slot, own, run))
         members = Members(limits_of(config), offer.slot, offer.entries)
         return Seat(members, endpoint, line, after, offer.slot, goes_on=True)
@@ -278,6 +291,13 @@ def warn_of_loopback(own: str, addresses: Sequence[str]) -> None:
 
 
 def _listening(towards: str) -> tuple[socket.socket, str]:
-    """A listening socket on the address of this machine from which `towards` is reached, and its `host:port`."""
-    listener = listen(address_towards(towards), 0)
+    """A listening socket on the address of this machine from which `towards` is reached, and its `host:port`.
+
+    Where the user has said where to listen, there; of several processes of this machine each takes the next port.
+    """
+    host, port = address_towards(towards), 0
+    if given := os.environ.get(LISTEN):
+        host, port = split(given)
+        port += int(os.environ.get("LOCAL_RANK", "0"))
+    listener = listen(host, port)
     return listener, shown(*listener.getsockname()[:2])

@@ -45,7 +45,7 @@ def fetch_state(
             try:
                 offer = ask(
                     entry.address, endpoint.secret, place, run=endpoint.run, limits=members.limits,
-                    timeout_s=endpoint.timeout_s,
+                    timeout_s=endpoint.timeout_s, keys=endpoint.keys,
                 )  # fmt: skip
                 state = unpacked(offer.raw or b"")
             except (OSError, GossamerError) as error:
@@ -68,10 +68,11 @@ def serve_state(
     channel: Channel, transport: ElasticTransport, endpoint: Endpoint, kept: Callable[[], Handover]
 ) -> None:  # fmt: skip
     """Serves one newcomer with what this worker has `kept` when it asks; one that is lost is logged."""
+    allowed = None if endpoint.keys is None else endpoint.keys.numbers(channel.certificate)
     try:
         host(
-            channel, endpoint.run, transport.members.limits, transport.worker, boundary=kept,
-            give_slot=lambda place: transport.give_slot(place.nonce, place.address),
+            channel, endpoint.run, transport.members.limits, transport.worker, boundary=kept, keys=endpoint.keys,
+            give_slot=lambda place: transport.give_slot(place.nonce, place.address, allowed),
             entries=lambda: dict(transport.members.entries),
         )  # fmt: skip
     except (OSError, GossamerError) as error:

@@ -38,6 +38,7 @@ from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.run.worker.task import Task, task_of
 from gossamer.transport import wire
 from gossamer.transport.contract import Ticket
+from gossamer.transport.keys import keys_for
 from gossamer.transport.processes.launch import device_of
 from gossamer.transport.secret import folder_secret
 from gossamer.transport.sockets.addresses import shown
@@ -149,7 +150,8 @@ def work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, *
         raise ConfigError(
             f"--worker got {worker} but the run file has workers = {config.workers}; give 0 to {config.workers - 1}"
         )
-    method, secret, task = config.with_server, folder_secret(folder), task_of(config)
+    method, keys, task = config.with_server, keys_for(config.peers, config.workers), task_of(config)
+    secret = folder_secret(folder) if keys is None else b""
     key, settings = run_key(config, task), run_settings(config, task)
     patience, device = Patience(config.run.timeout_s), device_of(config.run.device, worker)
     while True:
@@ -160,7 +162,7 @@ def work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, *
         hello = torch.tensor([0] * OWNED + served.owned())[-OWNED:]
         client = connect(
             shown(host, port), secret=secret, run=key, me=worker, limits=limits_of(config), timeout_s=patience.left_s,
-            settings=settings,
+            settings=settings, keys=keys,
         )  # fmt: skip
         client.channel.wait_at_most(config.run.timeout_s)
         try:

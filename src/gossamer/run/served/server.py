@@ -39,6 +39,7 @@ from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.run.worker.task import task_of
 from gossamer.transport import wire
 from gossamer.transport.contract import Ticket
+from gossamer.transport.keys import keys_for
 from gossamer.transport.secret import SECRET_FILE, environment_secret, folder_secret
 from gossamer.transport.sockets.connection import Endpoint
 from gossamer.transport.sockets.connection_server import Awaited, ConnectionServer, listener_at
@@ -67,8 +68,9 @@ def serve(config: ResolvedRun, folder: Path, host: str, port: int, *, resume: Re
     probe, start = Probe(config, task, torch.device("cpu")), _first_round(config, folder, resume)
     if start == config.rounds:
         return
-    secret = folder_secret(folder, make=True)
-    if not environment_secret():
+    keys = keys_for(config.peers, config.workers)
+    secret = folder_secret(folder, make=True) if keys is None else b""
+    if keys is None and not environment_secret():
         log.warning(
             "the workers need the secret of the run: copy '%s' into the run folder of each machine",
             folder / SECRET_FILE,
@@ -79,7 +81,7 @@ def serve(config: ResolvedRun, folder: Path, host: str, port: int, *, resume: Re
         open_session(config, folder, probe, start) as session,
         listener_at(host, port) as listener,
     ):
-        endpoint = Endpoint(listener, key, secret, config.run.timeout_s)
+        endpoint = Endpoint(listener, key, secret, config.run.timeout_s, keys=keys)
         server = ConnectionServer(endpoint, _WithWorkers(probe, config), settings)
         try:
             server.open()

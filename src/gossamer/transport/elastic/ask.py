@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from gossamer.errors import PeerError, RefusedError
 from gossamer.transport.elastic.members import SlotEntry, membership_update, read_membership_update
+from gossamer.transport.keys import Keys
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.handshake import dial
 from gossamer.transport.sockets.header import (
@@ -55,13 +56,15 @@ def show(channel: Channel, view: View, run: int) -> None:
     )
 
 
-def look(address: str, secret: bytes, *, run: int, limits: Limits, timeout_s: float) -> View:
+def look(
+    address: str, secret: bytes, *, run: int, limits: Limits, timeout_s: float, keys: Keys | None = None
+) -> View:  # fmt: skip
     """The view of the worker that listens at `address`; `run` and `limits` are those of its run.
 
     Raises: OSError when nobody answers in time, PeerError when the other end refuses or its answer is none.
     """
     deadline = time.monotonic() + timeout_s
-    with dial(address, secret, run=run, me=WATCHER, timeout_s=timeout_s) as channel:
+    with dial(address, secret, run=run, me=WATCHER, timeout_s=timeout_s, keys=keys) as channel:
         header = decode(channel.read(HEADER_BYTES, deadline), run, limits)
         if header.kind is not LetterKind.VIEW or header.size > SMALL_BYTES:
             raise RefusedError(

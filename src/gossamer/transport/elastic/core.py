@@ -197,19 +197,27 @@ class ElasticCore:
         entry = self.members.entries.get(slot)
         return nonce is None or entry is None or entry.nonce == nonce
 
-    def give_slot(self, nonce: int, address: str, ended: Container[int] = ()) -> SlotEntry | None:
+    def give_slot(
+        self, nonce: int, address: str, ended: Container[int] = (), allowed: Container[int] | None = None
+    ) -> SlotEntry | None:  # fmt: skip
         """Gives a newcomer a slot, and tells everybody; None when there is none to give.
 
         A mean over everyone needs more than half of the slots. Who sees no more than half alive gives away none of a worker that
         it merely cannot reach: both parts of a network would grow, and go on with two histories.
 
-        Args: `ended` are the nonces of processes that are known to run no more.
+        Args:
+            ended: the nonces of processes that are known to run no more.
+            allowed: the slots that the newcomer's key may fill; None for any.
         """
         few = 2 * (len(self.members.with_status(MemberStatus.ALIVE)) + 1) <= self.members.slots
         unsure = self.members.with_status(MemberStatus.SUSPECT, MemberStatus.JOINING)
         kept = (
-            {entry.slot for entry in unsure if entry.nonce not in ended} if few and self.limit_bytes is not None else ()
+            {entry.slot for entry in unsure if entry.nonce not in ended}
+            if few and self.limit_bytes is not None
+            else set()
         )
+        if allowed is not None:
+            kept |= {slot for slot in range(self.members.slots) if slot not in allowed}
         before = dict(self.members.entries)
         entry = self.members.give_slot(nonce, address, kept)
         if entry is not None and entry.slot in before and before[entry.slot].status != MemberStatus.LEFT:

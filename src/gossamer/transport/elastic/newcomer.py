@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from gossamer.errors import PeerError
 from gossamer.transport.elastic.members import MemberStatus, SlotEntry, membership_update, read_membership_update
+from gossamer.transport.keys import Keys
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.handshake import dial
 from gossamer.transport.sockets.header import NEWCOMER, SMALL_BYTES, LetterKind, Limits
@@ -92,7 +93,7 @@ class Offer(NamedTuple):
 
 def host(
     channel: Channel, run: int, limits: Limits, me: int, *, give_slot: Callable[[Applicant], SlotEntry | None],
-    entries: Callable[[], dict[int, SlotEntry]], boundary: Callable[[], Handover],
+    entries: Callable[[], dict[int, SlotEntry]], boundary: Callable[[], Handover], keys: Keys | None = None,
 ) -> None:  # fmt: skip
     """Serves one newcomer. Raises: OSError, PeerError, TransportError when it is lost or says something else."""
     place = _place(receive_letter(channel, run, limits, _small), limits)
@@ -100,6 +101,8 @@ def host(
         raise PeerError(
             f"a newcomer asked worker {me} for nothing that can be given; install the same gossamer version"
         )
+    if keys is not None and place.slot is not None:
+        keys.must_have(channel.certificate, place.slot)
     own = give_slot(place) if place.slot is None else entries().get(place.slot)
     kept = boundary()
     state = kept.whole if place.inner else kept.cold
@@ -119,14 +122,14 @@ def host(
 
 def ask(
     address: str, secret: bytes, place: Applicant, *, run: int, limits: Limits, timeout_s: float,
-    state: bool = True,
+    state: bool = True, keys: Keys | None = None,
 ) -> Offer:  # fmt: skip
     """A slot, and a state, from the worker that listens at `address`.
 
     Args: `state` is whether that of the donor is wanted too, or the slot alone.
     Raises: OSError when it cannot be reached or is lost, PeerError when it refuses or all slots are filled.
     """
-    with dial(address, secret, run=run, me=NEWCOMER, timeout_s=timeout_s) as channel:
+    with dial(address, secret, run=run, me=NEWCOMER, timeout_s=timeout_s, keys=keys) as channel:
         body = body_of(json.dumps(place._asdict()).encode())
         send_letter(channel, Letter(LetterKind.ASK, NEWCOMER, body=body), run)
         offer, size = _offer(receive_letter(channel, run, limits, _small), limits, address)

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 from torch import Tensor
@@ -97,7 +97,9 @@ class ElasticTransport:
         It can be taken again by the thread that holds it: what the core asks of a connection may fail at once, and tell the core.
         """
         self._closed, self._tried = False, -1
-        self._listener = Listener(endpoint.listener, endpoint.secret, endpoint.run, self._arrived, self.refusals)
+        self._listener = Listener(
+            endpoint.listener, endpoint.secret, endpoint.run, self._arrived, self.refusals, keys=endpoint.keys
+        )
         threading.Thread(target=self._keep_house, daemon=True, name="gossamer house").start()
 
     @property
@@ -307,10 +309,10 @@ class ElasticTransport:
             self.core.spread()
             self._flush()
 
-    def give_slot(self, nonce: int, address: str) -> SlotEntry | None:
+    def give_slot(self, nonce: int, address: str, allowed: Container[int] | None = None) -> SlotEntry | None:
         """See `ElasticCore.give_slot`."""
         with self.changed:
-            entry = self.core.give_slot(nonce, address, self.redial.ended)
+            entry = self.core.give_slot(nonce, address, self.redial.ended, allowed)
             self._flush()
         return entry
 
@@ -368,7 +370,10 @@ class ElasticTransport:
         def opened() -> Channel:  # called by the thread of the connection, without the lock: to dial may take seconds
             limit_s = min(10.0, endpoint.timeout_s)
             try:
-                return dial(entry.address, endpoint.secret, run=endpoint.run, me=me, timeout_s=limit_s)
+                return dial(
+                    entry.address, endpoint.secret, run=endpoint.run, me=me, timeout_s=limit_s, keys=endpoint.keys,
+                    whom=entry.slot,
+                )  # fmt: skip
             except ConnectionRefusedError:  # its machine says that nobody listens there, which silence does not
                 self.redial.ended.add(entry.nonce)
                 raise

@@ -1,13 +1,16 @@
 """The bytes of one connection: the only object that touches a connected socket.
 
 A channel is made at one place where a process dials (`handshake.dial`) and at one where it accepts (`listener.Listener`), before
-anything is sent. Encryption belongs there. Needs no torch.
+anything is sent; there it is encrypted, if the run has keys (`gossamer.transport.sockets.tls`). Needs no torch.
 """
 
 import contextlib
 import socket
 import time
 from types import TracebackType
+
+from gossamer.transport.keys import Keys
+from gossamer.transport.sockets.tls import TlsSocket, encrypted
 
 __all__ = ["Channel"]
 
@@ -21,7 +24,8 @@ class Channel:
     """
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
-        self._sock = sock
+        self._sock: socket.socket | TlsSocket = sock
+        self._interrupted = False
         self.moved_s = time.monotonic()
         """When bytes last went or came, on the clock of `time.monotonic`: who is slow is not silent."""
         self._tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
@@ -34,6 +38,22 @@ class Channel:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    def encrypt(self, keys: Keys, *, server: bool, deadline: float) -> None:
+        """Encrypts the connection, before anything is sent. Raises: as `TlsSocket.handshake`."""
+        assert isinstance(self._sock, socket.socket)
+        # In this order: from here on `interrupt` ends the encrypted socket; one that came before has ended a socket that is
+        # detached now, and would be lost.
+        self._sock = sock = encrypted(self._sock, keys, server=server)
+        if self._interrupted:
+            self.interrupt()
+        sock.handshake(deadline)
+        self.wait_at_most(self.timeout_s)
+
+    @property
+    def certificate(self) -> bytes | None:
+        """The certificate that the other end has proved to own, as DER; None without encryption."""
+        return self._sock.peer_certificate if isinstance(self._sock, TlsSocket) else None
 
     def wait_at_most(self, timeout_s: float) -> None:
         """Sets the timeout."""
@@ -100,11 +120,11 @@ class Channel:
         Nobody closes one direction alone: whoever sends no more says so in a letter (`LetterKind.END`), as encryption ends for
         both directions at once.
         """
+        self._interrupted = True
         with contextlib.suppress(OSError):
             # No close: its descriptor would be free for the next connection while a thread is about to read from it, which would
-            # then read what belongs to somebody else. The method of the plain socket, as that of an encrypted one forgets its
-            # keys, and the thread that reads would see ciphertext.
-            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+            # then read what belongs to somebody else.
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Ends the connection and frees its descriptor, which no other thread may use any more; may be called twice."""

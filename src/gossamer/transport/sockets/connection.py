@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from gossamer.errors import GossamerError, RefusedError, TransportError
+from gossamer.transport.keys import Keys
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.header import LetterKind, Limits
 from gossamer.transport.sockets.letter import Letter, body_of, receive_letter, send_letter
@@ -31,6 +32,8 @@ class Endpoint(NamedTuple):
     secret: bytes
     timeout_s: float
     deadline_s: float | None = None
+    keys: Keys | None = None
+    """In place of the secret, where the run has them."""
 
 
 class Owner(NamedTuple):

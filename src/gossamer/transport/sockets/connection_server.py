@@ -172,7 +172,13 @@ class ConnectionServer:
                 host = own_address()
         say(f"serving {self._me} workers on {shown(host, port)}")
         self._listener = Listener(
-            endpoint.listener, endpoint.secret, endpoint.run, self._arrived, self.refusals, older=b"GOSS"
+            endpoint.listener,
+            endpoint.secret,
+            endpoint.run,
+            self._arrived,
+            self.refusals,
+            older=b"GOSS",
+            keys=endpoint.keys,
         )
 
     def run(self, session: Session[Any], begin_s: float) -> None:

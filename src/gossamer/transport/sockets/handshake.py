@@ -5,7 +5,9 @@
     listener → dialler   code("server", ma, b, i, r), or code("refusal", ma, b, i, r) if r shows another run
 
 `code` is an HMAC with the secret. Without the right p a connection is closed, and has received 32 bytes whatever it sent.
-Fresh numbers of both ends make an old proof useless. The digest of the run is never sent; what follows is not encrypted.
+Fresh numbers of both ends make an old proof useless. The digest of the run is never sent. In a run with keys all of this goes
+over an encrypted connection whose ends have shown their certificates, which bind each to the numbers it may have; the secret is a
+word that everybody knows then. Without keys, what follows is not encrypted.
 
 Both begin with their version, so each can name both when they differ. Version 2 had no magic here: 32 random bytes, and a proof
 that began with the number. Who speaks it is answered as it expects, and reads the version of this process in what follows.
@@ -20,10 +22,11 @@ import time
 
 from gossamer.errors import PeerError, RefusedError
 from gossamer.transport.contract import WIRE_VERSION
+from gossamer.transport.keys import SECRET_WORD, Keys
 from gossamer.transport.secret import CODE_BYTES, code
 from gossamer.transport.sockets.addresses import split
 from gossamer.transport.sockets.channel import Channel
-from gossamer.transport.sockets.header import wrong_version
+from gossamer.transport.sockets.header import GUESTS, wrong_version
 
 __all__ = ["HANDSHAKE_S", "dial", "dial_any", "prove_to_dialler", "prove_to_listener"]
 
@@ -85,6 +88,8 @@ def prove_to_listener(
     deadline, ours = time.monotonic() + timeout_s, secrets.token_bytes(_HELLO_BYTES)
     try:
         theirs = _receive(channel, _HELLO_BYTES, deadline)
+    except RefusedError:  # in TLS 1.3, whoever dials reads here that its certificate was refused
+        raise
     except PeerError:
         return None
     magic, version = _VERSION.unpack_from(theirs)
@@ -110,13 +115,19 @@ def prove_to_listener(
 
 
 def dial(
-    address: str, secret: bytes, *, run: int, me: int, timeout_s: float, older: bytes = b"GOSL"
+    address: str, secret: bytes, *, run: int, me: int, timeout_s: float, older: bytes = b"GOSL", keys: Keys | None = None,
+    whom: int | None = None,
 ) -> Channel:  # fmt: skip
     """A connection with the process at `host:port`, after both ends have proved that they know the secret of the run.
 
+    Args:
+        keys: encrypts the connection, and stands in place of the secret.
+        whom: the number that the other end must have, where there are keys; None for any of the run.
     Raises: OSError when nobody answers, PeerError when the other end refuses or does not know the secret.
     """
-    channel, accepted = dial_any(address, secret, run=run, me=me, timeout_s=timeout_s, older=older)
+    channel, accepted = dial_any(
+        address, secret, run=run, me=me, timeout_s=timeout_s, older=older, keys=keys, whom=whom
+    )
     if not accepted:
         channel.close()
         raise RefusedError(
@@ -127,16 +138,24 @@ def dial(
 
 
 def dial_any(
-    address: str, secret: bytes, *, run: int, me: int, timeout_s: float, older: bytes
+    address: str, secret: bytes, *, run: int, me: int, timeout_s: float, older: bytes, keys: Keys | None = None,
+    whom: int | None = None,
 ) -> tuple[Channel, bool]:  # fmt: skip
     """As `dial`, and whether the other end is of the same run."""
-    # The one place where a process dials: encryption would begin right here, before anything is sent. It detaches the plain
-    # socket, so whoever may have to end the connection holds the channel.
-    channel = Channel(socket.create_connection(split(address), timeout=timeout_s), timeout_s)
+    # The one place where a process dials.
+    channel, patience_s = (
+        Channel(socket.create_connection(split(address), timeout=timeout_s), timeout_s),
+        min(timeout_s, HANDSHAKE_S),
+    )
     try:
-        accepted = prove_to_listener(
-            channel, secret, run=run, me=me, older=older, timeout_s=min(timeout_s, HANDSHAKE_S)
-        )
+        if keys is not None:
+            secret = SECRET_WORD
+            if me not in GUESTS:
+                keys.must_own(me)
+            channel.encrypt(keys, server=False, deadline=time.monotonic() + patience_s)
+            if whom is not None:
+                keys.must_have(channel.certificate, whom)
+        accepted = prove_to_listener(channel, secret, run=run, me=me, older=older, timeout_s=patience_s)
         if accepted is None:
             raise ConnectionError(f"{address} hung up before the handshake")
     except BaseException:
@@ -163,6 +182,8 @@ def _bytes_of(number: int) -> bytes:
 def _send(channel: Channel, data: bytes, deadline: float) -> None:
     try:
         channel.write(data, deadline)
+    except RefusedError:
+        raise
     except OSError as error:
         raise PeerError(f"it was lost during the handshake ({error})") from None
 
@@ -170,5 +191,7 @@ def _send(channel: Channel, data: bytes, deadline: float) -> None:
 def _receive(channel: Channel, size: int, deadline: float) -> bytes:
     try:
         return channel.read(size, deadline)
+    except RefusedError:
+        raise
     except OSError as error:
         raise PeerError(f"it was lost during the handshake ({error})") from None

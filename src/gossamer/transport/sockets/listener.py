@@ -13,9 +13,11 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from gossamer.errors import PeerError, RefusedError, TransportError
+from gossamer.transport.keys import SECRET_WORD, Keys
 from gossamer.transport.sockets.addresses import shown
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.handshake import HANDSHAKE_S, prove_to_dialler
+from gossamer.transport.sockets.header import GUESTS
 
 __all__ = ["Arrival", "ConnectionLimit", "Listener", "Refusals"]
 
@@ -114,14 +116,15 @@ class Arrival(NamedTuple):
 class Listener:
     """Accepts connections on one socket and hands each, once its other end knows the secret, to `arrived` in a thread of its own.
 
-    Args: `older` as of `prove_to_dialler`.
+    Args: `older` as of `prove_to_dialler`; `keys` encrypt each connection, and stand in place of the secret.
     """
 
     def __init__(
         self, sock: socket.socket, secret: bytes, run: int, arrived: Callable[[Arrival], None], refusals: Refusals,
-        *, older: bytes = b"GOSL",
+        *, older: bytes = b"GOSL", keys: Keys | None = None,
     ) -> None:  # fmt: skip
-        self._sock, self._secret, self._run, self._older = sock, secret, run, older
+        self._sock, self._run, self._older, self._keys = sock, run, older, keys
+        self._secret = secret if keys is None else SECRET_WORD
         self._arrived, self.refusals = arrived, refusals
         self._strangers, self._closed = ConnectionLimit(), False
         self._busy = 0
@@ -161,12 +164,16 @@ class Listener:
 
     def _attend(self, sock: socket.socket, host: str) -> None:
         try:
-            # The one place where a process accepts: encryption would begin right here, before anything is sent. The channel is
-            # admitted first, as that handshake takes as long as a stranger likes, and it is the channel that is ended.
+            # The one place where a process accepts. The channel is admitted first, as a handshake takes as long as a stranger
+            # likes, and it is the channel that is ended then.
             channel = Channel(sock, HANDSHAKE_S)
             self._strangers.admit(channel, host)
             try:
+                if self._keys is not None:
+                    channel.encrypt(self._keys, server=True, deadline=time.monotonic() + HANDSHAKE_S)
                 peer, same = prove_to_dialler(channel, self._secret, run=self._run, older=self._older)
+                if self._keys is not None and peer not in GUESTS:
+                    self._keys.must_have(channel.certificate, peer)
             except (PeerError, OSError) as error:
                 channel.close()  # without a word: a stranger learns nothing
                 if not self._closed:

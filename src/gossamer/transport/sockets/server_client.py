@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from gossamer.errors import LostConnectionError, PeerError, RefusedError, TransportError
 from gossamer.transport.alike import read_settings
 from gossamer.transport.contract import Ticket
+from gossamer.transport.keys import Keys
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import REFUSAL_BYTES, refused_by
 from gossamer.transport.sockets.handshake import dial_any
@@ -118,7 +119,7 @@ class Patience:
 
 def connect(
     address: str, *, secret: bytes, run: int, me: int, limits: Limits, timeout_s: float,
-    settings: Mapping[str, str] | None = None,
+    settings: Mapping[str, str] | None = None, keys: Keys | None = None,
 ) -> ServerClient:  # fmt: skip
     """A connection to the server at `host:port`, after both ends have proved that they know the secret of the run.
 
@@ -128,10 +129,12 @@ def connect(
     deadline, attempts = time.monotonic() + timeout_s, 0
     while True:
         try:
-            channel, accepted = dial_any(address, secret, run=run, me=me, timeout_s=timeout_s, older=b"GOSS")
+            channel, accepted = dial_any(
+                address, secret, run=run, me=me, timeout_s=timeout_s, older=b"GOSS", keys=keys, whom=limits.workers
+            )
         except PeerError as error:
-            if isinstance(error, RefusedError) and error.kind == "version":
-                raise RefusedError("version", f"the server at {address}: {error}") from None
+            if isinstance(error, RefusedError) and error.kind in ("version", "key", "changed"):
+                raise RefusedError(error.kind, f"the server at {address}: {error}") from None
             reason, attempts = str(error), attempts + 1
             if attempts == _ATTEMPTS:
                 raise PeerError(

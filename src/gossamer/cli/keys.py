@@ -1,0 +1,60 @@
+"""`gossamer keys`: the key of this machine, and the lines of it that go into a run file."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from gossamer.cli.output import Json, print_json
+from gossamer.errors import ConfigError
+
+__all__ = ["command"]
+
+
+def command(
+    action: Annotated[Literal["new", "show"], Parameter(name="ACTION", help="new: make a key; show: print the lines of it")],
+    name: str | None = None, /, *, out: Path | None = None, json: Json = False,
+) -> None:  # fmt: skip
+    """Makes a key for this machine, or shows the lines that every machine's run file needs to let it take part.
+
+    Args:
+        name: what the run file calls this machine; with show: the key to show (default: all of this user)
+        out: the key's file (default: ~/.config/gossamer/keys/NAME.pem)
+    """
+    import base64
+
+    from gossamer.transport.keys import certificate_of, fingerprint, new_key, own_keys
+
+    if action == "new":
+        if name is None:
+            raise ConfigError("gossamer keys new got no name; give one, such as gossamer keys new berlin")
+        paths = [new_key(name, out)]
+    else:
+        paths = [out] if out is not None else [path for path in own_keys() if name in (None, path.stem)]
+        if not paths:
+            raise ConfigError(
+                f"there is no key{f' {name!r:.80}' if name else ''} of this user; make one with gossamer keys new "
+                f"{name or 'NAME'}"
+            )
+    found = [(name or path.stem, path, certificate_of(path)) for path in paths]
+    if json:
+        print_json([
+            {"name": named, "file": path, "fingerprint": fingerprint(raw), "certificate": base64.b64encode(raw).decode()}
+            for named, path, raw in found
+        ])  # fmt: skip
+        return
+    for named, path, raw in found:
+        print(f"# the key is in {path}, and stays there; {fingerprint(raw)}")
+        print(f'[peers.{_key(named)}]\ncertificate = "{base64.b64encode(raw).decode()}"\n')
+    if action == "new":
+        print("# paste this into the run file of every machine, with workers = N if this machine fills several")
+
+
+def _key(name: str) -> str:
+    """A name as a key of TOML.
+
+    >>> _key("berlin-1"), _key("two words")
+    ('berlin-1', '"two words"')
+    """
+    bare = name.isascii() and name.replace("-", "").replace("_", "").isalnum()
+    return name if bare else f'"{name}"'

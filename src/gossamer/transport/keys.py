@@ -1,0 +1,271 @@
+"""Keys of the machines of a run: who has one that the run file lists takes part, and nobody on the path reads or changes a word.
+
+A key is an Ed25519 key with a certificate that it has signed itself. The certificates of all peers stand in the run file, as
+`[peers]`, and are the only ones that are trusted; the key stays on its machine, in a file that its owner alone may read. Each
+connection is TLS 1.3 in which both ends show their certificates, by Python's ssl. A certificate names no machine.
+
+Needs no torch.
+"""
+
+import base64
+import binascii
+import hashlib
+import os
+import ssl
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from gossamer.errors import ConfigError, RefusedError, require
+from gossamer.settings.schema import settings
+
+__all__ = ["KEY", "SECRET_WORD", "Keys", "Peer", "certificate_of", "fingerprint", "keys_for", "new_key", "own_keys"]
+
+KEY = "GOSSAMER_KEY"
+"""The environment variable with the file of this machine's key."""
+SECRET_WORD = b"the certificates of this run prove who takes part"
+"""In place of the secret of a run, in the handshake within an encrypted connection."""
+_LONGEST_BYTES = 1 << 14
+_YEARS = 10
+_LONGEST_NAME = 64
+
+
+@settings()
+class Peer:
+    """A machine, or several with one key, that may take part in the run."""
+
+    certificate: str = ""
+    """What `gossamer keys show` prints on that machine: its certificate, in base64."""
+    workers: Annotated[int, Field(ge=0)] = 1
+    """How many workers it may fill. Numbers are dealt in the order of the file: the first peer with 2 has workers 0 and 1."""
+    server: bool = False
+    """Whether it may be the server of a run with a [server]."""
+
+    def __post_init__(self) -> Iterator[str]:
+        if _der(self.certificate) is None:
+            yield (
+                f"certificate is {self.certificate!r:.40}, which is none; paste what gossamer keys show prints on that machine"
+            )
+
+
+@dataclass(frozen=True)
+class _Listed:
+    name: str
+    numbers: frozenset[int]
+
+
+class Keys:
+    """The key of this machine and the certificates of all peers of a run.
+
+    Args:
+        path: of the key of this machine.
+        peers: those of the run file, in its order.
+        workers: of the run; the number of a server follows theirs.
+    Raises: ConfigError for a key that cannot be read, that others may read, or that is not among the peers.
+    """
+
+    def __init__(self, path: Path, peers: Mapping[str, Peer], workers: int) -> None:
+        self.path = path
+        self._peers: dict[bytes, _Listed] = {}
+        first = 0
+        for name, peer in peers.items():
+            numbers = {*range(first, first + peer.workers), *([workers] if peer.server else [])}
+            first += peer.workers
+            self._peers[_der(peer.certificate) or b""] = _Listed(name, frozenset(numbers))
+        self.certificate = certificate_of(path)
+        """That of this machine, as DER."""
+        if self.certificate not in self._peers:
+            raise ConfigError(
+                f"the key '{path}' ({fingerprint(self.certificate)}) is none of the run's [peers] ({', '.join(peers)}); add the "
+                "lines that gossamer keys show prints to the run file of every machine, or name another key with --key"
+            )
+
+    def context(self, *, server: bool) -> ssl.SSLContext:
+        """How this machine makes connections."""
+        return self._accepting if server else self._dialling
+
+    def numbers(self, certificate: bytes | None) -> frozenset[int]:
+        """The numbers of workers, and of the server, that the owner of a certificate may have."""
+        found = self._peers.get(certificate or b"")
+        return frozenset() if found is None else found.numbers
+
+    def name(self, certificate: bytes | None) -> str:
+        """What the run file calls the owner of a certificate."""
+        found = self._peers.get(certificate or b"")
+        return "a stranger" if found is None else f"peer '{found.name}'"
+
+    def must_have(self, certificate: bytes | None, number: int) -> None:
+        """Raises RefusedError unless the owner of a certificate may have this number."""
+        if number not in self.numbers(certificate):
+            raise RefusedError(
+                "key",
+                f"{self.name(certificate)} calls itself worker {number}, which its key may not be; give it a worker of its own "
+                "in [peers]",
+            )
+
+    def must_own(self, number: int) -> None:
+        """Raises ConfigError unless this machine may have this number."""
+        if number not in self.numbers(self.certificate):
+            mine = ", ".join(map(str, sorted(self.numbers(self.certificate)))) or "none"
+            raise ConfigError(
+                f"this machine's key '{self.path}' is {self.name(self.certificate)} in [peers], with the workers {mine}, and "
+                f"this process is worker {number}; start the right one here, or deal the workers otherwise"
+            )
+
+    @cached_property
+    def _accepting(self) -> ssl.SSLContext:
+        context = self._new(ssl.PROTOCOL_TLS_SERVER)
+        context.num_tickets = 0  # each connection proves anew who is there
+        return context
+
+    @cached_property
+    def _dialling(self) -> ssl.SSLContext:
+        return self._new(ssl.PROTOCOL_TLS_CLIENT)
+
+    def _new(self, protocol: int) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)
+        context.minimum_version, context.check_hostname = ssl.TLSVersion.TLSv1_3, False  # no certificate names a host
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_cert_chain(self.path)
+        for certificate in self._peers:
+            context.load_verify_locations(cadata=certificate)
+        return context
+
+
+def keys_for(peers: Mapping[str, Peer], workers: int) -> Keys | None:
+    """The keys of a run; None for one without [peers], whose workers share a secret.
+
+    The key of this machine is that of GOSSAMER_KEY (`--key`), else the one in `own_keys()` that the run file lists.
+
+    Raises: ConfigError.
+    """
+    if not peers:
+        return None
+    if given := os.environ.get(KEY):
+        return Keys(Path(given), peers, workers)
+    listed = {_der(peer.certificate) for peer in peers.values()}
+    found = [path for path in own_keys() if certificate_of(path) in listed]
+    if len(found) == 1:
+        return Keys(found[0], peers, workers)
+    what = f"{len(found)} of its keys are" if found else "none of its keys is"
+    raise ConfigError(
+        f"the run file has [peers] and {what} in '{_home()}' on this machine; name the right one with --key FILE or {KEY}, or "
+        "make one with gossamer keys new NAME"
+    )
+
+
+def own_keys() -> list[Path]:
+    """The keys of this user on this machine."""
+    return sorted(_home().glob("*.pem"))
+
+
+def new_key(name: str, path: Path | None = None) -> Path:
+    """Makes a key with its certificate, in a file that nobody else may read, and returns its path.
+
+    Raises: ConfigError for a name that cannot be, a file that exists or cannot be written; MissingPackageError.
+    """
+    if not name or not name.isprintable() or len(name) > _LONGEST_NAME or set(name) & set('/\\."'):
+        raise ConfigError(
+            f"the key's name is {name!r:.80}; give up to {_LONGEST_NAME} printable characters without slashes, dots and quotes"
+        )
+    path = path or _home() / f"{name}.pem"
+    content = _made()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=stat.S_IRWXU)
+        # Created with its mode: between writing and a later chmod others could read it.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stat.S_IRUSR | stat.S_IWUSR)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+    except FileExistsError:
+        raise ConfigError(f"'{path}' exists, and a key is never written over; choose another name or --out") from None
+    except OSError as error:
+        raise ConfigError(
+            f"the key could not be written to '{path}' ({error.strerror}); choose another --out"
+        ) from None
+    return path
+
+
+def certificate_of(path: Path) -> bytes:
+    """The certificate in the file of a key, as DER.
+
+    Raises: ConfigError for a file that cannot be read, has none, or that others may read.
+    """
+    try:
+        with path.open("rb") as file:
+            mode, text = os.fstat(file.fileno()).st_mode, file.read(_LONGEST_BYTES).decode("ascii", "replace")
+    except OSError as error:
+        raise ConfigError(
+            f"the key '{path}' cannot be read ({error.strerror}); make one with gossamer keys new NAME"
+        ) from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(
+            f"the key '{path}' can be read by others (mode {stat.S_IMODE(mode):o}); run chmod 600 '{path}'"
+        )
+    start, end = text.find(ssl.PEM_HEADER), text.find(ssl.PEM_FOOTER)
+    if start < 0 or end < start:
+        raise ConfigError(f"'{path}' holds no certificate; make a key with gossamer keys new NAME")
+    try:
+        return ssl.PEM_cert_to_DER_cert(text[start : end + len(ssl.PEM_FOOTER)])
+    except ValueError:
+        raise ConfigError(
+            f"the certificate in '{path}' is damaged; make a new key with gossamer keys new NAME"
+        ) from None
+
+
+def fingerprint(certificate: bytes) -> str:
+    """A short name of a certificate, to be compared by eye.
+
+    >>> fingerprint(b"certificate")[:22]
+    'sha256:03:8f:e3:10:82:'
+    """
+    raw = hashlib.sha256(certificate).hexdigest()
+    return "sha256:" + ":".join(raw[i : i + 2] for i in range(0, 32, 2))
+
+
+def _home() -> Path:
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "gossamer" / "keys"
+
+
+def _der(text: str) -> bytes | None:
+    """The certificate in base64; None for what is none."""
+    try:
+        raw = base64.b64decode(text, validate=True)
+        if not 0 < len(raw) <= _LONGEST_BYTES:
+            return None
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=raw)
+    except (binascii.Error, ValueError, ssl.SSLError):
+        return None
+    return raw
+
+
+def _made() -> bytes:
+    """A new key and its certificate, as PEM. Its subject is a random number: a stranger learns no name from it."""
+    require("cryptography", "keys", "making a key")
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    key, now = Ed25519PrivateKey.generate(), datetime.now(UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, os.urandom(16).hex())])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))  # clocks differ
+        .not_valid_after(now + timedelta(days=365 * _YEARS))
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(key, None)
+    )
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return private + certificate.public_bytes(serialization.Encoding.PEM)
