@@ -165,6 +165,7 @@ def words_of(verb: str, folder: Path, out: Path) -> list[object]:
         "train": [file, "--local", 2, "--out", out, "--quiet"],
         "compare": [folder / "two.toml", "--out", out],
         "tune": [folder / "tune.toml", "--out", out, "--jobs", 1],
+        "keys": ["new", "berlin", "--out", out / "berlin.pem"],
         "status": [run],
         "evaluate": [run],
         "audit": [folder / "hashed"],

@@ -4,6 +4,8 @@ Each process gets a rank, the number of all and an address, and neither a launch
 """
 
 import ctypes
+import itertools
+import json
 import os
 import socket
 import subprocess
@@ -103,6 +105,37 @@ def test_three_machines_whose_names_lead_to_themselves_train_by_the_name_of_the_
         assert told == [True] * 3, ends
     code, said = run("evaluate", tmp_path / "out")
     assert code == 0, said
+
+
+@pytest.mark.netns
+@pytest.mark.timeout(200)
+def test_machines_with_keys_join_the_first_over_encrypted_connections(machines: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    homes, peers = [tmp_path / f"home{i}" for i in range(3)], {}
+    for i, home in enumerate(homes):
+        code, said = run("keys", "new", f"m{i}", "--out", home / "gossamer" / "keys" / f"m{i}.pem", "--json")
+        assert code == 0, said
+        peers[f"m{i}"] = {"certificate": json.loads(said)["keys"][0]["certificate"]}
+    config = tiny(run__elastic=True, run__timeout_s=30.0, run__steps=600, run__pace_s=0.02, peers=peers)
+    (tmp_path / "run.toml").write_text(dump(config))
+
+    def started(i: int, *words: str) -> subprocess.Popen[str]:
+        """Not a fork, as the fork server of a launcher has to be on its machine."""
+        command = ["train", str(tmp_path / "run.toml"), "--out", str(tmp_path / f"out{i}"), *words]
+        return subprocess.Popen(
+            ["ip", "netns", "exec", machines[i].split()[0], sys.executable, "-m", "gossamer", *command],
+            env={**os.environ, "XDG_CONFIG_HOME": str(homes[i])}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    first = started(0, "--listen", "10.78.0.1:29500")
+    assert first.stdout is not None
+    said = list(itertools.takewhile(lambda line: "worker 0 listens on 10.78.0.1:29500" not in line, first.stdout))
+    others = [started(i, "--join", "10.78.0.1:29500") for i in (2, 1)]
+    ends = [(one.communicate(timeout=150)[0], one.returncode) for one in (first, *others)]
+    assert [code for _, code in ends] == [0] * 3, (said, ends)
+    for i, (told, _) in zip((2, 1), ends[1:], strict=True):  # the slot of its own key, whoever comes first
+        assert f"worker {i} listens on 10.78.0.{i + 1}:" in told, told
+        assert f"worker {i} takes the state of worker" in told, told
 
 
 @pytest.mark.netns

@@ -206,6 +206,7 @@ def smaller(file: Path, **values: object) -> None:
 def test_the_commands_of_the_readme_work_as_written(tmp_path, monkeypatch):
     """With fewer steps of a smaller model; that for several machines runs in `tests/cli/test_machines.py`, on three of them."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert main(["init", "configs"]) == 0
     smaller(Path("configs/gasloc.toml"), size='"0.2m"', steps=4, local_steps=2)
     few = {"steps": 2, "local_steps": 1, "eval_every": 2, "eval_batches": 1, "checkpoint_every": 2, "warmup_steps": 0}
@@ -216,7 +217,7 @@ def test_the_commands_of_the_readme_work_as_written(tmp_path, monkeypatch):
         if "--rank" not in words:
             assert main(words[1:]) == 0, words
             ran.add(words[1])
-    assert ran == {"check", "simulate", "compare", "train", "evaluate", "probe"}
+    assert ran == {"check", "simulate", "compare", "train", "keys", "evaluate", "probe"}
     assert Path("runs/real/model").is_dir() and Path("network.toml").is_file()
 
 

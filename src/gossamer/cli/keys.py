@@ -38,10 +38,10 @@ def command(
             )
     found = [(name or path.stem, path, certificate_of(path)) for path in paths]
     if json:
-        print_json([
-            {"name": named, "file": path, "fingerprint": fingerprint(raw), "certificate": base64.b64encode(raw).decode()}
-            for named, path, raw in found
-        ])  # fmt: skip
+        shown = [(named, path, fingerprint(raw), base64.b64encode(raw).decode()) for named, path, raw in found]
+        print_json(
+            {"keys": [dict(zip(("name", "file", "fingerprint", "certificate"), one, strict=True)) for one in shown]}
+        )
         return
     for named, path, raw in found:
         print(f"# the key is in {path}, and stays there; {fingerprint(raw)}")

@@ -41,7 +41,7 @@ class ServerOptions:
     key: Path | None = None
     """file of this machine's key, for a run with [peers] (default: GOSSAMER_KEY, else the one that the run file lists)"""
     listen: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None
-    """where the first worker here listens for those of other machines, in a run that others join; the next takes the next port"""
+    """where this machine listens for the others, which --join it; with --local N each worker takes the next port"""
     secret: Path | None = None
     """file with the secret of the run (default: GOSSAMER_SECRET, else the file 'secret' of the run folder)"""
 
@@ -94,6 +94,7 @@ def command(
         os.environ[KEY] = str(served.key.resolve())
     if served.listen is not None:
         _listen_at(served.listen)
+        local = 1 if local is None and join is None else local  # the first of a run that others join
     if run.peers:
         _check_keys(run)
     if among is not None:

@@ -210,19 +210,17 @@ def certificate_of(path: Path) -> bytes:
     start, end = text.find(ssl.PEM_HEADER), text.find(ssl.PEM_FOOTER)
     if start < 0 or end < start:
         raise ConfigError(f"'{path}' holds no certificate; make a key with gossamer keys new NAME")
-    try:
-        return ssl.PEM_cert_to_DER_cert(text[start : end + len(ssl.PEM_FOOTER)])
-    except ValueError:
-        raise ConfigError(
-            f"the certificate in '{path}' is damaged; make a new key with gossamer keys new NAME"
-        ) from None
+    raw = _der("".join(text[start + len(ssl.PEM_HEADER) : end].split()))
+    if raw is None:
+        raise ConfigError(f"the certificate in '{path}' is damaged; make a new key with gossamer keys new NAME")
+    return raw
 
 
 def fingerprint(certificate: bytes) -> str:
     """A short name of a certificate, to be compared by eye.
 
     >>> fingerprint(b"certificate")[:22]
-    'sha256:03:8f:e3:10:82:'
+    'sha256:03:d6:6d:d0:88:'
     """
     raw = hashlib.sha256(certificate).hexdigest()
     return "sha256:" + ":".join(raw[i : i + 2] for i in range(0, 32, 2))

@@ -150,6 +150,33 @@ def test_a_calm_elastic_run_goes_on_with_the_same_bits_and_a_worker_that_lagged_
     assert code == 0 and f"the run has ended after {config.rounds} rounds" in output
 
 
+def test_an_encrypted_run_has_the_bits_of_one_that_is_not_and_takes_who_is_listed(tmp_path, monkeypatch):
+    pytest.importorskip("cryptography")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    code, said = run("keys", "new", "berlin", "--json")
+    assert code == 0, said
+    certificate = json.loads(said)["keys"][0]["certificate"]
+    config = tiny(run__elastic=True, run__timeout_s=60, peers={"berlin": {"certificate": certificate, "workers": 3}})
+    plain, folder = tiny(run__elastic=True), tmp_path / "run"
+    assert digest(config) == digest(plain), "who takes part decides no number"
+    simulate(plain, tmp_path / "whole")
+    (tmp_path / "run.toml").write_text(dump(config))
+    code, output = run("train", tmp_path / "run.toml", "--local", 3, "--out", folder)
+    assert code == 0, output
+    for worker in range(3):
+        ours, theirs = (
+            checkpoint.load(where / "checkpoints", 6, worker, digest(config)) for where in (folder, tmp_path / "whole")
+        )
+        assert torch.equal(ours["x"], theirs["x"]), worker
+    code, output = run(
+        "train", tmp_path / "run.toml", "--local", 3, "--out", tmp_path / "b", "--set", "run.elastic=false"
+    )
+    assert code == 2 and "exchange over gloo, which cannot encrypt; set run.elastic = true" in output
+    (tmp_path / "gossamer" / "keys" / "berlin.pem").unlink()
+    code, output = run("train", tmp_path / "run.toml", "--local", 3, "--out", tmp_path / "c")
+    assert code == 2 and "none of its keys is in" in output and "gossamer keys new NAME" in output
+
+
 def test_only_an_elastic_run_is_scored_where_a_checkpoint_is_missing_and_starts_with_fewer_workers(tmp_path):
     for elastic in (True, False):
         folder, config = tmp_path / str(elastic), tiny(run__elastic=elastic, run__steps=4)

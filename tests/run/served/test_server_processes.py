@@ -1,5 +1,6 @@
 """A server and its workers over real sockets, and as real processes: as a user starts them, with deaths and forged frames."""
 
+import base64
 import json
 import logging
 import os
@@ -38,6 +39,7 @@ from gossamer.run.simulated.simulate import simulate
 from gossamer.run.worker.task import task_of
 from gossamer.transport import wire
 from gossamer.transport.contract import WIRE_VERSION, Ticket
+from gossamer.transport.keys import KEY, certificate_of, new_key
 from gossamer.transport.processes.local import LISTENER
 from gossamer.transport.secret import SECRET
 from gossamer.transport.sockets.channel import Channel
@@ -170,6 +172,30 @@ def test_one_worker_over_a_socket_computes_the_bits_of_virtual_time(method, tmp_
     assert [(one.round, one.worker) for one in measured] == [(one.round, one.worker) for one in known]
     assert all(one.compute_s > 0 and set(one.waiting_for) == {SERVER} for one in measured)
     assert np.cumsum([one.total_s for one in measured]) == pytest.approx([one.end_s for one in measured])
+
+
+def test_a_server_with_keys_computes_the_same_bits_and_only_who_is_listed_as_server_may_be_it(tmp_path, monkeypatch):
+    pytest.importorskip("cryptography")
+    keys = {name: new_key(name, tmp_path / f"{name}.pem") for name in ("hub", "berlin")}
+    listed = {name: {"certificate": base64.b64encode(certificate_of(path)).decode()} for name, path in keys.items()}
+    method = {"workers": 1, "inner__warmup_steps": 2, **ALONE["heloco"]}
+    config = served(
+        **method, peers={"hub": {**listed["hub"], "workers": 0, "server": True}, "berlin": listed["berlin"]}
+    )
+    plain = served(**method)
+    assert digest(config) == digest(plain)
+    simulate(plain, tmp_path / "virtual")
+    # Server and worker are threads of this process here, so each would find the same key: of one that is both.
+    both = served(**method, peers={"hub": {**listed["hub"], "server": True}})
+    monkeypatch.setenv(KEY, str(keys["hub"]))
+    together(both, tmp_path / "real", monkeypatch)
+    assert torch.equal(model(tmp_path / "real", plain), model(tmp_path / "virtual", plain))
+    with pytest.raises(
+        ConfigError, match=r"is peer 'hub' in \[peers\], with the workers 1, and this process is worker 0"
+    ):
+        work(resolve(config, real=True), tmp_path / "other", "127.0.0.1", 9, 0)
+    with pytest.raises(ConfigError, match=r"0 of \[peers\] have server = true, and a run with a \[server\] needs one"):
+        served(**method, peers={"berlin": listed["berlin"]})
 
 
 def test_a_server_takes_the_socket_of_its_launcher_once(monkeypatch):

@@ -142,16 +142,14 @@ def dial_any(
     whom: int | None = None,
 ) -> tuple[Channel, bool]:  # fmt: skip
     """As `dial`, and whether the other end is of the same run."""
+    if keys is not None and me not in GUESTS:
+        keys.must_own(me)
     # The one place where a process dials.
-    channel, patience_s = (
-        Channel(socket.create_connection(split(address), timeout=timeout_s), timeout_s),
-        min(timeout_s, HANDSHAKE_S),
-    )
+    channel = Channel(socket.create_connection(split(address), timeout=timeout_s), timeout_s)
+    patience_s = min(timeout_s, HANDSHAKE_S)
     try:
         if keys is not None:
             secret = SECRET_WORD
-            if me not in GUESTS:
-                keys.must_own(me)
             channel.encrypt(keys, server=False, deadline=time.monotonic() + patience_s)
             if whom is not None:
                 keys.must_have(channel.certificate, whom)

@@ -1,0 +1,376 @@
+"""Keys: who is listed takes part, as the worker that it may be; on the path nobody reads a word or changes one unnoticed."""
+
+import base64
+import contextlib
+import os
+import secrets
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from gossamer.errors import ConfigError, PeerError, RefusedError
+from gossamer.transport.contract import Ticket
+from gossamer.transport.elastic.core import Outcome
+from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
+from gossamer.transport.elastic.newcomer import Applicant, Handover, ask, host
+from gossamer.transport.elastic.transport import ElasticTransport
+from gossamer.transport.keys import Keys, Peer, certificate_of, keys_for, new_key
+from gossamer.transport.sockets.connection import Endpoint
+from gossamer.transport.sockets.handshake import dial
+from gossamer.transport.sockets.header import LetterKind
+from gossamer.transport.sockets.letter import Letter, body_of, receive_letter, send_letter
+from gossamer.transport.sockets.listener import Arrival, Listener, Refusals
+from tiny import limits
+
+pytest.importorskip("cryptography")
+
+RUN, TIMEOUT_S = 77, 8.0
+NAMES = ("berlin", "paris", "rome")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("keys")
+    return {name: new_key(name, folder / f"{name}.pem") for name in (*NAMES, "stranger")}
+
+
+def peers_of(files: dict[str, Path], *names: str, **more: Peer) -> dict[str, Peer]:
+    return {name: Peer(certificate=base64.b64encode(certificate_of(files[name])).decode()) for name in names} | more
+
+
+@pytest.fixture(scope="module")
+def keys(files: dict[str, Path]) -> list[Keys]:
+    """Those of three machines, each with one worker."""
+    return [Keys(files[name], peers_of(files, *NAMES), 3) for name in NAMES]
+
+
+class Opened:
+    """A listener with keys, what came to it, and what it refused."""
+
+    def __init__(self, keys: Keys | None) -> None:
+        self.came: list[Arrival] = []
+        self.refusals = Refusals()
+        self._there = threading.Semaphore(0)
+        sock = socket.create_server(("127.0.0.1", 0))
+        self.listener = Listener(sock, b"a secret", RUN, self._arrived, self.refusals, keys=keys)
+        self.port = sock.getsockname()[1]
+        self.address = f"127.0.0.1:{self.port}"
+
+    def _arrived(self, arrival: Arrival) -> None:
+        self.came.append(arrival)
+        self._there.release()
+
+    def arrival(self) -> Arrival:
+        assert self._there.acquire(timeout=TIMEOUT_S)
+        return self.came[-1]
+
+    def close(self) -> None:
+        self.listener.close()
+        self.listener.hang_up()
+        for arrival in self.came:
+            arrival.channel.close()
+
+
+@pytest.fixture
+def opened(keys: list[Keys]) -> Iterator[Opened]:
+    with contextlib.closing(Opened(keys[0])) as made:
+        yield made
+
+
+class Relay:
+    """Somebody on the path: keeps what he sees, and may change bytes that go from the dialler to the listener."""
+
+    def __init__(self, port: int, change: Callable[[int, bytes], bytes] = lambda _, data: data) -> None:
+        self._sock, self._port, self._change = socket.create_server(("127.0.0.1", 0)), port, change
+        self.seen = bytearray()
+        self.address = f"127.0.0.1:{self._sock.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, far = self._sock.accept()[0], socket.create_connection(("127.0.0.1", self._port))
+                threading.Thread(target=self._carry, args=(near, far, True), daemon=True).start()
+                threading.Thread(target=self._carry, args=(far, near, False), daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket, forth: bool) -> None:
+        place = 0
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                self.seen += data
+                sink.sendall(self._change(place, data) if forth else data)
+                place += len(data)
+        for sock in (source, sink):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end_s, "it never came to hold"
+        time.sleep(0.01)
+
+
+def test_a_key_is_for_its_owner_alone_and_its_certificate_names_nobody(files: dict[str, Path], tmp_path: Path) -> None:
+    assert stat.S_IMODE(files["berlin"].stat().st_mode) == 0o600
+    raw = certificate_of(files["berlin"])
+    assert b"berlin" not in raw
+    with pytest.raises(ConfigError, match=r"exists, and a key is never written over"):
+        new_key("berlin", files["berlin"])
+    open_to_all = tmp_path / "open.pem"
+    open_to_all.write_bytes(files["berlin"].read_bytes())
+    open_to_all.chmod(0o644)
+    with pytest.raises(ConfigError, match=r"can be read by others \(mode 644\); run chmod 600"):
+        certificate_of(open_to_all)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [(b"", "holds no certificate"), (b"-----BEGIN CERTIFICATE-----\n?\n-----END CERTIFICATE-----", "is damaged")],
+)
+def test_a_key_file_that_is_none_is_told(tmp_path: Path, content: bytes, sentence: str) -> None:
+    path = tmp_path / "key.pem"
+    path.touch(0o600)
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=sentence):
+        certificate_of(path)
+
+
+def test_a_machine_finds_its_key_by_the_run_file_and_says_when_it_has_none(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    listed = peers_of(files, *NAMES)
+    assert keys_for({}, 3) is None, "a run without [peers] shares a secret"
+    with pytest.raises(ConfigError, match=r"none of its keys is in .* gossamer keys new NAME"):
+        keys_for(listed, 3)
+    home = tmp_path / "gossamer" / "keys"
+    home.mkdir(parents=True)
+    for name in ("paris", "stranger"):
+        (home / f"{name}.pem").touch(0o600)
+        (home / f"{name}.pem").write_bytes(files[name].read_bytes())
+    found = keys_for(listed, 3)
+    assert found is not None and found.name(found.certificate) == "peer 'paris'"
+    monkeypatch.setenv("GOSSAMER_KEY", str(files["stranger"]))
+    with pytest.raises(ConfigError, match=r"is none of the run's \[peers\] \(berlin, paris, rome\)"):
+        keys_for(listed, 3)
+
+
+def test_numbers_are_dealt_in_the_order_of_the_file(files: dict[str, Path]) -> None:
+    berlin, paris = (peers_of(files, name)[name].certificate for name in ("berlin", "paris"))
+    listed = {
+        "berlin": Peer(certificate=berlin, workers=2),
+        "paris": Peer(certificate=paris, workers=1, server=True),
+    }
+    keys = Keys(files["paris"], listed, 4)
+    assert keys.numbers(certificate_of(files["berlin"])) == {0, 1}
+    assert keys.numbers(certificate_of(files["paris"])) == {2, 4}, "the server's number follows those of the workers"
+    assert keys.numbers(None) == keys.numbers(certificate_of(files["stranger"])) == frozenset()
+
+
+def test_letters_pass_in_both_directions_at_once_while_a_relay_reads_nothing(keys: list[Keys], opened: Opened) -> None:
+    content = b"these are the parameters of the model" * (1 << 16)
+    letters = [Letter(LetterKind.PUSH, 1, body=body_of(content)), Letter(LetterKind.START, 0, body=body_of(content))]
+    run_limits = limits(3)
+    with contextlib.closing(Relay(opened.port)) as relay:
+        with dial(relay.address, b"", run=RUN, me=1, timeout_s=TIMEOUT_S, keys=keys[1], whom=0) as near:
+            far = opened.arrival()
+            assert (far.peer, far.same_run) == (1, True)
+            assert keys[0].name(far.channel.certificate) == "peer 'paris'"
+            accepts = lambda letter, size: True  # noqa: E731
+            with ThreadPoolExecutor(4) as pool:
+                told = [
+                    pool.submit(send_letter, end, one, RUN)
+                    for end, one in zip((near, far.channel), letters, strict=True)
+                ]
+                read = [pool.submit(receive_letter, end, RUN, run_limits, accepts) for end in (far.channel, near)]
+                assert [one.result(TIMEOUT_S).content for one in read] == [content, content]
+                assert [one.result(TIMEOUT_S) for one in told] == [None, None]
+        assert len(relay.seen) > 2 * len(content)
+        for word in (content[:20], b"GOSL", b"GOSS", b"berlin", b"paris"):
+            assert word not in relay.seen, word
+
+
+def test_a_byte_that_was_changed_on_the_path_ends_the_connection_by_name(keys: list[Keys], opened: Opened) -> None:
+    def change(place: int, data: bytes) -> bytes:
+        at = 20_000 - place
+        return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] if 0 <= at < len(data) else data
+
+    with (
+        contextlib.closing(Relay(opened.port, change)) as relay,
+        dial(relay.address, b"", run=RUN, me=1, timeout_s=TIMEOUT_S, keys=keys[1], whom=0) as near,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        far = opened.arrival()
+        body = body_of(bytes(1 << 18))
+        pool.submit(send_letter, near, Letter(LetterKind.PUSH, 1, body=body), RUN)
+        with pytest.raises(RefusedError, match=r"what it sent was changed on its way") as caught:
+            receive_letter(far.channel, RUN, limits(3), lambda letter, size: True)
+        assert caught.value.kind == "changed"
+        far.channel.interrupt()
+
+
+def test_a_stranger_with_a_key_that_is_not_listed_is_refused_at_both_ends(
+    files: dict[str, Path], opened: Opened
+) -> None:
+    his = Keys(files["stranger"], peers_of(files, *NAMES, "stranger"), 4)
+    with pytest.raises(RefusedError, match=r"refused the key of this machine \(sha256:.*must list it in \[peers\]"):
+        dial(opened.address, b"a secret", run=RUN, me=3, timeout_s=TIMEOUT_S, keys=his, whom=0)
+    until(lambda: opened.refusals.counts == {"127.0.0.1: key": 1})
+    assert not opened.came
+
+
+def test_who_is_listed_does_not_talk_to_a_listener_that_is_not(files: dict[str, Path], keys: list[Keys]) -> None:
+    his = Keys(files["stranger"], peers_of(files, *NAMES, "stranger"), 4)
+    with contextlib.closing(Opened(his)) as opened:
+        with pytest.raises(RefusedError, match=r"showed a certificate that is not in the run's \[peers\]"):
+            dial(opened.address, b"a secret", run=RUN, me=1, timeout_s=TIMEOUT_S, keys=keys[1])
+        assert not opened.came
+
+
+def test_a_peer_is_only_the_worker_that_its_key_may_be(
+    files: dict[str, Path], keys: list[Keys], opened: Opened
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"is peer 'paris' in \[peers\], with the workers 1, and this process is worker 2"
+    ):
+        dial(opened.address, b"", run=RUN, me=2, timeout_s=TIMEOUT_S, keys=keys[1])
+    # One that does not obey its own run file, as another one deals the numbers otherwise.
+    lying = Keys(files["paris"], peers_of(files, "berlin", "rome", "paris"), 3)
+    with dial(opened.address, b"", run=RUN, me=2, timeout_s=TIMEOUT_S, keys=lying, whom=0):
+        until(lambda: opened.refusals.counts == {"127.0.0.1: key": 1})
+    assert not opened.came
+    # Nor does who dials take another peer for the one whom he wants.
+    with pytest.raises(RefusedError, match=r"peer 'berlin' calls itself worker 2, which its key may not be"):
+        dial(opened.address, b"", run=RUN, me=1, timeout_s=TIMEOUT_S, keys=keys[1], whom=2)
+
+
+@pytest.mark.parametrize("with_keys", ["listener", "dialler"])
+def test_a_process_with_keys_and_one_without_refuse_each_other(keys: list[Keys], with_keys: str) -> None:
+    ours, theirs = (keys[0], None) if with_keys == "listener" else (None, keys[1])
+    with contextlib.closing(Opened(ours)) as opened:
+        with pytest.raises((PeerError, ConnectionError)) as caught:
+            dial(opened.address, b"a secret", run=RUN, me=1, timeout_s=0.5, keys=theirs)
+        assert with_keys == "listener" or "does not encrypt; give all machines the same run file" in str(caught.value)
+        until(lambda: bool(opened.refusals.counts))
+        assert not opened.came
+
+
+def test_floods_and_slow_connections_cost_no_descriptor_for_good(keys: list[Keys], opened: Opened) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
+    slow = []
+    for i in range(300):
+        sock = socket.create_connection(("127.0.0.1", opened.port))
+        with contextlib.suppress(OSError):
+            sock.sendall(secrets.token_bytes(1 + i))
+        if i % 30:
+            sock.close()
+        else:
+            slow.append(sock)
+    with dial(opened.address, b"", run=RUN, me=1, timeout_s=TIMEOUT_S, keys=keys[1], whom=0):
+        assert opened.arrival().peer == 1, "a peer still gets in"
+    for sock in slow:
+        sock.close()
+    opened.close()
+    until(lambda: descriptors() <= before)
+
+
+@contextlib.contextmanager
+def crew(keys: list[Keys]) -> Iterator[list[ElasticTransport]]:
+    """Workers of an elastic run that know each other."""
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in keys]
+    entries = [
+        SlotEntry(i, 0, secrets.randbits(40), MemberStatus.ALIVE, 0, f"127.0.0.1:{sock.getsockname()[1]}")
+        for i, sock in enumerate(listeners)
+    ]
+    made = [
+        ElasticTransport(Members(limits(3), i, entries), Endpoint(sock, RUN, b"", TIMEOUT_S, keys=keys[i]))
+        for i, sock in enumerate(listeners)
+    ]
+    try:
+        yield made
+    finally:
+        with ThreadPoolExecutor(len(made)) as pool:
+            list(pool.map(ElasticTransport.close, made))
+
+
+def test_workers_exchange_over_encrypted_connections(keys: list[Keys]) -> None:
+    like, ticket = [torch.empty(4)], Ticket(0)
+    with crew(keys) as workers:
+        for worker in workers:
+            others = [i for i in range(3) if i != worker.worker]
+            worker.enter(0, lambda alive, others=others: others, 15)
+            for other in others:
+                worker.expect(ticket, other, like)
+                worker.post(ticket, other, [torch.full((4,), float(worker.worker))])
+        for worker in workers:
+            worker.wait(ticket)
+            heard = worker.collect(ticket)
+            assert all(frames[0].tolist() == [float(peer)] * 4 for peer, frames in heard.items())
+            assert set(worker.outcomes()[ticket].values()) == {Outcome.MADE}
+
+
+def test_a_newcomer_gets_a_slot_of_its_own_key_and_no_other(files: dict[str, Path], keys: list[Keys]) -> None:
+    given: list[object] = []
+
+    def serve(arrival: Arrival) -> None:
+        allowed = keys[0].numbers(arrival.channel.certificate)
+        with arrival.channel as channel, contextlib.suppress(OSError):
+            given.append(allowed)
+            host(
+                channel, RUN, limits(3), 0, give_slot=lambda place: members.give_slot(place.nonce, place.address, kept(allowed)),
+                entries=lambda: dict(members.entries), boundary=lambda: Handover(0, lambda: b"state", bytes), keys=keys[0],
+            )  # fmt: skip
+
+    def kept(allowed: frozenset[int]) -> set[int]:
+        return set(range(3)) - allowed
+
+    members = Members(limits(3), 0, [SlotEntry(0, 0, 1, MemberStatus.ALIVE, 0, "127.0.0.1:9")])
+    sock = socket.create_server(("127.0.0.1", 0))
+    listener = Listener(sock, b"", RUN, serve, Refusals(), keys=keys[0])
+    try:
+        place = Applicant(5, "127.0.0.1:10")
+        offer = ask(listener.address, b"", place, run=RUN, limits=limits(3), timeout_s=TIMEOUT_S, keys=keys[2])
+        assert (offer.slot, offer.raw) == (2, b"state") and given == [{2}]
+        # The state of a slot is for its own key too.
+        with pytest.raises((PeerError, OSError)):
+            ask(
+                listener.address,
+                b"",
+                place._replace(slot=1),
+                run=RUN,
+                limits=limits(3),
+                timeout_s=TIMEOUT_S,
+                keys=keys[2],
+            )
+    finally:
+        listener.close()
+        listener.hang_up()
+
+
+def test_an_old_connection_played_again_changes_nothing(keys: list[Keys], opened: Opened) -> None:
+    with contextlib.closing(Relay(opened.port)) as relay:
+        sent = bytearray()
+        relay._change = lambda place, data: (sent.extend(data), data)[1]  # type: ignore[method-assign]
+        with dial(relay.address, b"", run=RUN, me=1, timeout_s=TIMEOUT_S, keys=keys[1], whom=0) as near:
+            opened.arrival()
+            near.write(b"a letter that counts")
+    came = len(opened.came)
+    with socket.create_connection(("127.0.0.1", opened.port), timeout=TIMEOUT_S) as again:
+        again.sendall(sent)
+        until(lambda: bool(opened.refusals.counts))
+    assert len(opened.came) == came
