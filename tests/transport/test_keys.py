@@ -365,7 +365,7 @@ def test_a_newcomer_gets_a_slot_of_its_own_key_and_no_other(files: dict[str, Pat
 def test_an_old_connection_played_again_changes_nothing(keys: list[Keys], opened: Opened) -> None:
     with contextlib.closing(Relay(opened.port)) as relay:
         sent = bytearray()
-        relay._change = lambda place, data: (sent.extend(data), data)[1]  # type: ignore[method-assign]
+        relay._change = lambda place, data: (sent.extend(data), data)[1]
         with dial(relay.address, b"", run=RUN, me=1, timeout_s=TIMEOUT_S, keys=keys[1], whom=0) as near:
             opened.arrival()
             near.write(b"a letter that counts")
