@@ -28,6 +28,7 @@ COMMANDS = {
     "start": ("start.py",),
     "update": ("update.py", "--repeats", "5"),
     "exchange": ("exchange.py",),
+    "encryption": ("encryption.py",),
     "memory": ("memory.py",),
     "codecs": ("codecs.py",),
     "checks": ("checks.py",),

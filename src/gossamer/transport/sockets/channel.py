@@ -10,7 +10,7 @@ import time
 from types import TracebackType
 
 from gossamer.transport.keys import Keys
-from gossamer.transport.sockets.tls import TlsSocket, encrypted
+from gossamer.transport.sockets.tls import TlsSocket
 
 __all__ = ["Channel"]
 
@@ -25,7 +25,6 @@ class Channel:
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
         self._sock: socket.socket | TlsSocket = sock
-        self._interrupted = False
         self.moved_s = time.monotonic()
         """When bytes last went or came, on the clock of `time.monotonic`: who is slow is not silent."""
         self._tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
@@ -42,11 +41,7 @@ class Channel:
     def encrypt(self, keys: Keys, *, server: bool, deadline: float) -> None:
         """Encrypts the connection, before anything is sent. Raises: as `TlsSocket.handshake`."""
         assert isinstance(self._sock, socket.socket)
-        # In this order: from here on `interrupt` ends the encrypted socket; one that came before has ended a socket that is
-        # detached now, and would be lost.
-        self._sock = sock = encrypted(self._sock, keys, server=server)
-        if self._interrupted:
-            self.interrupt()
+        self._sock = sock = TlsSocket(self._sock, keys, server=server)
         sock.handshake(deadline)
         self.wait_at_most(self.timeout_s)
 
@@ -120,7 +115,6 @@ class Channel:
         Nobody closes one direction alone: whoever sends no more says so in a letter (`LetterKind.END`), as encryption ends for
         both directions at once.
         """
-        self._interrupted = True
         with contextlib.suppress(OSError):
             # No close: its descriptor would be free for the next connection while a thread is about to read from it, which would
             # then read what belongs to somebody else.
