@@ -5,6 +5,7 @@ import io
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,12 +37,17 @@ def source(tmp_path_factory):
     return folder
 
 
-def test_the_site_builds_without_a_warning_and_loads_nothing_from_other_hosts(source):
+@pytest.fixture(scope="session")
+def site(source):
+    """The site, which builds without a warning."""
     mkdocs = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--config-file", source / "mkdocs.yml"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "docs"), "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(mkdocs, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
-    site = source / "site"
+    return source / "site"
+
+
+def test_the_site_loads_nothing_from_other_hosts_and_has_every_method_and_verb(site):
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         loaded = re.findall(r"<(?:script|img|iframe)[^>]* src=[\"']?([^\"' >]+)", text)
@@ -52,6 +58,26 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_other_hosts(so
     assert 'id="gossamer.library.outer.Outer.step"' in python
     commands = (site / "reference" / "command-line.html").read_text(encoding="utf-8")
     assert all(f'id="{verb}"' in commands for verb in VERBS)
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_a_page_that_is_opened_from_a_folder_searches_and_asks_no_other_host(site):
+    api = pytest.importorskip("playwright.sync_api")
+    asked, said = [], []
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1400, "height": 900})
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.goto((site / "how-to" / "index.html").as_uri())
+        page.locator(".md-search__input").first.press_sequentially("straggler")
+        page.locator(".md-search-result__link").first.wait_for(state="attached")
+        link = page.locator(".md-search-result__link").first.get_attribute("href")
+        browser.close()
+    assert link is not None and (site / "how-to" / link.partition("?")[0].removeprefix("file://")).exists()
+    assert all(url.startswith(("file:", "data:", "about:")) for url in asked) and not said
 
 
 def test_the_page_of_run_files_explains_every_key(source):
