@@ -8,6 +8,7 @@ import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -180,7 +181,7 @@ def test_thousands_of_requests_and_offers_of_newcomers_are_answered_or_refused(
 ) -> None:
     draw = random.Random(4)
     entry = SlotEntry(2, 1, 5, MemberStatus.JOINING, 0, "127.0.0.1:4002")
-    place = {"nonce": 5, "address": "127.0.0.1:4002", "slot": None, "inner": True}
+    place = {"nonce": 5, "address": "127.0.0.1:4002", "slot": None, "inner": True, "wants": None, "after": None}
     offer = {"slot": 2, "donor": 0, "after": 3, "bytes": 24, "sha256": "a" * 64, "entries": NEWS.decode()}
     state = newcomer.Handover(3, lambda: bytes(24), cold)
     sent: list[Letter] = []
@@ -201,7 +202,8 @@ def test_thousands_of_requests_and_offers_of_newcomers_are_answered_or_refused(
 
     near, far = socket.socketpair()
     host = functools.partial(
-        newcomer.host, near, 3, limits(3), 0, give_slot=lambda place: entry, entries=lambda: {2: entry}, boundary=lambda: state
+        newcomer.host, cast(Any, near), 3, limits(3), 0, give_slot=lambda place: entry, entries=lambda: {2: entry},
+        boundary=lambda _: state,
     )  # fmt: skip
     monkeypatch.setattr(newcomer, "dial", lambda *args, **options: socket.socket())
     own = newcomer.Applicant(5, "127.0.0.1:4002")

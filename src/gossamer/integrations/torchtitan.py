@@ -50,6 +50,7 @@ class _Optimizers(OptimizersContainer):
         topology: str | None = None
         seed: int = 0
         timeout_s: float = 300.0
+        elastic: bool = False
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         super().__init__(config, model_parts=model_parts)
@@ -65,6 +66,7 @@ class _Optimizers(OptimizersContainer):
             self._outer = Outer[nn.Module](
                 model, one.rule, local_steps=one.local_steps, codec=one.codec,
                 topology=one.topology, seed=one.seed, timeout_s=one.timeout_s, site=site_of(os.environ.get(SITE)), join=one.join,
+                elastic=one.elastic,
             )  # fmt: skip
         return self._outer
 
@@ -121,8 +123,8 @@ class _SiteLoader(BaseDataLoader):
 def outer(config: Any, **options: Any) -> Any:
     """The optimizers of a job that is one of several sites.
 
-    Args: `options` are rule, local_steps, codec, topology, seed and timeout_s as of `gossamer.Outer`, and `join`, HOST:PORT of
-        the first process of site 0.
+    Args: `options` are rule, local_steps, codec, topology, seed, timeout_s and elastic as of `gossamer.Outer`, and `join`,
+        HOST:PORT of the first process of site 0.
     Raises: when training begins, what Outer raises.
     """
     return derive(config, _Optimizers.Config, **options)

@@ -1,5 +1,6 @@
 """Which worker a process is a part of: a worker is one process, or the processes of a mesh that hold one model together."""
 
+import errno
 import hashlib
 import secrets
 from collections.abc import Sequence
@@ -20,7 +21,19 @@ from gossamer.transport.sockets.addresses import is_loopback, own_address, split
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Lane", "joined", "lane_in", "lane_of_site", "outer_store"]
+__all__ = [
+    "Lane",
+    "at_board",
+    "board",
+    "claimed",
+    "joined",
+    "lane_in",
+    "lane_of_site",
+    "must_have_equal_shards",
+    "outer_store",
+    "taken",
+    "unequal_shards",
+]
 
 
 class Lane(NamedTuple):
@@ -140,11 +153,15 @@ def lane_of_site(site: tuple[int, int], mesh: "DeviceMesh | None", timeout_s: fl
     return Lane((rank,), tuple(own), worker, own.index(rank), said[0][3], n)
 
 
-def joined(lane: Lane, join: str, timeout_s: float) -> Lane:
-    """The lane of a site that has met the others at an address, where the first process of site 0 listens.
+def board(store: Store) -> Store:
+    """What sites tell each other in a store."""
+    return PrefixStore("gossamer/sites", store)
 
-    Raises: ConfigError for a secret that is missing; PeerError when the others do not come, when a site is there already, or has
-        another number of processes.
+
+def at_board(lane: Lane, join: str, timeout_s: float) -> Lane:
+    """The lane of a process that has reached the board of all sites, a store where the first process of site 0 listens.
+
+    Raises: ConfigError for a secret that is missing; PeerError when the board cannot be reached, or made.
     """
     host, port = split(join)
     secret = environment_secret()
@@ -156,31 +173,81 @@ def joined(lane: Lane, join: str, timeout_s: float) -> Lane:
     first = lane.worker == lane.shard == 0
     try:
         store = hosted_store(host, port, timeout_s) if first else reached_store(host, port, timeout_s)
-        address = own_address(host)
+        return lane._replace(joint=board(store), address=own_address(host))
     except (OSError, RuntimeError) as error:
+        if first and isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            raise PeerError(
+                f"site 0 cannot listen at '{join}', where another process does, such as another run or a site 0 that has not "
+                "ended; end that one, or give all sites another port"
+            ) from error
         raise PeerError(
             f"site {lane.worker} could not {'listen' if first else 'reach site 0'} at '{join}' "
             f"({first_line(error)}); start site 0 there, or give all sites the address of its first process"
         ) from error
-    lane = lane._replace(joint=PrefixStore("gossamer/sites", store), address=address)
+
+
+def claimed(lane: Lane, join: str, *, elastic: bool) -> bool:
+    """Whether this process has claimed the number of its site at the board, which nobody had.
+
+    Raises: PeerError where the board is that of another run.
+    """
+    assert lane.joint is not None
+    entries = Entries(lane.joint, environment_secret())
+    mine = f"{lane.sites} sites that {'come and go' if elastic else 'all stay'}"
+    theirs = entries.first("run", mine)
+    if theirs is None:
+        raise PeerError(
+            f"what is said at '{join}' does not carry the code of this run's secret; give all sites the same GOSSAMER_SECRET, "
+            "and each run an address of its own"
+        )
+    if theirs != mine.encode():
+        raise PeerError(
+            f"site {lane.worker} of {lane.sites} is at '{join}', where another run is, of "
+            f"{theirs.decode(errors='replace'):.60}, and not one of {mine}; give each run an address of its "
+            "own, and all its sites the same number of sites and the same elastic=..."
+        )
+    return entries.first(f"site/{lane.worker}", lane.start) == lane.start.encode()
+
+
+def taken(lane: Lane, join: str, why: str = "") -> PeerError:
+    """The error of a site whose number another one has."""
+    return PeerError(
+        f"site {lane.worker} of {lane.sites} is at '{join}' already, or has been before it failed{why and f' ({why})'}; give "
+        "each site a number of its own, and start all of them again after one has failed"
+    )
+
+
+def joined(lane: Lane, join: str, timeout_s: float) -> Lane:
+    """The lane of a site that has met all others, whose number is fixed.
+
+    Raises: as `at_board`; PeerError when the others do not come, when a site is there already, or has another number of
+        processes.
+    """
+    lane = at_board(lane, join, timeout_s)
     if lane.shard == 0:
-        assert lane.joint is not None
-        entries, mine = Entries(lane.joint, secret), lane.start.encode()
-        if entries.first(f"site/{lane.worker}", lane.start) != mine:
-            raise PeerError(
-                f"site {lane.worker} of {lane.sites} is at '{join}' already, or has been before it failed; give each site a "
-                "number of its own, and start all of them again after one has failed"
-            )
-        member = Member.at(
-            lane.worker, lane.sites, torch.device("cpu"), PrefixStore("sites", lane.joint), secret=secret
-        )  # fmt: skip
-        said = agree(member, f"{lane.sites} sites", lane.shards, timeout_s=timeout_s)
-        if odd := next((k for k, shards in enumerate(said) if shards != said[0]), 0):
-            raise PeerError(
-                f"site 0 has {said[0]} processes and site {odd} {said[odd]}; give all sites the same number of processes, "
-                "sharded alike"
-            )
+        if not claimed(lane, join, elastic=False):
+            raise taken(lane, join)
+        must_have_equal_shards(lane, timeout_s)
     return lane
+
+
+def must_have_equal_shards(lane: Lane, timeout_s: float) -> None:
+    """Raises PeerError when sites have other numbers of processes, or do not come; for the first process of each."""
+    assert lane.joint is not None
+    member = Member.at(
+        lane.worker, lane.sites, torch.device("cpu"), PrefixStore("sites", lane.joint), secret=environment_secret()
+    )  # fmt: skip
+    said = agree(member, f"{lane.sites} sites", lane.shards, timeout_s=timeout_s)
+    if odd := next((k for k, shards in enumerate(said) if shards != said[0]), 0):
+        raise PeerError(unequal_shards(0, said[0], odd, said[odd]))
+
+
+def unequal_shards(site: int, shards: object, other: int, others: object) -> str:
+    """What is wrong where two sites have other numbers of processes."""
+    return (
+        f"site {site} has {shards} processes and site {other} {others}; give all sites the same number of processes, sharded "
+        "alike"
+    )
 
 
 def _shape(shape: object) -> str:

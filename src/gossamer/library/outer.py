@@ -19,7 +19,7 @@ from gossamer.errors import CheckpointError, ConfigError, PeerError
 from gossamer.library.dtensors import local, mesh_of, reshard
 from gossamer.library.flat import flat_of, must_carry_copies
 from gossamer.library.guard import Rest, must_be_trainable, must_not_be_wrapped, rest_of
-from gossamer.library.lane import joined, lane_in, lane_of_site
+from gossamer.library.lane import at_board, joined, lane_in, lane_of_site
 from gossamer.library.metrics import Meter, OuterMetrics
 from gossamer.library.parts import (
     LOCAL_STEPS,
@@ -33,6 +33,7 @@ from gossamer.library.parts import (
 from gossamer.library.peers import Peers, common_of
 from gossamer.library.saved import FORMAT, OuterState, must_be_of, must_continue_alike, what_it_is_of
 from gossamer.library.siblings import Siblings
+from gossamer.library.sites import REJOIN_ROUNDS, ElasticSite, elastic_site
 from gossamer.library.watch import Watch, explained, warn_of_phases
 from gossamer.rounds.compatibility.combine import method_of, settled_rule, warnings_of
 from gossamer.rounds.loop import OuterLoop
@@ -41,6 +42,7 @@ from gossamer.rounds.schedule import Schedule, Stop
 from gossamer.rules import Rule
 from gossamer.settings.options import Count, Number, Positive, check_option
 from gossamer.topologies import Topology
+from gossamer.transport.elastic.closing import LeftOutError
 from gossamer.tree import leaves, must_fit
 
 if TYPE_CHECKING:
@@ -91,6 +93,11 @@ class Outer(Generic[M]):
             starts it, or a process without one. All processes of its default group are the worker.
         join: HOST:PORT where the sites meet; the first process of site 0 listens there. GOSSAMER_SECRET, the same on all, keeps
             strangers away from what is said there, and encrypts nothing.
+        elastic: whether sites may die, leave and come back while the others go on; otherwise the loss of one ends all. A site
+            that comes back, started as before, takes the parameters and the outer state of another in its first `step`, all its
+            processes after the same round; the inner step before that is lost, and its inner optimizer is its own. `rounds` is
+            that of the run, and skips those that were missed. A mean over everyone, as of `diloco`, needs more than half of all
+            sites, and waits for them. Each process keeps a copy of parameters and outer state in host memory for the others.
     Raises: ConfigError and PairingError for what cannot work; PeerError when workers disagree on model, rule, topology, codec
         or another of these, with what each has.
     Cost: the rule's state, one message, and those received from the peers; the exchange blocks, and its receives are posted a
@@ -129,20 +136,21 @@ class Outer(Generic[M]):
         local_steps: int | None = None, seed: int = 0, codec: str | Codec | None = None, schedule: Schedule | None = None,
         reduction: Reduction = "ordered", timeout_s: float = 300.0, compile: bool = False,
         process_group: dist.ProcessGroup | None = None, rest: Rest = "compare", mesh: "DeviceMesh | None" = None,
-        site: tuple[int, int] | None = None, join: str | None = None,
+        site: tuple[int, int] | None = None, join: str | None = None, elastic: bool = False,
     ) -> None:  # fmt: skip
         must_be_trainable(model)
         for name, given, kind in (
             ("local_steps", LOCAL_STEPS if local_steps is None else local_steps, Count), ("seed", seed, int),
             ("reduction", reduction, Reduction), ("timeout_s", timeout_s, Positive), ("compile", compile, bool),
-            ("rest", rest, Rest),
+            ("rest", rest, Rest), ("elastic", elastic, bool),
         ):  # fmt: skip
             check_option("Outer", name, given, kind)
         reshard(model)
         mesh = mesh_of(model.named_parameters(), mesh)
-        must_be_a_site(site, join, process_group)
+        must_be_a_site(site, join, process_group, elastic)
         lane = lane_of_site(site, mesh, timeout_s) if site else lane_in(ranks_of(process_group), mesh, timeout_s)
-        self._lane, self._siblings = lane, Siblings(lane, timeout_s)
+        # Where sites come and go the first process waits for others, and its siblings longer for it.
+        self._lane, self._siblings = lane, Siblings(lane, 3 * timeout_s if elastic else timeout_s)
         self.worker, self.n, self.shard = self._lane.worker, self._lane.n, self._lane.shard
         if self.n == 1 < self._lane.shards and site is None:
             log.warning(
@@ -151,7 +159,8 @@ class Outer(Generic[M]):
                 self._lane.shards,
             )
         facts = settled_parts(
-            rule, topology, codec, schedule, local_steps, reduction=reduction, n=self.n, seed=seed, shards=self._lane.shards
+            rule, topology, codec, schedule, local_steps, reduction=reduction, n=self.n, seed=seed, shards=self._lane.shards,
+            elastic=elastic,
         )  # fmt: skip
         facts = facts._replace(rule=settled_rule(facts))
         self.method = method_of(facts, compile=compile)
@@ -166,6 +175,7 @@ class Outer(Generic[M]):
         self.steps: int = 0
         self._closed = self._mean_is_in = False
         self._failed: Exception | None = None
+        self._takes_rest = rest == "broadcast"
         self._watched = True  # until the first round has ended, for a wrapper that is put on later
         self._meter = Meter()
         common = common_of(
@@ -174,9 +184,20 @@ class Outer(Generic[M]):
         )  # fmt: skip
         with self._siblings.all_or_none("the start of Outer"):
             if join is not None:
-                self._lane = joined(lane, join, timeout_s)
+                self._lane = at_board(lane, join, timeout_s) if elastic else joined(lane, join, timeout_s)
+        self._site: ElasticSite | None = None
         with self._siblings.all_or_none("the start of Outer"):
-            if dist.is_initialized() or join is not None:
+            if elastic and join is not None:
+                rule, schedule = self.method.rule, self.method.schedule
+                self._site = elastic_site(
+                    self._lane, self._siblings, common, join, self.x, rest_of(model), closes=rule.needs == "everyone",
+                    closings=sum(bool(stop.sends) for stop in schedule.stops(0, self.local_steps)),
+                    exchanges=self.method.sends_per_round, timeout_s=timeout_s,
+                )  # fmt: skip
+                self._peers = Peers.of_site(
+                    self._site.transport, None if self._site.is_back else self._lane, self._site.start, timeout_s
+                )
+            elif dist.is_initialized() or join is not None:
                 self._peers = Peers.of(process_group, self._lane, common, self.x, rest_of(model), timeout_s=timeout_s)
             else:
                 self._peers = Peers.none()
@@ -189,6 +210,8 @@ class Outer(Generic[M]):
             self.method, self._peers.transport, parts, local_steps=self.local_steps, full_steps=self.local_steps,
             seed=seed, reduce=self._peers.timed_reduce(self._meter.add_waiting), shard=self.shard,
         )  # fmt: skip
+        if self._site is not None:
+            self._site.attach(self._loop, seed)
         self._stops: list[Stop] = []
         self._before: int | None = self._flat.checksum()
         """Of the parameters, until the first exchange has seen whether training changes them."""
@@ -252,10 +275,14 @@ class Outer(Generic[M]):
         """
         self._must_be_open("step")
         self._watch.called = True
-        self._agree()
+        if self._agree():
+            return False
         if self._watched and self.steps == 0:
             must_not_be_wrapped(self.model, self._lane.across)
         if not self._stops:  # only when a step follows, so that nothing is announced after the last exchange
+            if self._site is not None:
+                self._site.enter(self.rounds)
+                self._loop.begin_round(self.rounds)
             self._stops = [stop for stop in self._loop.stops(self.rounds) if stop.step > self.steps]
             self._loop.announce(self.rounds, self._stops[0])
         self.steps += 1
@@ -263,15 +290,15 @@ class Outer(Generic[M]):
             self._advance()
             while self._stops and self._stops[0].step == self.steps:
                 stop = self._stops.pop(0)
-                with self._meter.exchanging(), self._explaining():
-                    with self._all_or_none(f"round {self.rounds}", self.rounds, self.steps):
-                        self._look()
-                        self._meter.count(self._loop.post(self.rounds, stop))
-                        for due in self._loop.due(self.rounds, stop):
-                            if due in self._loop.in_flight:
-                                self._loop.in_flight[due].receive()
-                    self._loop.receive(self.rounds, stop)
-                    self._flat.write()
+                try:
+                    self._exchange(stop)
+                except LeftOutError as error:
+                    self._take_anothers_state(error.source)
+                    return False
+                except Exception:
+                    if self._site is not None:  # the others shall not wait for one that has failed
+                        self._peers.close()
+                    raise
                 if self._stops:
                     self._loop.announce(self.rounds, self._stops[0])
         if self._stops:
@@ -279,7 +306,48 @@ class Outer(Generic[M]):
         self.steps, self.rounds = 0, self.rounds + 1
         self._meter.rounds += 1
         self._watch.exchanged = True
+        if self._site is not None:
+            self._site.keep(self.rounds, self._for_others())
+            after, self.rounds = self.rounds, self._site.next_round()
+            if self.rounds > after + REJOIN_ROUNDS:
+                self._take_anothers_state(None, self.rounds)
         return True
+
+    def _exchange(self, stop: Stop) -> None:
+        with self._meter.exchanging(), self._explaining():
+            with self._all_or_none(f"round {self.rounds}", self.rounds, self.steps):
+                self._look()
+                self._meter.count(self._loop.post(self.rounds, stop))
+                for due in self._loop.due(self.rounds, stop):
+                    if due in self._loop.in_flight:
+                        self._loop.in_flight[due].receive()
+            self._loop.receive(self.rounds, stop)
+            self._flat.write()
+
+    def _for_others(self) -> dict[str, Any]:
+        """What a site that comes back takes over."""
+        rest = rest_of(self.model) if self._takes_rest else {}
+        outer = [leaf.detach().cpu() for leaf in self._outer_state()]
+        return {"x": self.x.detach().cpu(), "outer": outer, "rest": [t.cpu() for t in rest.values()]}
+
+    def _take_anothers_state(self, source: int | None, round: int = 0) -> None:
+        """Goes on with the state of another site, from this round on or the one that it is after."""
+        assert self._site is not None
+        self._loop.in_flight.clear()
+
+        def load(state: Mapping[str, Any]) -> None:
+            rest = rest_of(self.model) if self._takes_rest else {}
+            mine = [self.x, *self._outer_state(), *rest.values()]
+            theirs = [state["x"], *state["outer"], *state["rest"]]
+            must_fit(theirs, mine)
+            with torch.no_grad():
+                for own, other in zip(mine, theirs, strict=True):
+                    own.copy_(other)
+                self._loop.forget_unsent()
+                self._flat.write()
+
+        self.rounds, self.steps, self._stops = max(round, self._site.take(load, source)), 0, []
+        self._before = None
 
     def finish(self) -> None:
         """Finishes the exchanges in flight when training ends, be it within a round; without overlap there are none.
@@ -375,6 +443,11 @@ class Outer(Generic[M]):
         ...     answer = mean(torch.ones(2))
         """
         self._must_be_open("mean_model")
+        if self._site is not None and self.n > 1:
+            raise ConfigError(
+                f"mean_model() was called with elastic=True, where nobody knows which of {self.n} sites would come to it; after "
+                "a mean over everyone the model is that mean, and after gossip take that of one site, or the mean of saved ones"
+            )
         buffers = dict(self.model.named_buffers())
         averaged = [
             local(t) for t in buffers.values() if t.is_floating_point() and t.layout == torch.strided
@@ -433,6 +506,7 @@ class Outer(Generic[M]):
             PeerError at `step` when workers continue from different steps or runs.
         """
         self._must_be_open("load_state_dict")
+        self._must_not_have_begun()
         if self._loop.in_flight:
             raise CheckpointError(
                 f"a state was given after {self.steps} steps of round {self.rounds}, with {len(self._loop.in_flight)} exchanges "
@@ -502,6 +576,7 @@ class Outer(Generic[M]):
         Raises: CheckpointError if it is of another rule, codec, schedule, worker, number of workers or local steps, or not whole.
         """
         self._must_be_open("load_shared_state_dict")
+        self._must_not_have_begun()
         own = self.shared_state_dict()
         try:
             saved = {"format": FORMAT, "of": json.loads(state["outer.of"]), "start": state["outer.start"]}
@@ -579,18 +654,32 @@ class Outer(Generic[M]):
                 f"{call}() was called inside mean_model(), where the model holds the mean of all workers; leave the block first"
             )
 
-    def _agree(self) -> None:
+    def _must_not_have_begun(self) -> None:
+        if self._site is not None and self._agreed:
+            raise CheckpointError(
+                f"a state was given after {self.rounds} rounds with elastic=True, where the other sites go on; load it before "
+                "the first step, and on all sites that start together"
+            )
+
+    def _agree(self) -> bool:
         """Compares with all workers where they continue, once after the start and after each load.
 
         It comes before the first exchange: messages of different rounds never meet, and each worker would wait for the other's
-        until its timeout.
+        until its timeout. Returns: whether this site has come back, and goes on with another's state instead.
         """
-        if not self._agreed:
-            with self._siblings.all_or_none("the first step", self.rounds, self.steps):
-                must_continue_alike(
-                    self._peers.agree("step", [self.rounds, self.steps, self.local_steps, self._loaded])
-                )
+        if self._agreed:
+            return False
+        if self._site is not None and self._site.is_back:
+            self._take_anothers_state(None)
             self._agreed = True
+            return True
+        with self._siblings.all_or_none("the first step", self.rounds, self.steps):
+            must_continue_alike(self._peers.agree("step", [self.rounds, self.steps, self.local_steps, self._loaded]))
+        if self._site is not None:
+            self._peers.part()  # site 0 may die, and the store with it
+            self._site.keep(self.rounds, self._for_others())
+        self._agreed = True
+        return False
 
     def _advance(self) -> None:
         """Continues what is under way. An error in a shard waits for the next stop, where its siblings learn of it too."""

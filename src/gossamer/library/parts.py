@@ -54,6 +54,7 @@ class OuterOptions(TypedDict, total=False):
     mesh: "DeviceMesh | None"
     site: tuple[int, int] | None
     join: str | None
+    elastic: bool
 
 
 _ELSEWHERE = {
@@ -109,7 +110,7 @@ def knows_its_words(init: Callable[P, None]) -> Callable[P, None]:
 
 def settled_parts(
     rule: object, topology: object, codec: object, schedule: object, local_steps: int | None, *, reduction: Reduction,
-    n: int, seed: int, shards: int = 1,
+    n: int, seed: int, shards: int = 1, elastic: bool = False,
 ) -> Combination:  # fmt: skip
     """The parts that run, with everything that was not given filled in: by the method, or by what fits the rule.
 
@@ -128,7 +129,7 @@ def settled_parts(
     rule = _rule(rule)
     return Combination(
         driver="library", workers=n, rule=rule, topology=_topology(topology, rule, n, seed), codec=_codec(codec),
-        schedule=_schedule(schedule), local_steps=local_steps or LOCAL_STEPS, reduction=reduction, shards=shards,
+        schedule=_schedule(schedule), local_steps=local_steps or LOCAL_STEPS, reduction=reduction, shards=shards, elastic=elastic,
     )  # fmt: skip
 
 
@@ -170,9 +171,14 @@ def _topology(given: object, rule: Rule, n: int, seed: int) -> Topology:
     return given
 
 
-def must_be_a_site(site: object, join: object, group: object) -> None:
+def must_be_a_site(site: object, join: object, group: object, elastic: bool) -> None:
     """Raises ConfigError unless a site and the address where sites join are both given and right, or neither is."""
     if site is None and join is None:
+        if elastic:
+            raise ConfigError(
+                "Outer got elastic=True and no site: only workers that are worlds of their own can come and go; give site=(0, 3) "
+                "and join='HOST:PORT' too, or leave it out"
+            )
         return
     match site, join:
         case (int(worker), int(n)), str() if 0 <= worker < n and type(worker) is type(n) is int:

@@ -9,7 +9,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +23,9 @@ from gossamer.library.guard import Rest, broadcast, fingerprints, must_be_alike
 from gossamer.library.lane import Lane
 from gossamer.record.lineage import in_words
 from gossamer.rounds.compatibility.combine import Method
-from gossamer.transport.contract import Reduce, Ticket, Transport
+from gossamer.transport.contract import Reduce, Ticket, Transport, WaitingTransport
 from gossamer.transport.memory import MemoryNetwork
-from gossamer.transport.processes.backend import Backend, backend_of, gloo_group, hang_up
+from gossamer.transport.processes.backend import Backend, backend_of, gloo_group, hang_up, nccl_group
 from gossamer.transport.processes.group import GroupTransport, all_reduce
 from gossamer.transport.processes.launch import agree
 from gossamer.transport.processes.member import Member
@@ -120,6 +119,19 @@ class Peers:
             atexit.register(self._hang_up)  # a thread that is still inside torch would abort the process
 
     @classmethod
+    def of_site(cls, transport: WaitingTransport, lane: Lane | None, start: str, timeout_s: float) -> "Peers":
+        """Those of a process of a site that may come and go; `lane` is None where it has come back to a run under way."""
+        member = None
+        if lane is not None:
+            store = PrefixStore(start, lane.store)
+            member = Member.at(lane.worker, lane.n, torch.device("cpu"), store, secret=environment_secret())
+        return cls(transport, None, None, member, start, timeout_s)
+
+    def part(self) -> None:
+        """Uses the store no more: from now on a worker agrees with itself, and tells nobody."""
+        self._member = None
+
+    @classmethod
     def none(cls) -> "Peers":
         """A worker that is alone; says so when a launcher has started several."""
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -204,7 +216,7 @@ class Peers:
 
     def waited_s(self, fragments: int) -> float:
         """The seconds that the exchanges of so many fragments have waited for messages since the last call."""
-        waits = self.transport.waits() if isinstance(self.transport, GroupTransport) else []
+        waits = self.transport.waits() if isinstance(self.transport, WaitingTransport) else []
         return sum(wait.end_s - wait.start_s for wait in waits if wait.ticket.fragment < fragments)
 
     def close(self) -> None:
@@ -213,20 +225,17 @@ class Peers:
         self._hang_up()
 
     def _hang_up(self) -> None:
-        if self._group is not None and (backend_of(self._group) == "gloo" or dist.is_initialized()):
+        if self._group is not None:
             hang_up(self._group)
             if backend_of(self._group) == "nccl":
-                dist.destroy_process_group(self._group)
+                self._group.shutdown()
         self._group = None
         atexit.unregister(self._hang_up)
 
 
 def _group_of(backend: Backend, member: Member, lane: Lane, timeout_s: float) -> dist.ProcessGroup:
     """Connections of our own, which `close` may close."""
+    store = PrefixStore("lane", member.store)
     if backend == "gloo":
-        return gloo_group(PrefixStore("lane", member.store), member.worker, member.workers, timeout_s, lane.address)
-    group = dist.new_group(
-        [*lane.across], timedelta(seconds=timeout_s), backend, use_local_synchronization=lane.n < dist.get_world_size()
-    )
-    assert isinstance(group, dist.ProcessGroup)  # every worker is in it
-    return group
+        return gloo_group(store, member.worker, member.workers, timeout_s, lane.address)
+    return nccl_group(store, member.worker, member.workers, timeout_s)

@@ -1,7 +1,8 @@
 """The other processes of one worker: all of them take an outer update, or none does."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,19 @@ from gossamer.transport.processes.backend import gloo_group
 
 __all__ = ["Siblings"]
 
+_WIDTH = 16
+"""Numbers of one message beside those that there are of each worker."""
+_MOST = (1 << 63) - 1
+
+
+class _Place(IntEnum):
+    """What the processes decide."""
+
+    ALL_OR_NONE = 0
+    FEWEST = 1
+    FIRST = 2
+    EACH = 3
+
 
 class Siblings:
     """What the processes of one worker decide together, over connections of their own; a worker of one process decides alone.
@@ -23,12 +37,17 @@ class Siblings:
     """
 
     def __init__(self, lane: Lane, timeout_s: float) -> None:
-        self._lane, self._group = lane, None
+        self._lane, self._group, self._width = lane, None, _WIDTH + lane.n
         if lane.shards > 1:
             # Not the user's own group: what we wait for there would come between the collectives of the training.
             self._group = gloo_group(
                 PrefixStore(f"siblings/{lane.start}", outer_store(lane.within)), lane.shard, lane.shards, timeout_s
             )
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that decides what one of them must decide alone."""
+        return self._lane.shard == 0
 
     @contextlib.contextmanager
     def all_or_none(self, what: str, *numbers: int) -> Iterator[None]:
@@ -43,14 +62,7 @@ class Siblings:
             yield
         except Exception as error:
             failure = error
-        fewest, *ends = self._least([int(failure is None), *numbers, *(-number for number in numbers)])
-        if failure is not None:
-            raise failure
-        if not fewest:
-            raise PeerError(
-                f"{what} failed in another process of worker {self._lane.worker}, so that none of its {self._lane.shards} "
-                "processes has taken it; look at their logs"
-            )
+        ends = self._least(_Place.ALL_OR_NONE, [*numbers, *(-number for number in numbers)], what, failure)
         half = len(numbers)
         if [*ends[:half]] != [-end for end in ends[half:]]:
             raise PeerError(
@@ -60,21 +72,72 @@ class Siblings:
 
     def fewest(self, mine: int) -> int:
         """The least of what the processes of the worker have."""
-        return self._least([mine])[0]
+        return self._least(_Place.FEWEST, [mine], "common_steps()")[0]
+
+    def all_have(self, mine: Sequence[bool], what: str) -> list[bool]:
+        """Which of some things all processes of the worker have. Raises: PeerError when another has failed."""
+        return [bool(one) for one in self._least(_Place.EACH, [int(one) for one in mine], what)]
+
+    def said_by_first(self, say: Callable[[], Sequence[int] | None], what: str) -> list[int]:
+        """The numbers that the first process says, on all of them.
+
+        Args: `say` is called there alone, again and again until it returns some. It waits for some seconds at most and returns
+            None where it cannot say it yet, so that the others learn that it lives.
+        Raises: what `say` raises there; PeerError on the others.
+        """
+        while True:
+            said: Sequence[int] | None = None
+            failure: Exception | None = None
+            if self.first:
+                try:
+                    said = say()
+                except Exception as error:
+                    failure = error
+            # The least of what one says and the most that there is, is what that one says.
+            mine = [_MOST] * self._width if not self.first else [0] if said is None else [1, *said]
+            known, *numbers = self._least(_Place.FIRST, mine, what, failure)
+            if known:
+                return numbers if said is None else [*said]
 
     def close(self) -> None:
         """Ends the connections. A second call does nothing."""
         self._group = None
 
-    def _least(self, numbers: list[int]) -> list[int]:
+    def _least(
+        self, place: _Place, numbers: Sequence[int], what: str, failure: Exception | None = None
+    ) -> list[int]:  # fmt: skip
+        """The least of each number over the processes; what has failed on one of them fails on all.
+
+        All messages have one size and say what is decided: one that has failed is at the next place already when the others wait
+        for it at theirs.
+        """
         if self._group is None:
-            return numbers
-        least = torch.tensor(numbers)
+            if failure is not None:
+                raise failure
+            return [*numbers]
+        most = self._width
+        padded = [*numbers, *(0 for _ in range(most - len(numbers)))][:most]
+        least = torch.tensor([int(failure is None), place, -place, *padded])
         try:
             self._group.allreduce(least, dist.ReduceOp.MIN).wait()
         except RuntimeError as error:
+            if failure is not None:
+                raise failure from error
             raise PeerError(
                 f"another process of worker {self._lane.worker} is gone, or did not come in time ({first_line(error)}); look at "
                 f"the logs of its {self._lane.shards} processes"
             ) from error
-        return least.tolist()
+        fine, first, last, *found = least.tolist()
+        if failure is not None:
+            raise failure
+        if not fine:
+            raise PeerError(
+                f"{what} failed in another process of worker {self._lane.worker}, so that none of its {self._lane.shards} "
+                "processes has taken it; look at their logs"
+            )
+        if first != -last:
+            raise PeerError(
+                f"the processes of worker {self._lane.worker} are not all in {what}, as this one is; let all make the same calls "
+                "of Outer"
+            )
+        return found[: len(numbers)] if place != _Place.FIRST else found

@@ -1,14 +1,24 @@
 """What an exchange needs of a network: tickets that name messages, and the transport that carries them."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from gossamer.errors import TransportError
 
 if TYPE_CHECKING:  # who only looks at a run needs no torch, and its import takes seconds
     from torch import Tensor
 
-__all__ = ["WIRE_VERSION", "Closes", "Delivery", "IncompleteError", "Reduce", "Ticket", "Transport", "Wait"]
+__all__ = [
+    "WIRE_VERSION",
+    "Closes",
+    "Delivery",
+    "IncompleteError",
+    "Reduce",
+    "Ticket",
+    "Transport",
+    "Wait",
+    "WaitingTransport",
+]
 
 WIRE_VERSION = 3
 """Of everything that processes of a run send each other; processes of two versions refuse each other."""
@@ -93,4 +103,13 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Ends every transfer in flight and frees the memory of the transport."""
+        ...
+
+
+@runtime_checkable
+class WaitingTransport(Transport, Protocol):
+    """A transport between processes, which knows how long its caller has waited for messages."""
+
+    def waits(self) -> list[Wait]:
+        """The times that `wait` blocked its caller since the last call."""
         ...

@@ -6,6 +6,11 @@ from gossamer.rounds.updates import topology_of_updates
 __all__ = ["ELASTIC"]
 
 
+def _key(c: Combination) -> str:
+    """What is set, in a run file or in `Outer(elastic=True)`."""
+    return "elastic" if c.driver == "library" else "run.elastic"
+
+
 def _mean_of_updates(c: Combination) -> bool:
     updates = topology_of_updates(c.rule, c.topology.n, seed=0)
     return updates is not None and (updates.everyone or not updates.symmetric)
@@ -16,7 +21,7 @@ ELASTIC = (
         "elastic and asynchronous",
         lambda c: c.elastic and c.asynchronous,
         lambda c: (
-            f"run.elastic is true and {c.who} runs asynchronously ({c.kind}); remove run.elastic: nobody waits there for "
+            f"{_key(c)} is true and {c.who} runs asynchronously ({c.kind}); remove {_key(c)}: nobody waits there for "
             "a worker that is gone"
         ),
     ),
@@ -24,7 +29,7 @@ ELASTIC = (
         "elastic and rule",
         lambda c: c.elastic and (c.rule.needs not in ("connected", "everyone") or c.rule.copies_per_peer > 0),
         lambda c: (
-            f"run.elastic is true, and rule '{c.rule.name}' keeps something of each peer or sums over fixed neighbours, which a "
+            f"{_key(c)} is true, and rule '{c.rule.name}' keeps something of each peer or sums over fixed neighbours, which a "
             "worker that dies would spoil; use a rule that gossips on parameters such as 'gasloc', or a mean over everyone such "
             "as 'diloco'"
         ),
@@ -33,7 +38,7 @@ ELASTIC = (
         "elastic and site",
         lambda c: c.elastic and c.rule.site == "gradients",
         lambda c: (
-            f"run.elastic is true, and rule '{c.rule.name}' exchanges gradients in every inner step; use a rule with a local "
+            f"{_key(c)} is true, and rule '{c.rule.name}' exchanges gradients in every inner step; use a rule with a local "
             "phase such as 'diloco'"
         ),
     ),
@@ -41,7 +46,7 @@ ELASTIC = (
         "elastic and topology",
         lambda c: c.elastic and not c.topology.symmetric,
         lambda c: (
-            f"run.elastic is true, and the weights of topology '{c.topology.name}' are not symmetric: both ends of an exchange "
+            f"{_key(c)} is true, and the weights of topology '{c.topology.name}' are not symmetric: both ends of an exchange "
             "that fails must keep the same weight; use a symmetric topology such as 'random'"
         ),
     ),
@@ -51,7 +56,7 @@ ELASTIC = (
             c.elastic and c.rule.needs == "everyone" and (c.schedule.overlap_steps > 0 or c.rule.delay_rounds > 0)
         ),
         lambda c: (
-            f"run.elastic is true, and rule '{c.rule.name}' takes the mean of all while they train on: one is under way where a "
+            f"{_key(c)} is true, and rule '{c.rule.name}' takes the mean of all while they train on: one is under way where a "
             "newcomer takes a state over, which would differ from the others' for good; set schedule.overlap_steps = 0 and "
             "use a rule without delay such as 'diloco', or one that gossips such as 'gasloc'"
         ),
@@ -60,7 +65,7 @@ ELASTIC = (
         "elastic and delay",
         lambda c: c.elastic and c.rule.needs != "everyone" and c.rule.delay_rounds > 0 and not c.rule.sends_ahead,
         lambda c: (
-            f"run.elastic is true, and rule '{c.rule.name}' receives in each round what was sent in the one before, which a "
+            f"{_key(c)} is true, and rule '{c.rule.name}' receives in each round what was sent in the one before, which a "
             "newcomer cannot take over; use a rule without delay such as 'gasloc', or 'fgd', which sends when a round begins"
         ),
     ),
@@ -68,7 +73,7 @@ ELASTIC = (
         "elastic and mixed updates",
         lambda c: c.elastic and _mean_of_updates(c),
         lambda c: (
-            f"run.elastic is true, and rule '{c.rule.name}' takes the mean of all updates beside its gossip; set "
+            f"{_key(c)} is true, and rule '{c.rule.name}' takes the mean of all updates beside its gossip; set "
             "rule.mix_updates to 'none' or to a topology of pairs such as 'random'"
         ),
     ),
@@ -76,14 +81,14 @@ ELASTIC = (
         "elastic and adapt",
         lambda c: c.elastic and bool(c.adapt),
         lambda c: (
-            f"run.elastic is true and run.adapt is {c.adapt!r}, for which all workers publish their pace; remove one of the two"
+            f"{_key(c)} is true and run.adapt is {c.adapt!r}, for which all workers publish their pace; remove one of the two"
         ),
     ),
     Incompatibility(
         "elastic and all-reduce",
         lambda c: c.elastic and c.reduction == "all_reduce",
         lambda c: (
-            f"run.elastic is true and run.reduction is '{c.reduction}', a barrier that ends with the first worker that dies; set "
+            f"{_key(c)} is true and run.reduction is '{c.reduction}', a barrier that ends with the first worker that dies; set "
             "it to 'ordered'"
         ),
     ),

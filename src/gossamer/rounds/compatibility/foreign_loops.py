@@ -38,6 +38,19 @@ OWN_LOOP = (
         ),
     ),
     Incompatibility(
+        "elastic sites and overlap",
+        lambda c: (
+            c.driver == "library"
+            and c.elastic
+            and (c.schedule.overlap_steps > 0 or c.schedule.sends > 0 or c.rule.delay_rounds > 0)
+        ),
+        lambda c: (
+            f"elastic is true, and {c.who} has exchanges under way between rounds or chooses fragments by them "
+            f"(schedule.overlap_steps = {c.schedule.overlap_steps}, sends = {c.schedule.sends}), which a site that comes back "
+            "does not have; use a schedule without, and a rule without delay such as 'gasloc', or sites of a fixed number"
+        ),
+    ),
+    Incompatibility(
         "adapt in somebody else's loop",
         lambda c: c.driver == "library" and bool(c.adapt),
         lambda c: (

@@ -71,7 +71,7 @@ def serve_state(
     allowed = None if endpoint.keys is None else endpoint.keys.numbers(channel.certificate)
     try:
         host(
-            channel, endpoint.run, transport.members.limits, transport.worker, boundary=kept, keys=endpoint.keys,
+            channel, endpoint.run, transport.members.limits, transport.worker, boundary=lambda _: kept(), keys=endpoint.keys,
             give_slot=lambda place: transport.give_slot(place.nonce, place.address, allowed),
             entries=lambda: dict(transport.members.entries),
         )  # fmt: skip

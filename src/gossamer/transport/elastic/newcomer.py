@@ -75,6 +75,10 @@ class Applicant(NamedTuple):
     """The slot that it has already."""
     inner: bool = True
     """Whether it wants the state of the inner optimizer too."""
+    wants: int | None = None
+    """The only slot that it can fill; None for any."""
+    after: int | None = None
+    """How many rounds the state shall have behind it that it takes; None for the newest."""
 
 
 class Offer(NamedTuple):
@@ -93,9 +97,12 @@ class Offer(NamedTuple):
 
 def host(
     channel: Channel, run: int, limits: Limits, me: int, *, give_slot: Callable[[Applicant], SlotEntry | None],
-    entries: Callable[[], dict[int, SlotEntry]], boundary: Callable[[], Handover], keys: Keys | None = None,
+    entries: Callable[[], dict[int, SlotEntry]], boundary: Callable[[int | None], Handover], keys: Keys | None = None,
 ) -> None:  # fmt: skip
-    """Serves one newcomer. Raises: OSError, PeerError, TransportError when it is lost or says something else."""
+    """Serves one newcomer, with what `boundary` gives for its `Applicant.after`.
+
+    Raises: OSError, PeerError, TransportError when it is lost or says something else.
+    """
     place = _place(receive_letter(channel, run, limits, _small), limits)
     if place is None:
         raise PeerError(
@@ -104,7 +111,7 @@ def host(
     if keys is not None and place.slot is not None:
         keys.must_have(channel.certificate, place.slot)
     own = give_slot(place) if place.slot is None else entries().get(place.slot)
-    kept = boundary()
+    kept = boundary(place.after)
     state = kept.whole if place.inner else kept.cold
     known = entries()
     offer = {
@@ -126,15 +133,17 @@ def ask(
 ) -> Offer:  # fmt: skip
     """A slot, and a state, from the worker that listens at `address`.
 
-    Args: `state` is whether that of the donor is wanted too, or the slot alone.
+    Args: `state` is whether that of the donor is wanted too, or the slot alone. One after other rounds than `place` asks for is
+        offered and not taken.
     Raises: OSError when it cannot be reached or is lost, PeerError when it refuses or all slots are filled.
     """
     with dial(address, secret, run=run, me=NEWCOMER, timeout_s=timeout_s, keys=keys) as channel:
         body = body_of(json.dumps(place._asdict()).encode())
         send_letter(channel, Letter(LetterKind.ASK, NEWCOMER, body=body), run)
         offer, size = _offer(receive_letter(channel, run, limits, _small), limits, address)
-        send_letter(channel, Letter(LetterKind.ASK, NEWCOMER, body=body_of(b"yes" if state else b"no")), run)
-        if not state:
+        taken = state and place.after in (None, offer.after)
+        send_letter(channel, Letter(LetterKind.ASK, NEWCOMER, body=body_of(b"yes" if taken else b"no")), run)
+        if not taken:
             return offer
         raw = bytearray()
         while len(raw) < size:
@@ -164,11 +173,19 @@ def _place(letter: Letter, limits: Limits) -> Applicant | None:
     match _json(letter):
         case {
             "nonce": int(nonce), "address": str(address), "slot": None | int() as slot, "inner": bool(inner),
-        } if letter.kind == LetterKind.ASK and 0 <= nonce < _NONCES and (slot is None or 0 <= slot < limits.workers):  # fmt: skip
+            "wants": None | int() as wants, "after": None | int() as after,
+        } if (
+            letter.kind == LetterKind.ASK and 0 <= nonce < _NONCES and _is_at_most(slot, limits.workers - 1)
+            and _is_at_most(wants, limits.workers - 1) and _is_at_most(after, limits.rounds)
+        ):  # fmt: skip
             entry = SlotEntry(0, 0, nonce, MemberStatus.JOINING, 0, address)
             sound = read_membership_update(membership_update({0: entry}), limits) is not None
-            return Applicant(nonce, address, slot, inner) if sound else None
+            return Applicant(nonce, address, slot, inner, wants, after) if sound else None
     return None
+
+
+def _is_at_most(number: int | None, most: int) -> bool:
+    return number is None or 0 <= number <= most
 
 
 def _offer(letter: Letter, limits: Limits, address: str) -> tuple[Offer, int]:

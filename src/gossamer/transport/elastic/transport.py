@@ -46,6 +46,8 @@ class ElasticTransport:
         limit_bytes: the most bytes of a payload, for a rule that needs everyone, whose rounds are closed over those that are
             ready (`gossamer.transport.elastic.closing`); None for gossip.
         closings: how often such a round is closed, once for each time that something is sent.
+        led: whether somebody else decides with whom this process exchanges, and over whom rounds are closed, and tells it by
+            `lead`: the first of several processes that are one worker.
 
     Cost: one copy of each payload that is sent, as the sender may go on while a slow peer still reads; two threads per peer.
     """
@@ -54,7 +56,7 @@ class ElasticTransport:
 
     def __init__(
         self, members: Members, endpoint: Endpoint, *, host: Callable[[Channel], None] | None = None,
-        device: torch.device | None = None, limit_bytes: int | None = None, closings: int = 1,
+        device: torch.device | None = None, limit_bytes: int | None = None, closings: int = 1, led: bool = False,
     ) -> None:  # fmt: skip
         self.worker, self._endpoint, self._host = members.me, endpoint, host
         self._device = device or torch.device("cpu")
@@ -64,7 +66,7 @@ class ElasticTransport:
         )
         self.core.limit_bytes = limit_bytes
         self.closing = None
-        if limit_bytes is not None:
+        if limit_bytes is not None and not led:
             self.closing = Closing(members, limit_s=self.core.limit_s, beat_s=self._beat_s, per_round=closings)
         self.taken: Callable[[], int] | None = None
         """The inner steps of this worker's slot so far, where it sends before the end of a round too."""
@@ -127,6 +129,19 @@ class ElasticTransport:
                 self._tried = -1
             self._flush()
         return alive
+
+    def lead(self, round: int, workers: frozenset[int], peers: Sequence[int], line: int = 0) -> None:
+        """Begins a round, or another attempt at its mean, over those that the first process of this worker names.
+
+        Args: `line` is the hash of the rounds that were closed before, for a rule that needs everyone.
+        Raises: SlotTakenError.
+        """
+        with self.changed:
+            self._must_fill_its_slot()
+            if round != self.core.round:
+                self.core.enter(round, workers, peers)
+            self.core.plan(workers, line)
+            self._flush()
 
     def _must_fill_its_slot(self) -> None:
         if self.members.replaced:

@@ -28,14 +28,15 @@ __all__ = [
     "gloo_group",
     "hang_up",
     "hold",
+    "nccl_group",
     "poll",
     "whole_of",
 ]
 
 Backend = Literal["gloo", "nccl"]
 FOREVER = timedelta(days=365)
-OWN = "gossamer's own"
-"""Describes the groups of `gloo_group`, which torch's registry does not know."""
+OWN, OWN_NCCL = "gossamer's own", "gossamer's own, of NCCL"
+"""Describe the groups of `gloo_group` and `nccl_group`, which torch's registry does not know."""
 LIFELINE = key(0, "lifeline") >> 32
 """The tag of the receive that nobody answers."""
 
@@ -82,8 +83,8 @@ follow = _FOLLOWERS.start
 
 def backend_of(group: dist.ProcessGroup | None = None) -> Backend:
     """What carries the messages of a group, however it was made; `carrier_in` says how it is chosen."""
-    if group is not None and group.group_desc == OWN:
-        return "gloo"
+    if group is not None and group.group_desc in (OWN, OWN_NCCL):
+        return "gloo" if group.group_desc == OWN else "nccl"
     return carrier_in(dist.get_backend_config(group))
 
 
@@ -114,6 +115,25 @@ def gloo_group(store: Store, rank: int, size: int, timeout_s: float, address: st
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     group._set_group_desc(OWN)
+    return group
+
+
+def nccl_group(store: Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
+    """As `gloo_group`, of NCCL; never run.
+
+    torch's `new_group` would split the communicator of the default group where that is bound to a device, and then all processes
+    of the world must take part, also those of other lanes and those that make no Outer: the others would hang. This one makes a
+    communicator of its own. It is made by the first transfer, for which all its processes must come at once: let it be a
+    collective.
+    """
+    nccl = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    backend = nccl(store, rank, size, options)
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+    group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
+    group._set_group_desc(OWN_NCCL)
     return group
 
 

@@ -278,10 +278,14 @@ class GroupTransport:
         return group.recv([tensor], rank, tag) if way == "from" else group.send([tensor], rank, tag)
 
     def _together(self, batch: Sequence[_Transfer]) -> list[dist.Work]:
-        ways = {"from": dist.irecv, "to": dist.isend}
-        return dist.batch_isend_irecv(
-            [dist.P2POp(ways[way], tensor, None, self._group, tag, rank) for way, tensor, rank, tag in batch]
-        )
+        # As torch's `batch_isend_irecv` does, which takes none but groups of torch's registry.
+        group, device = whole_of(self._group), batch[0].tensor.device
+        if not group._get_backend(device).supports_coalescing:
+            return [self._alone(transfer) for transfer in batch]
+        group._start_coalescing(device)
+        for transfer in batch:
+            self._alone(transfer)
+        return [group._end_coalescing(device)]
 
     def _follow(
         self,

@@ -1,0 +1,569 @@
+"""Sites that come and go: to the others, the death of a site of several processes is what that of a worker of one process is.
+
+Process s of site i has a lane: connections of the elastic transport with process s of each other site. What must be the same on
+all processes of a site is decided by its first one, by the protocol that elastic runs have (`gossamer.transport.elastic`), and
+told to the others (`gossamer.library.siblings`): who takes part in a round, over whom a mean is taken, with which round the site
+goes on, and whose state it takes. The others' lanes only carry. What has come in a lane counts once it has come in all.
+
+Sites meet at a board, a store that the first process of site 0 hosts. After that they know each other's addresses and need it no
+more. Where site 0 has died, the others look for it at the same place, to tell one that comes back what is under way.
+"""
+
+import hashlib
+import itertools
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gossamer.errors import GossamerError, PeerError, first_line
+from gossamer.library.guard import fingerprints, must_be_alike
+from gossamer.library.lane import Lane, board, claimed, must_have_equal_shards, taken, unequal_shards
+from gossamer.library.peers import Common, must_agree
+from gossamer.library.siblings import Siblings
+from gossamer.record.packed import cold, frozen, unpacked
+from gossamer.rounds.loop import OuterLoop
+from gossamer.transport.contract import Ticket, Wait
+from gossamer.transport.elastic.closing import LeftOutError
+from gossamer.transport.elastic.members import (
+    Members,
+    MemberStatus,
+    SlotEntry,
+    membership_update,
+    read_membership_update,
+)
+from gossamer.transport.elastic.newcomer import Applicant, Handover, Offer, ask, host
+from gossamer.transport.elastic.transport import ElasticTransport
+from gossamer.transport.processes.launch import agree
+from gossamer.transport.processes.member import Member
+from gossamer.transport.processes.store import Entries, reached_store
+from gossamer.transport.secret import environment_secret
+from gossamer.transport.sockets.addresses import listen, shown, split
+from gossamer.transport.sockets.channel import Channel
+from gossamer.transport.sockets.connection import Endpoint
+from gossamer.transport.sockets.header import Limits
+
+__all__ = ["ElasticSite", "LaneTransport", "elastic_site"]
+
+log = logging.getLogger("gossamer")
+T = TypeVar("T")
+
+REJOIN_ROUNDS = 2
+"""A site that gossips and is further behind than so many rounds takes another's state."""
+_ROUNDS, _STEPS = (1 << 31) - 1, (1 << 62) - 1
+"""Above what anybody trains: nobody knows when somebody else's loop ends."""
+_LOOK_S = 2.0
+"""How often the board is looked for where site 0 has died, and a place in the run is asked for again."""
+_AT_ONCE = 3
+"""How often a site asks for the newest state, before it asks for that of a round that is still to end."""
+_NONCES = 1 << 61
+
+
+class _UnderWay(NamedTuple):
+    """What a process writes on the board when its site trains."""
+
+    run: str
+    address: str
+    shards: int
+    common: list[Any]
+    rest: list[Any]
+
+
+class _Start(NamedTuple):
+    """How this site begins."""
+
+    lane: Lane
+    run: str
+    """Identifies the run on all sites."""
+    members: Members
+    donor: int | None
+    """The site through which this one has come back; None where all start together."""
+
+
+class LaneTransport:
+    """The elastic transport of one process of a site: an exchange of gossip is made once it is made in all lanes."""
+
+    keeps_frames = False
+
+    def __init__(self, inner: ElasticTransport, siblings: Siblings, lane: Lane, *, closes: bool) -> None:
+        self.worker, self._inner, self._siblings = lane.worker, inner, siblings
+        # Means have a commit of their own, over all sites (`ElasticSite.committed`).
+        self._parts, self._n = lane.shards > 1 and not closes, lane.n
+        self.closed = False
+
+    def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor]) -> None:
+        """As of `Transport`."""
+        self._inner.expect(ticket, peer, like)
+
+    def post(self, ticket: Ticket, peer: int, frames: Sequence[Tensor]) -> None:
+        """As of `Transport`."""
+        self._inner.post(ticket, peer, frames)
+
+    def ready(self, ticket: Ticket) -> bool:
+        """As of `Transport`; with siblings it is known only where all of them wait."""
+        return not self._parts and self._inner.ready(ticket)
+
+    def wait(self, ticket: Ticket) -> None:
+        """As of `Transport`."""
+        self._inner.wait(ticket)
+
+    def collect(self, ticket: Ticket) -> dict[int, list[Tensor]]:
+        """As of `Transport`: what has come from each peer in all lanes."""
+        came = self._inner.collect(ticket)
+        if self._parts:
+            whole = self._siblings.all_have([j in came for j in range(self._n)], f"round {ticket.round}")
+            came = {j: frames for j, frames in came.items() if whole[j]}
+        self._inner.outcomes()  # which nobody reads
+        return came
+
+    def waits(self) -> list[Wait]:
+        """As of `ElasticTransport`."""
+        return self._inner.waits()
+
+    def close(self) -> None:
+        """Says goodbye, and ends all connections. A second call does nothing."""
+        if not self.closed:
+            self.closed = True
+            self._inner.close()
+
+
+class ElasticSite:
+    """One process of a site that takes part in a run whose sites come and go.
+
+    Args:
+        closes: whether the rule takes a mean over everyone, whose rounds are closed over those that are ready.
+        closings: how often in a round.
+        numel: numbers of this shard.
+        mine: what all sites have in common, and what of it is to be compared number by number, for those that come back.
+        join: where the board is.
+    """
+
+    def __init__(
+        self, begins: _Start, siblings: Siblings, endpoint: Endpoint, *, closes: bool, closings: int, numel: int,
+        device: torch.device, mine: _UnderWay, join: str,
+    ) -> None:  # fmt: skip
+        self.lane, self.start, self._siblings, self._endpoint = begins.lane, begins.run, siblings, endpoint
+        self._closes, self._donor = closes, begins.donor
+        self.is_back = begins.donor is not None
+        """Whether it has come back, and has not taken the others' state yet."""
+        self._alive: frozenset[int] = frozenset()
+        self._round = 0
+        self._kept: Handover | None = None
+        self._changed = threading.Condition()
+        """Guards what is kept, which the main thread replaces and threads of newcomers read."""
+        self._peers: Callable[[int, frozenset[int]], Sequence[int]] = lambda round, alive: ()
+        # A message has at most four tensors of the size of x, in fp64 at most.
+        limit_bytes = 32 * numel + (1 << 16) if closes else None
+        self._inner = ElasticTransport(
+            begins.members, endpoint, host=self._host, device=device, limit_bytes=limit_bytes, closings=closings,
+            led=not siblings.first,
+        )  # fmt: skip
+        self.transport = LaneTransport(self._inner, siblings, self.lane, closes=closes)
+        self._tell = f"under way/{self.lane.worker}/{self.lane.shard}", json.dumps(mine)
+        self._join = join
+        if self.lane.joint is not None:
+            Entries(self.lane.joint, endpoint.secret).set(*self._tell)
+        threading.Thread(target=self._look_for_board, daemon=True, name="gossamer board").start()
+
+    # --- the outer loop asks ------------------------------------------------------------------------------------------
+
+    def attach(self, loop: OuterLoop, seed: int) -> None:
+        """Decides with whom this loop exchanges."""
+        topology_of = loop.method.topology_of(seed)
+        every, me = range(loop.exchanges), self.lane.worker
+        self._peers = lambda round, alive: sorted(
+            {j for p in every for j in topology_of(p).mixing(round, alive).receives_from(me)}
+        )
+        loop.alive = lambda round, fragment: self._alive
+        loop.closes = self if self._closes else None
+
+    def enter(self, round: int) -> None:
+        """Begins a round, with those that the first process of the site sees alive."""
+        self._round = round
+
+        def alive() -> list[int]:
+            return self._mask(self._inner.enter(round, lambda seen: self._peers(round, seen), 0))
+
+        self._alive = self._set(self._siblings.said_by_first(alive, f"round {round}"))
+        if not self._siblings.first:
+            # Which payloads of a mean come is known only when it is proposed.
+            peers = range(self.lane.n) if self._closes else self._peers(round, self._alive)
+            self._inner.lead(round, self._alive, peers)
+
+    def next_round(self) -> int:
+        """The round to go on with."""
+        return self._siblings.said_by_first(lambda: [self._inner.next_round()], "the end of a round")[0]
+
+    def proposed(self, round: int) -> tuple[int, frozenset[int]]:
+        """See `gossamer.transport.contract.Closes`. Raises: LeftOutError, on all processes of the site."""
+
+        def said() -> list[int] | None:
+            found = self._for_a_while(lambda: self._inner.proposed(round))
+            if found is None or isinstance(found, LeftOutError):
+                return found and [1, 0 if found.source is None else found.source + 1]
+            line = self._inner.line
+            return [0, found[0], line >> 32, line & 0xFFFFFFFF, *self._mask(found[1])]
+
+        left_out, *numbers = self._siblings.said_by_first(said, f"round {round}")
+        self._must_not_be_left_out(left_out, numbers)
+        attempt, high, low, *mask = numbers
+        self._alive = self._set(mask)
+        if not self._siblings.first:
+            self._inner.lead(round, self._alive, range(self.lane.n), (high << 32) | low)
+        return attempt, self._alive
+
+    def committed(self, attempt: int, *, whole: bool) -> bool:
+        """See `gossamer.transport.contract.Closes`: whole where it is in all lanes of the site. Raises: as `proposed`."""
+        whole = self._siblings.all_have([whole], f"round {self._round}")[0]
+
+        def said() -> list[int] | None:
+            found = self._for_a_while(lambda: self._inner.committed(attempt, whole=whole))
+            if found is None or isinstance(found, LeftOutError):
+                return found and [1, 0 if found.source is None else found.source + 1]
+            return [0, int(found)]
+
+        left_out, *numbers = self._siblings.said_by_first(said, f"round {self._round}")
+        self._must_not_be_left_out(left_out, numbers)
+        return bool(numbers[0])
+
+    def _must_not_be_left_out(self, left_out: int, numbers: Sequence[int]) -> None:
+        if left_out:
+            raise LeftOutError(self.lane.worker, self._round, numbers[0] - 1 if numbers[0] else None)
+
+    def _for_a_while(self, wait: Callable[[], T]) -> T | LeftOutError | None:
+        """What a wait for the other sites brings; None where it may go on, as the siblings shall hear of it now and then."""
+        inner, until_s = self._inner, time.monotonic() + min(2.0, self._endpoint.timeout_s / 4)
+        inner.stop = lambda: time.monotonic() >= until_s
+        try:
+            return wait()
+        except LeftOutError as error:
+            assert inner.closing is not None
+            with inner.changed:
+                return error if inner.closing.left_out or inner.members.alone else None
+
+    def _mask(self, sites: frozenset[int]) -> list[int]:
+        return [int(site in sites) for site in range(self.lane.n)]
+
+    def _set(self, mask: Sequence[int]) -> frozenset[int]:
+        return frozenset(site for site in range(self.lane.n) if mask[site])
+
+    # --- its state, for others ----------------------------------------------------------------------------------------
+
+    def keep(self, after: int, state: Mapping[str, Any]) -> None:
+        """Keeps a state for sites that come back, with so many rounds behind it. Cost: a copy."""
+        kept = Handover(after, frozen({**state, "line": self._inner.line}), cold)
+        with self._changed:
+            self._kept = kept
+            self._changed.notify_all()
+
+    def _boundary(self, after: int | None) -> Handover:
+        """What is kept, as soon as it has so many rounds behind it."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._kept is not None and (after is None or self._kept.after >= after),
+                self._endpoint.timeout_s,
+            )
+            if self._kept is None:
+                raise PeerError(f"site {self.lane.worker} has no state yet; ask another")
+            return self._kept
+
+    def _host(self, channel: Channel) -> None:
+        try:
+            self._boundary(
+                None
+            )  # before, this object may not be whole: the transport's threads begin with the transport
+            inner, endpoint = self._inner, self._endpoint
+            host(
+                channel, endpoint.run, inner.members.limits, inner.worker, boundary=self._boundary,
+                give_slot=lambda place: inner.give_slot(
+                    place.nonce, place.address, None if place.wants is None else [place.wants]
+                ),
+                entries=lambda: dict(inner.members.entries),
+            )  # fmt: skip
+        except (OSError, GossamerError) as error:
+            log.info("site %d stopped serving one that comes back: %s", self.lane.worker, error)
+
+    # --- the state of others ------------------------------------------------------------------------------------------
+
+    def first_state(self) -> dict[str, Any]:
+        """What site 0 starts with, where all start together."""
+        offer = self._asked(0, 0)
+        if offer is None or offer.raw is None:
+            raise PeerError(f"site 0 gave site {self.lane.worker} no parameters to start from; look at its log")
+        return unpacked(offer.raw)
+
+    def take(self, load: Callable[[Mapping[str, Any]], None], source: int | None = None) -> int:
+        """Takes the state of another site, after the same round on all processes; returns the round to go on with.
+
+        Args:
+            load: takes the state of this shard over.
+            source: the site that is asked first.
+        Raises: PeerError when nobody gives one.
+        """
+        what, joins, me = "taking a state over", self.is_back, self.lane.worker
+        source = self._donor if source is None else source
+        newest = 0
+        if joins:  # what is known of the others may be old, or only what one of them knew
+            say = lambda: [self._inner.first_round(self._endpoint.timeout_s)]  # noqa: E731
+            newest = self._siblings.said_by_first(say, what)[0]
+        donor, after, state = self._state_of_all_lanes(source)
+        with self._siblings.all_or_none(what, after):
+            load(state)
+        round = after
+        if self._siblings.first and self._closes:
+            self._inner.go_on_from(after, int(state["line"]))
+        log.warning("site %d goes on with the state of site %d after round %d", me, donor, after)
+        self.keep(after, state)
+        if joins:
+            if not self._closes:
+                round = max(newest, self._inner.newest_round + 1, after)
+                round = self._siblings.said_by_first(lambda: [round], what)[0]
+            # The first one comes last: by its word the others count on all lanes.
+            if not self._siblings.first:
+                self._inner.declare(MemberStatus.ALIVE, round)
+            with self._siblings.all_or_none(what):
+                pass
+            if self._siblings.first:
+                self._inner.declare(MemberStatus.ALIVE, round)
+            self.is_back = False
+        return round
+
+    def _state_of_all_lanes(self, source: int | None) -> tuple[int, int, dict[str, Any]]:
+        """The site that gives its state, after which round, and this lane's part of it, once all lanes have theirs."""
+        what, deadline = "taking a state over", time.monotonic() + self._endpoint.timeout_s
+        for turn in itertools.count():
+            own: Offer | None = None
+
+            def offered(turn: int = turn) -> list[int]:
+                nonlocal own
+                donor, own = self._newest_of(source, deadline)
+                return [donor, own.after + max(0, turn - _AT_ONCE)]
+
+            # The processes of the donor are after other rounds a moment later: what the first one is told, the others ask for.
+            donor, after = self._siblings.said_by_first(offered, what)[:2]
+            if own is None or own.after != after:
+                own = self._asked(donor, after)
+            state = {} if own is None or own.raw is None else unpacked(own.raw)
+            if self._siblings.all_have(["outer" in state], what)[0]:  # which what a run starts with does not have
+                return donor, after, state
+        raise AssertionError
+
+    def _newest_of(self, source: int | None, deadline: float) -> tuple[int, Offer]:
+        """The site that gives its state, and what it gives, to the first process."""
+        why = "nobody else is alive"
+        while True:
+            alive = [entry.slot for entry in self._inner.members.with_status(MemberStatus.ALIVE)]
+            for donor in sorted(alive, key=lambda slot: slot != source):
+                try:
+                    if (offer := self._asked(donor, None)) is not None:
+                        return donor, offer
+                except GossamerError as error:
+                    why = first_line(error)
+            if time.monotonic() >= deadline or self._inner.members.alone:
+                raise PeerError(
+                    f"site {self.lane.worker} needs the state of another site and found none ({why}); look whether the others "
+                    "run, and start it again"
+                )
+            time.sleep(min(0.5, self._endpoint.timeout_s / 8))
+
+    def _asked(self, donor: int, after: int | None) -> Offer | None:
+        """What a site gives in this lane; None where it cannot be reached."""
+        entry, endpoint = self._inner.members.entries.get(donor), self._endpoint
+        own = self._inner.members.own
+        if entry is None:
+            return None
+        place = Applicant(own.nonce, own.address, own.slot, True, None, after)
+        try:
+            return ask(
+                entry.address, endpoint.secret, place, run=endpoint.run, limits=self._inner.members.limits,
+                timeout_s=endpoint.timeout_s,
+            )  # fmt: skip
+        except (OSError, PeerError) as error:
+            log.info("site %d got no state of site %d: %s", self.lane.worker, donor, error)
+            return None
+
+    # --- its place at the board ---------------------------------------------------------------------------------------
+
+    def _look_for_board(self) -> None:
+        """Tells a site 0 that comes back, and whoever waits there, what is under way."""
+        known = self._inner.members.entries.get(0)
+        told = None if known is None else known.nonce  # its own board has heard it at the start
+        if self.lane.worker == 0:
+            return
+        while not self.transport.closed:
+            time.sleep(_LOOK_S)
+            with self._inner.changed:
+                first = self._inner.members.entries.get(0)
+            is_there = first is not None and first.status == MemberStatus.ALIVE
+            if self.transport.closed or (is_there and first is not None and first.nonce == told):
+                continue
+            try:
+                store = board(reached_store(*split(self._join), timeout_s=1.0))
+                Entries(store, self._endpoint.secret).set(*self._tell)
+            except (OSError, RuntimeError):
+                continue
+            if is_there and first is not None:
+                told = first.nonce
+
+
+def elastic_site(
+    lane: Lane, siblings: Siblings, common: Common, join: str, x: Tensor, others: Mapping[str, Tensor], *,
+    closes: bool, closings: int, exchanges: int, timeout_s: float,
+) -> ElasticSite:  # fmt: skip
+    """Meets the other sites, or comes back to them, and starts this process's lane.
+
+    Args:
+        lane: of this process, which has reached the board.
+        x: the parameters of this shard; where all start together they become those of site 0.
+        others: frozen parameters and buffers, compared or taken over as `common.rest` says.
+        exchanges: of a round.
+    Raises: PeerError when sites differ or do not come, or this one's number is taken.
+    """
+    rest = fingerprints(others, numbers=common.rest == "compare") if common.rest != "own" else []
+    listener = listen(lane.address, 0)
+    try:
+        mine = _UnderWay("", shown(*listener.getsockname()[:2]), lane.shards, [*common], rest)
+        meets = _Meets(lane, mine, common, [*others], Limits(lane.n, _ROUNDS, _STEPS, 2 * exchanges), join, timeout_s)
+        donor = siblings.said_by_first(meets.start_or_donor, "the start of Outer")[0] - 1
+        begins = meets.all_start() if donor < 0 else meets.come_back(donor)
+        endpoint = Endpoint(listener, meets.run_key(begins.run), environment_secret(), timeout_s)
+        site = ElasticSite(
+            begins, siblings, endpoint, closes=closes, closings=closings, numel=x.numel(), device=x.device,
+            mine=mine._replace(run=begins.run), join=join,
+        )  # fmt: skip
+    except BaseException:
+        listener.close()
+        raise
+    broadcasts = {**(others if common.rest == "broadcast" else {}), "": x}
+    if donor < 0 == lane.worker:
+        site.keep(0, {"start": [*broadcasts.values()]})
+    elif donor < 0:
+        for own, theirs in zip(broadcasts.values(), site.first_state()["start"], strict=True):
+            own.detach().copy_(theirs)
+    return site
+
+
+class _Meets:
+    """How a process finds out how its site begins, at the board of the run."""
+
+    def __init__(
+        self, lane: Lane, mine: _UnderWay, common: Common, names: Sequence[str], limits: Limits, join: str, timeout_s: float
+    ) -> None:  # fmt: skip
+        assert lane.joint is not None
+        self._lane, self._mine, self._common, self._names, self._limits = lane, mine, common, names, limits
+        self._join, self._timeout_s, self._nonce = join, timeout_s, secrets.randbelow(_NONCES)
+        self._entries = Entries(lane.joint, environment_secret())
+        self._deadline = time.monotonic() + timeout_s
+        self._claimed: bool | None = None
+        self._why = ""
+        self._offer: Offer | None = None
+
+    def run_key(self, run: str) -> int:
+        """By which processes of this lane know each other."""
+        return int(hashlib.sha256(repr((run, self._lane.shard, self._common)).encode()).hexdigest()[:16], 16)
+
+    def start_or_donor(self) -> list[int] | None:
+        """For the first process: 0 where all sites start together, else the site through which this one comes back, plus 1."""
+        try:
+            return self._start_or_donor()
+        except dist.DistError as error:
+            raise PeerError(
+                f"site {self._lane.worker} reads no more at '{self._join}' ({first_line(error)}), where site 0 may have ended; "
+                "look at its log, and start this one again"
+            ) from error
+
+    def _start_or_donor(self) -> list[int] | None:
+        lane = self._lane
+        if self._claimed is None:
+            self._claimed = claimed(lane, self._join, elastic=True)
+        if sites := self._under_way():
+            for site in sites:
+                try:
+                    self._offer = self._slot_from(site, self._read(site))
+                    return [1 + site]
+                except (OSError, PeerError) as error:  # it is gone too, or has not noticed yet that the last process is
+                    if isinstance(error, _DifferError):
+                        raise
+                    self._why = first_line(error)
+        elif self._claimed and not self._entries.absent([f"site/{site}" for site in range(lane.n)], 0.0):
+            must_have_equal_shards(lane, self._timeout_s)
+            return [0]
+        if time.monotonic() < self._deadline:
+            time.sleep(0.2 if self._claimed and not sites else _LOOK_S / 4)
+            return None
+        if self._claimed and not sites:
+            missing = self._entries.absent([f"site/{site}" for site in range(lane.n)], 0.0)
+            raise PeerError(
+                f"site {lane.worker} waited {self._timeout_s:g} s at '{self._join}' for the sites {missing} of {lane.n}, and "
+                "they did not come; start all of them"
+            )
+        raise taken(lane, self._join, self._why)
+
+    def all_start(self) -> _Start:
+        """How this process begins where all sites start together."""
+        lane = self._lane
+        member = Member.at(lane.worker, lane.n, torch.device("cpu"), lane.store, secret=self._entries.secret)
+        facts = [self._common, self._mine.rest, lane.start, self._mine.address, self._nonce]
+        said = agree(member, "gossamer.Outer", facts, timeout_s=self._timeout_s)
+        must_agree([one[0] if isinstance(one, list) and len(one) == len(facts) else None for one in said], self._common)
+        must_be_alike([one[1] for one in said], self._names)
+        entries = [
+            SlotEntry(site, 0, int(nonce), MemberStatus.ALIVE, 0, str(address))
+            for site, (_, _, _, address, nonce) in enumerate(said)
+        ]
+        if read_membership_update(membership_update(dict(enumerate(entries))), self._limits) is None:
+            raise PeerError(
+                f"one of {lane.n} sites says {said!r:.80} of where it is; install the same gossamer version everywhere"
+            )
+        return _Start(lane, str(said[0][2]), Members(self._limits, lane.worker, entries), None)
+
+    def come_back(self, donor: int) -> _Start:
+        """How this process begins where its site comes back."""
+        way = self._read(donor)
+        offer = self._offer or self._slot_from(donor, way)
+        return _Start(self._lane, way.run, Members(self._limits, self._lane.worker, offer.entries), donor)
+
+    def _slot_from(self, site: int, way: _UnderWay) -> Offer:
+        if way.shards != self._lane.shards:
+            raise _DifferError(unequal_shards(site, way.shards, self._lane.worker, self._lane.shards))
+        said = [way.common if other != self._lane.worker else [*self._common] for other in range(self._lane.n)]
+        rests = [way.rest if other != self._lane.worker else self._mine.rest for other in range(self._lane.n)]
+        try:
+            must_agree(said, self._common)
+            must_be_alike(rests, self._names)
+        except PeerError as error:
+            raise _DifferError(f"{error}; the run at '{self._join}' is under way") from None
+        place = Applicant(self._nonce, self._mine.address, wants=self._lane.worker)
+        return ask(
+            way.address, self._entries.secret, place, run=self.run_key(way.run), limits=self._limits,
+            timeout_s=self._timeout_s, state=False,
+        )  # fmt: skip
+
+    def _under_way(self) -> list[int]:
+        """The other sites that have said that they train, or had."""
+        names = {f"under way/{site}/0": site for site in range(self._lane.n) if site != self._lane.worker}
+        return [site for name, site in names.items() if name in self._entries.several([*names])]
+
+    def _read(self, site: int) -> _UnderWay:
+        name = f"under way/{site}/{self._lane.shard}"
+        self._entries.absent([name], self._timeout_s)
+        try:
+            match json.loads(self._entries.get(name) or b""):
+                case [str(run), str(address), int(shards), [*common], [*rest]]:
+                    return _UnderWay(run, address, shards, common, rest)
+        except (ValueError, RecursionError):
+            pass
+        raise PeerError(
+            f"site {site} does not say at '{self._join}' how it trains; install the same gossamer version everywhere"
+        )
+
+
+class _DifferError(PeerError):
+    """Two sites cannot train together, however long one waits."""

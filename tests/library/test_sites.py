@@ -1,0 +1,436 @@
+"""Sites that come and go: each is a world of its own processes, which are killed and started again while the others train."""
+
+import copy
+import json
+import os
+import re
+import signal
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_flat import CASES, LOCAL_STEPS, Case, Model, made, optimizer_of, outer_of, train, whole
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.device_mesh import init_device_mesh
+
+import gossamer
+from commands import Command, in_forks
+from gossamer.errors import GossamerError
+from gossamer.library.lane import Lane
+from gossamer.library.siblings import Siblings
+from gossamer.rounds.compatibility.combination import Combination
+from gossamer.rounds.compatibility.combine import FITTING
+from gossamer.rounds.compatibility.incompatibilities import faults
+from gossamer.rules import RULES
+from gossamer.run.config.recipes import missing
+from gossamer.topologies import make_topology
+from gossamer.transport.processes.local import loopback
+
+TIMEOUT_S = 20.0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def process_of_a_site(rank: int, words: Mapping[str, Any]) -> None:
+    """Trains until the round in the file `end`, and says after each what it has."""
+    torch.set_num_threads(1)
+    folder, shards, site = Path(words["folder"]), words["shards"], words["site"]
+    if shards > 1:
+        store = FileStore(f"{folder}/world-{site}-{words['start']}", shards)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=shards)
+    case = CASES[words["case"]]
+    mesh = init_device_mesh("cpu", (shards,)) if shards > 1 else None
+    model = made(case, None if words["in_parts"] else mesh)
+    if words[
+        "in_parts"
+    ]:  # each process trains a model of its own, as stages of a pipeline do, without a word to the other
+        for p in [p for p in model.parameters() if p.requires_grad][rank::shards]:
+            p.requires_grad_(False)
+    optimizer = optimizer_of(case, model)
+    options = {"elastic": True, "mesh": mesh, "rest": "own", "timeout_s": TIMEOUT_S, **words.get("options", {})}
+    name = f"{site}.{rank}"
+    try:
+        outer = outer_of(case, model, site=(site, words["sites"]), join=words["join"], **options)
+        os.write(1, f"{name} pid {os.getpid()}\n".encode())
+        end, saved = folder / "end", folder / f"saved-{name}.pt"
+        if saved.exists():
+            state = torch.load(saved, weights_only=False)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            outer.load_state_dict(state["outer"])
+        turns = [outer.shard] if shards > 1 else [0, 1]
+        while not end.exists() or outer.rounds < int(end.read_text()):
+            step = outer.steps_taken
+            train(case, model, optimizer, outer, turns, range(step, step + 1))
+            if not outer.steps:
+                os.write(1, f"{name} round {outer.rounds}\n".encode())
+            if outer.steps_taken == words.get("save"):
+                torch.save(
+                    {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "outer": outer.state_dict()},
+                    saved,
+                )
+                os.write(1, f"{name} saved\n".encode())
+        torch.save(whole(model), folder / f"end-{name}.pt")
+        outer.close()
+    except GossamerError as error:
+        os.write(1, f"{name} {type(error).__name__}: {error}\n".encode())
+        os._exit(3)
+
+
+def a_site(argv: list[str]) -> int:
+    words = json.loads(argv[0])
+    return in_forks(words["shards"], lambda rank: process_of_a_site(rank, words))
+
+
+class Sites:
+    """The sites of a run."""
+
+    def __init__(self, folder: Path, sites: int, case: str, shards: int = 2, **words: Any) -> None:
+        self.folder, self.join = folder, f"127.0.0.1:{free_port()}"
+        self.words = {
+            "folder": str(folder),
+            "sites": sites,
+            "case": case,
+            "shards": shards,
+            "join": self.join,
+            "in_parts": False,
+            **words,
+        }
+        self.starts, self.running = 0, dict[int, Command]()
+        self.said = dict[int, list[str]]()
+        self.commands = list[Command]()
+        self.pids = dict[tuple[int, int], int]()
+
+    def start(self, *sites: int, **words: Any) -> None:
+        for site in sites:
+            self.starts += 1
+            said = {**self.words, "site": site, "start": self.starts, **words}
+            self.running[site] = Command(json.dumps(said), work=a_site, GLOO_SOCKET_IFNAME=loopback())
+            self.commands.append(self.running[site])
+            self.said[site] = []
+
+    def until(self, site: int, pattern: str) -> re.Match[str]:
+        """Waits until a site says something."""
+        for line in self.running[site].lines():
+            self.said[site].append(line)
+            if pid := re.match(r"(\d+)\.(\d+) pid (\d+)", line):
+                self.pids[int(pid[1]), int(pid[2])] = int(pid[3])
+            if found := re.search(pattern, line):
+                return found
+        raise AssertionError(f"site {site} ended without {pattern}: {''.join(self.said[site])}")
+
+    def until_round(self, site: int, round: int) -> int:
+        while (now := int(self.until(site, r"\.0 round (\d+)")[1])) < round:
+            pass
+        return now
+
+    def goes_on(self, site: int) -> int:
+        """The round of a site, once it has come to the end of a few more."""
+        return self.until_round(site, self.newest_round(site) + 3)
+
+    def newest_round(self, site: int) -> int:
+        return max(int(round) for round in re.findall(r"round (\d+)\n", "".join(self.running[site]._output)))
+
+    def comes_back(self, site: int) -> int:
+        """Starts a site again; the round after which all its processes have taken another's state."""
+        self.start(site)
+        after = {
+            int(self.until(site, r"goes on with the state of site \d after round (\d+)")[1])
+            for _ in range(self.words["shards"])
+        }
+        assert len(after) == 1
+        self.until_round(site, after.copy().pop() + 1)
+        return after.pop()
+
+    def end_soon(self) -> None:
+        """Lets all end after a round that none has come to."""
+        scratch = self.folder / "scratch"
+        scratch.write_text(str(max(map(self.newest_round, self.running)) + 12))
+        scratch.rename(self.folder / "end")
+
+    def ended(self, *sites: int) -> None:
+        for site in sites:
+            code, output = self.running[site].finish(60)
+            assert code == 0, f"site {site}: {output}"
+
+    def weights(self, site: int, shard: int = 0) -> dict[str, torch.Tensor]:
+        return torch.load(self.folder / f"end-{site}.{shard}.pt")
+
+    def killed(self, site: int, shard: int | None = None) -> None:
+        """Kills one process of a site, whose launcher ends the others then, or all at once."""
+        if shard is None:
+            self.running[site].kill()
+        else:
+            while (site, shard) not in self.pids:
+                self.until(site, "pid")
+            os.kill(self.pids.pop((site, shard)), signal.SIGKILL)
+        assert self.running[site].finish(30)[0] != 0
+
+
+@pytest.fixture
+def sites_of(tmp_path: Path) -> Iterator[Callable[..., Sites]]:
+    made = list[Sites]()
+
+    def sites(*args: Any, **words: Any) -> Sites:
+        made.append(Sites(tmp_path, *args, **words))
+        return made[-1]
+
+    yield sites
+    for one in made:
+        for command in one.commands:
+            command.kill()
+            command.finish(1)
+
+
+def test_the_death_of_a_shard_or_of_the_first_site_is_survived_and_all_shards_of_a_site_come_back_at_one_round(
+    sites_of: Callable[..., Sites],
+) -> None:
+    run = sites_of(3, "diloco, adamw", in_parts=True)
+    run.start(0, 1, 2)
+    run.until_round(0, 2)
+    run.killed(2, shard=1)
+    run.goes_on(0)
+    run.comes_back(2)
+    run.killed(0)
+    run.goes_on(1)
+    run.comes_back(0)
+    run.goes_on(1)
+    run.end_soon()
+    run.ended(0, 1, 2)
+    for shard in range(2):  # a mean over everyone leaves all of them equal
+        for name, one in run.weights(0, shard).items():
+            assert all(torch.equal(one, run.weights(site, shard)[name]) for site in (1, 2)), (shard, name)
+
+
+def test_a_site_that_gossips_goes_on_alone_and_takes_the_first_site_in_again(sites_of: Callable[..., Sites]) -> None:
+    run = sites_of(2, "gasloc, sgd")
+    run.start(0, 1)
+    run.until_round(0, 2)
+    run.killed(0)
+    run.goes_on(1)
+    run.comes_back(0)
+    run.goes_on(1)
+    run.end_soon()
+    run.ended(0, 1)
+    apart = max(float((one - run.weights(1)[name]).abs().max()) for name, one in run.weights(0).items())
+    assert 0 < apart < 0.1
+
+
+def test_a_mean_over_half_of_the_sites_waits_for_the_other_half_to_come_back(sites_of: Callable[..., Sites]) -> None:
+    run = sites_of(2, "diloco, adamw", shards=1)
+    run.start(0, 1)
+    run.until_round(0, 2)
+    run.killed(1)
+    after = run.comes_back(1)
+    assert run.goes_on(0) - after < 30
+    run.goes_on(0)
+    run.end_soon()
+    run.ended(0, 1)
+    assert all(torch.equal(one, run.weights(1)[name]) for name, one in run.weights(0).items())
+
+
+# --- bits -------------------------------------------------------------------------------------------------------------
+
+
+def in_threads(*acts: Callable[[], Any]) -> list[Any]:
+    """Sites of one process need no world, so threads can be some."""
+    with ThreadPoolExecutor(len(acts)) as pool:
+        return [future.result(30) for future in [pool.submit(act) for act in acts]]
+
+
+BITS = ("diloco, adamw", "gasloc, sgd")
+
+
+def fixed_and_elastic(rank: int, folder: Path, joins: list[str]) -> None:
+    """A process of two sites of two: of a fixed number, then elastic and saved within a round, then continued from there."""
+    torch.set_num_threads(1)
+    site, shard = divmod(rank, 2)
+    dist.init_process_group("gloo", store=FileStore(f"{folder}/world-{site}", 2), rank=shard, world_size=2)
+    mesh, met = init_device_mesh("cpu", (2,)), iter(joins)
+    for name in BITS:
+        case, saved = CASES[name], dict[str, Any]()
+        steps, until = LOCAL_STEPS * case.rounds, LOCAL_STEPS + 2
+        for kind in ("fixed", "elastic", "resumed"):
+            model = made(case, mesh)
+            optimizer = optimizer_of(case, model)
+            with outer_of(case, model, site=(site, 2), join=next(met), elastic=kind != "fixed") as outer:
+                if kind == "resumed":
+                    model.load_state_dict(saved["model"])
+                    optimizer.load_state_dict(saved["optimizer"])
+                    outer.load_state_dict(saved["outer"])
+                train(case, model, optimizer, outer, [shard], range(outer.steps_taken, until))
+                saved = copy.deepcopy(
+                    {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "outer": outer.state_dict()}
+                )
+                train(case, model, optimizer, outer, [shard], range(until, steps))
+                outer.finish()
+                torch.save(whole(model), folder / f"{name}-{kind}-{rank}.pt")
+
+
+def two_sites(argv: list[str]) -> int:
+    return in_forks(4, lambda rank: fixed_and_elastic(rank, Path(argv[0]), argv[1:]))
+
+
+def whole_site(case: Case, model: Model, site: int, join: str) -> dict[str, torch.Tensor]:
+    """A site of one process, which sees the samples of two as halves of a batch."""
+    with outer_of(case, model, site=(site, 2), join=join) as outer:
+        train(case, model, optimizer_of(case, model), outer, [0, 1], range(LOCAL_STEPS * case.rounds))
+        return whole(model)
+
+
+def test_elastic_sites_that_all_stay_end_with_the_bits_of_fixed_ones_and_of_sites_of_one_process(
+    tmp_path: Path,
+) -> None:
+    joins = [f"127.0.0.1:{free_port()}" for _ in range(8)]
+    sharded = Command(tmp_path, *joins[:6], work=two_sites, GLOO_SOCKET_IFNAME=loopback())
+    one = {
+        name: in_threads(*[partial(whole_site, CASES[name], made(CASES[name]), site, join) for site in range(2)])
+        for name, join in zip(BITS, joins[6:], strict=True)
+    }
+    code, output = sharded.finish()
+    assert code == 0, output
+    for name in BITS:
+        for kind in ("fixed", "elastic", "resumed"):
+            for rank in range(4):
+                found = torch.load(tmp_path / f"{name}-{kind}-{rank}.pt")
+                expected = one[name][rank // 2]
+                assert [key for key in expected if not torch.equal(found[key], expected[key])] == [], (name, kind, rank)
+
+
+# --- what is refused, and in which words ------------------------------------------------------------------------------
+
+
+Two = tuple[str, list[gossamer.Outer[Any]]]
+
+
+def small(site: int, sites: int, join: str, rule: str = "diloco", **options: Any) -> gossamer.Outer[Any]:
+    options = {"local_steps": 1, "timeout_s": 4.0, "elastic": True, **options}
+    return gossamer.Outer(torch.nn.Linear(3, 2), rule, site=(site, sites), join=join, **options)
+
+
+def refusal(act: Callable[[], Any]) -> str:
+    with pytest.raises(GossamerError) as error:
+        act()
+    return str(error.value)
+
+
+@pytest.fixture
+def two() -> Iterator[Two]:
+    """Two sites of one process that have begun."""
+    join = f"127.0.0.1:{free_port()}"
+    outers = in_threads(*(partial(small, site, 2, join, codec="bf16") for site in range(2)))
+    in_threads(*(outer.step for outer in outers))
+    yield join, outers
+    for outer in outers:
+        outer.close()
+
+
+def test_a_site_that_is_there_is_refused_in_a_sentence_and_disturbs_nobody(two: Two) -> None:
+    join, outers = two
+    assert f"site 1 of 2 is at '{join}' already" in refusal(lambda: small(1, 2, join, codec="bf16", timeout_s=1.5))
+    assert "where another process does" in refusal(lambda: small(0, 2, join, codec="bf16"))
+    in_threads(*(outer.step for outer in outers))
+    assert [outer.rounds for outer in outers] == [2, 2]
+
+
+def test_what_another_run_has_in_common_is_compared_when_a_site_comes_back(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join, outers = two
+    outers[1].close()
+    assert f"site 1 of 3 is at '{join}', where another run is, of 2 sites" in refusal(lambda: small(1, 3, join))
+    assert "where another run is, of 2 sites that come and go, and not one of 2 sites that all stay" in refusal(
+        lambda: small(1, 2, join, elastic=False)
+    )
+    assert "differ" in (said := refusal(lambda: small(1, 2, join))) and "codec" in said and "is under way" in said
+    mesh = refusal(
+        lambda: gossamer.Outer(
+            torch.nn.Linear(4, 2),
+            "diloco",
+            local_steps=1,
+            timeout_s=4,
+            site=(1, 2),
+            join=join,
+            elastic=True,
+            codec="bf16",
+        )
+    )
+    assert "differ" in mesh and "in model" in mesh
+    monkeypatch.setenv("GOSSAMER_SECRET", "somebody else's secret of 32 chars")
+    assert "does not carry the code of this run's secret" in refusal(lambda: small(1, 2, join, codec="bf16"))
+
+
+def test_a_site_with_another_number_of_processes_is_refused_when_it_comes_back(two: Two) -> None:
+    join, outers = two
+    outers[1].close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lane, "shards", property(lambda lane: 2))
+        patch.setattr(Siblings, "__init__", lambda self, lane, timeout_s: alone(self, lane))
+        assert "site 0 has 1 processes and site 1 2" in refusal(lambda: small(1, 2, join, codec="bf16"))
+
+
+def alone(siblings: Siblings, lane: Lane) -> None:
+    siblings._lane, siblings._group, siblings._width = lane, None, 99
+
+
+def test_a_site_that_left_comes_back_with_the_state_of_the_others(two: Two) -> None:
+    join, outers = two
+    outers[1].close()
+    again = small(1, 2, join, codec="bf16")
+    with torch.no_grad():
+        outers[0].model.weight += 1.0
+    stepping = ThreadPoolExecutor(1).submit(lambda: [outers[0].step(), outers[0].step()])
+    assert not again.step() and again.rounds == 1, "its first step takes the state over"
+    assert [again.step(), again.step()] == [True, True]
+    assert stepping.result(30) == [True, True]
+    assert torch.equal(again.model.weight, outers[0].model.weight) and again.rounds == outers[0].rounds == 3
+    again.close()
+
+
+def test_what_needs_all_sites_at_once_is_refused(two: Two) -> None:
+    _, outers = two
+    assert "mean_model() was called with elastic=True" in refusal(lambda: outers[0].mean_model().__enter__())
+    assert "a state was given after 1 rounds with elastic=True" in refusal(
+        lambda: outers[0].load_state_dict(outers[0].state_dict())
+    )
+    assert outers[0].common_steps(7) == 7, "a site that ends before the others leaves"
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "sentence"),
+    [
+        ("diloco", {"site": None, "join": None}, "Outer got elastic=True and no site"),
+        ("choco", {}, "elastic is true, and rule 'choco' keeps something of each peer"),
+        ("eager", {}, "elastic is true, and rule 'eager' has exchanges under way between rounds"),
+        (
+            "gasloc",
+            {"schedule": gossamer.Schedule(overlap_steps=1)},
+            "elastic is true, and rule 'gasloc' has exchanges under way",
+        ),
+        ("diloco", {"reduction": "all_reduce"}, "elastic is true and run.reduction is 'all_reduce'"),
+        ("diloco", {"elastic": 1}, "elastic"),
+    ],
+)
+def test_a_method_that_elastic_runs_do_not_have_is_refused_by_its_name(
+    rule: str, options: dict[str, Any], sentence: str
+) -> None:
+    given = {"site": (0, 2), "join": "127.0.0.1:1", "elastic": True, "local_steps": 4, **options}
+    assert sentence in refusal(lambda: gossamer.Outer(torch.nn.Linear(3, 2), rule, **given))
+
+
+@pytest.mark.parametrize("name", [name for name, make in RULES.items() if not missing(make)])
+def test_every_rule_runs_on_elastic_sites_or_is_refused_as_in_an_elastic_run(name: str) -> None:
+    rule = RULES[name]()
+    topology = make_topology(FITTING[rule.needs], 4, seed=0)
+    of_a_run = faults(Combination(driver="train", rule=rule, topology=topology, elastic=True))
+    said = faults(Combination(driver="library", rule=rule, topology=topology, elastic=True))
+    assert not [one for one in of_a_run if "run.elastic" in one] or [one for one in said if "elastic is true" in one]
