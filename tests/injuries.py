@@ -276,7 +276,7 @@ def injure(injury: Injury, k: Path, other: Path) -> None:
             path.unlink()
             path.symlink_to(path.name)
         case "garbled":  # within the file: nothing that a killed writer leaves
-            lines = path.read_bytes().splitlines(keepends=True)
+            lines = path.read_bytes().splitlines(keepends=True) or [b""]
             place = draw.randrange(max(1, len(lines) - 1))
             lines[place] = lines[place][: len(lines[place]) // 2] + b"\xff" + lines[place][len(lines[place]) // 2 :]
             path.write_bytes(b"".join(lines))

@@ -9,7 +9,10 @@ import pytest
 
 from gossamer.errors import DataError, GossamerError
 from gossamer.record.folder import read_metrics
+from gossamer.record.jsonl import keep_before
+from gossamer.record.logs.arrivals import read_arrivals
 from gossamer.record.logs.events import read_events
+from gossamer.record.logs.order import read_order
 from gossamer.record.logs.seconds import read_seconds
 from gossamer.record.logs.trace import read_trace
 from gossamer.report.reading.follow import FollowedRun
@@ -74,3 +77,23 @@ def test_a_run_file_with_a_byte_that_is_no_text_is_refused_as_by_those_who_train
             read()
     run = look(tmp_path)
     assert run.file is None and "is not UTF-8" in next(iter(run.complaints))
+
+
+def test_the_order_of_events_of_one_worker_in_the_files_of_two_is_refused_by_both_files(tmp_path: Path) -> None:
+    assert len(read_order(SAMPLES / "asynchronous")) == 2
+    for name in ("order-000.jsonl", "order-001.jsonl"):
+        shutil.copy(SAMPLES / "asynchronous" / "order-000.jsonl", tmp_path / name)
+    with pytest.raises(
+        DataError, match=r"order-000\.jsonl and .*order-001\.jsonl: both have the life \d+ of a process"
+    ):
+        read_order(tmp_path)
+
+
+def test_a_record_that_is_a_link_to_nothing_is_no_record_that_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "arrivals.jsonl").symlink_to(tmp_path / "arrivals.jsonl")
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "away")
+    with pytest.raises(OSError, match="symbolic links"):
+        read_arrivals(tmp_path)
+    with pytest.raises(OSError, match="No such file"):
+        keep_before(tmp_path / "metrics.jsonl", 1)
+    assert not (tmp_path / "away").exists()

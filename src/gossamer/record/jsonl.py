@@ -1,6 +1,7 @@
 """JSON, one value a line."""
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar
@@ -68,7 +69,7 @@ def keep_records(path: Path, kind: Parser[T], keeps: Callable[[T], bool]) -> lis
 
     Raises: DataError, with nothing removed, for any other line that holds no such record; DiskError.
     """
-    if not path.exists():
+    if not os.path.lexists(path):  # a link that leads nowhere is a file that cannot be read
         return []
     kept = [(raw, record) for _, raw, record in _records(path, kind) if keeps(record)]
     # The old file stays whole until the new one is: a kill in between loses no line that counts.

@@ -11,6 +11,7 @@ a server that resumes adds a line "serve", after which the state of its checkpoi
 * `{"event":"tick","time_s":t}`: enough time had passed for the server to act, such as closing a quorum.
 """
 
+import os
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -79,7 +80,7 @@ def read_arrivals(run_folder: Path) -> list[ServerInput]:
     Raises: DataError when there is no such file, or a line is invalid.
     """
     path = arrivals_file(run_folder)
-    if not path.exists():
+    if not os.path.lexists(path):  # a link that leads nowhere is a file that cannot be read
         raise DataError(
             f"'{run_folder}' has no {path.name}, which the server of gossamer train writes; give the run folder of a server"
         )

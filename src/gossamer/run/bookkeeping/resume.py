@@ -6,6 +6,7 @@ run folder. It is written before `run.toml` gets the new settings, so that a kil
 
 import logging
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -72,7 +73,8 @@ def history(config: RunSettings, folder: Path) -> History:
 
     Raises: ConfigError, naming the keys that may change, when others differ; DataError for a spoilt record of branches.
     """
-    before = settings_in(folder) if (folder / "run.toml").exists() else config
+    # A link that leads nowhere is a run file that cannot be read, and not none.
+    before = settings_in(folder) if os.path.lexists(folder / "run.toml") else config
     changes = differences(before, config)
     for key, (old, new) in changes.items():
         if not any(key == one or key.startswith(f"{one}.") for one in CHANGEABLE):
