@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from generators.annealed import Branch, annealed_page, branches, drawn_branches
+from generators.fresh import FRESH, fresh_table
 from generators.gains import Gain, drawn_gains, gains, gains_page, is_map
 from generators.leaderboard import LEADERBOARD, Standing, drawn_standings, leaderboard_table, standings
 from generators.sources import RESULTS, ROOT, config_of
@@ -49,7 +50,8 @@ def page(outcomes: Path) -> str:
     else:
         runs, asked = points(document, seeds=seeds, scale=scale), figure(document)
         found = _in_order(outcomes, runs)
-        cells = _cells(outcomes, runs, found)
+        compared = fresh_table(found) if file.stem == FRESH else ""
+        cells = [] if file.stem == FRESH else _cells(outcomes, runs, found)
         at_ends = [] if asked is not None else _branches(found, runs)
         parts.append(_said(lines, len(runs)))
         if ranked := _ranked(outcomes, found):
@@ -60,6 +62,8 @@ def page(outcomes: Path) -> str:
             parts.append(annealed_page(at_ends, runs[0].method))
         elif asked is not None or not cells:
             parts.append(_seeds_table(found))
+        if compared:
+            parts.append(f"## What is compared\n\n{compared}")
         if cells and not ranked:
             parts.append(f"## With momentum and without\n\n{gains_page(cells)}")
         if (ranked or is_map(cells) or at_ends) if asked is None else _has_target(found, asked):
@@ -71,7 +75,7 @@ def drawn(outcomes: Path) -> bytes | None:
     """The figure of an experiment: what its file asks for, the leaderboard, annealed losses or the gain of momentum."""
     file, scale = config_of(outcomes)
     document = load(file)
-    if _is_tuning([line for _, line in json_lines(outcomes)]):
+    if file.stem == FRESH or _is_tuning([line for _, line in json_lines(outcomes)]):
         return None
     runs = points(document, seeds=sorted({one.seed for one in read_results(outcomes)}), scale=scale)
     found, asked = _in_order(outcomes, runs), figure(document)

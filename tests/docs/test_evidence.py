@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from scipy.stats import t as student
 
-from generators import annealed, casts, claims, experiments, gains, leaderboard, local_steps, sources, verdicts
+from generators import annealed, casts, claims, experiments, fresh, gains, leaderboard, local_steps, sources, verdicts
 from generators.verdicts import Arm
 from gossamer.data.corpus import fingerprint, open_corpus
 from gossamer.errors import DataError
@@ -737,3 +737,27 @@ def test_the_warm_up_that_was_taken_is_the_lowest_in_the_mean_and_the_page_says_
         means[taken] == min(means.values()) and load(CONFIGS / "effective_step.toml")["inner"]["warmup_steps"] == taken
     )
     assert f"these six runs end {means[90] - means[taken]:.3f} lower in the mean" in page_of_evidence()
+    assert f"in place of 90 end {means[90] - means[taken]:.3f} lower" in page_of_evidence()
+
+
+def test_fresh_seeds_are_compared_as_registered_over_those_that_all_arms_have() -> None:
+    arms = dict.fromkeys(arm for pair in fresh.COMPARED.values() for arm in pair)
+    assert [*arms] and {run.method for run in points(load(CONFIGS / "fresh.toml"))} == {*arms}
+    shift = {"DiLoCo": 0.05, "GASLoC 2-Peer": 0.02}
+    ended = [
+        PointResult(arm, {}, seed, {"loss": 2.0 + 0.1 * seed - shift.get(arm, 0.0) * (1 + 0.01 * seed)})
+        for arm in arms
+        for seed in (5, 6, 7)
+    ]
+    rows = fresh.fresh_table([*ended, PointResult("DiLoCo", {}, 8, {"loss": 1.0})]).splitlines()[2:]
+    assert len(rows) == 9 and rows[0].startswith("| momentum, everyone | DiLoCo | averaging, everyone | 3 | -0.0530 ± ")
+    assert rows[0].endswith("| lower |") and rows[6].split("|")[5].strip().startswith("+0.0318")
+    assert fresh.fresh_table(ended[3:]) == "", "an arm is missing"
+
+
+def test_the_fresh_seeds_chose_no_setting_and_their_settings_are_those_that_were_chosen() -> None:
+    assert min(one.seed for one in read_results(FIRST_STAGE / "fresh.jsonl")) >= 5
+    ours = {run.method: given(run) for run in points(load(CONFIGS / "fresh.toml"))}
+    for stem in ("tuned_again", "averaging_tuned"):
+        for run in points(load(CONFIGS / f"{stem}.toml")):
+            assert ours[run.method] == given(run), run.method
