@@ -1,7 +1,7 @@
 """`gossamer check`: what a run file will do, or all its errors, before anything is trained."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gossamer.cli.output import Json, print_json
@@ -63,6 +63,7 @@ def lines(one: "Examined") -> list[str]:
         *((f"on {network.name}", _seconds(network)) for network in one.networks),
         *([("disagreement", f"x {one.disagreement:.3f} per round, predicted")] if one.disagreement is not None else []),
         ("length", f"{one.rounds:,} rounds, {one.tokens:,} tokens"),
+        *([("peers", _peers(one.peers))] if one.peers else []),
         *(("Python code", f"{name}, which is not imported here") for name in one.code),
         *(("this machine", sentence) for sentence in one.here),
         *((f"not {verb}", sentence) for verb, sentences in one.refused.items() for sentence in sentences),
@@ -89,6 +90,22 @@ def _stages(one: "Examined", megabytes: Callable[[float], str]) -> list[tuple[st
 _KINDS = {
     "rounds": "in rounds", "server": "with a server", "pair": "in pairs", "no waiting": "without waiting",
 }  # fmt: skip
+
+
+def _peers(peers: Mapping[str, Sequence[int]]) -> str:
+    """Who may fill which slots.
+
+    >>> _peers({"berlin": range(0, 4), "paris": range(4, 5), "hub": range(5, 5)})
+    'encrypted: berlin is workers 0 to 3, paris is worker 4, hub is none'
+    """
+    words = [
+        f"{'worker' if len(numbers) == 1 else 'workers'} {numbers[0]}"
+        + (f" to {numbers[-1]}" if len(numbers) > 1 else "")
+        if numbers
+        else "none"
+        for numbers in peers.values()
+    ]
+    return "encrypted: " + ", ".join(f"{name} is {word}" for name, word in zip(peers, words, strict=True))
 
 
 def _files(text: "TextFiles") -> str:

@@ -75,6 +75,7 @@ def command(
         import_early()
     from gossamer.run.config.resolve import resolve
     from gossamer.run.config.user_parts import own_parts
+    from gossamer.transport.keys import KEY, keys_for
 
     among = machines.entered()
     config, folder, resumed = run_and_folder(file, changes.words, out, resume)
@@ -89,14 +90,11 @@ def command(
 
         os.environ[SECRET] = read_secret(served.secret)
     if served.key is not None:
-        from gossamer.transport.keys import KEY
-
         os.environ[KEY] = str(served.key.resolve())
     if served.listen is not None:
         _listen_at(served.listen)
         local = 1 if local is None and join is None else local  # the first of a run that others join
-    if run.peers:
-        _check_keys(run)
+    keys_for(run.peers, run.workers)  # before processes are started, so that a key that is missing is told once
     if among is not None:
         _check_place(run, among, local, served.given or (f"--join {join}" if join else ""))
     code = 0
@@ -138,18 +136,6 @@ def _listen_at(address: str) -> None:
     except ValueError:
         raise ConfigError(f"--listen got '{address}'; give HOST:PORT, such as 10.0.0.1:29400") from None
     os.environ[LISTEN] = address
-
-
-def _check_keys(config: "ResolvedRun") -> None:
-    """Refuses a run with [peers] whose workers could not encrypt, or whose key is not here, before any are started."""
-    from gossamer.transport.keys import keys_for
-
-    if config.kind == "rounds" and not config.run.elastic:
-        raise ConfigError(
-            "the run has [peers] and run.elastic is false, so its workers exchange over gloo, which cannot encrypt; set "
-            "run.elastic = true, or remove [peers]"
-        )
-    keys_for(config.peers, config.workers)
 
 
 def _check_place(config: "ResolvedRun", among: "Among", local: int | None, elsewhere: str) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +26,18 @@ from pydantic import Field
 from gossamer.errors import ConfigError, RefusedError, require
 from gossamer.settings.schema import settings
 
-__all__ = ["KEY", "SECRET_WORD", "Keys", "Peer", "certificate_of", "fingerprint", "keys_for", "new_key", "own_keys"]
+__all__ = [
+    "KEY",
+    "SECRET_WORD",
+    "Keys",
+    "Peer",
+    "certificate_of",
+    "dealt",
+    "fingerprint",
+    "keys_for",
+    "new_key",
+    "own_keys",
+]
 
 KEY = "GOSSAMER_KEY"
 """The environment variable with the file of this machine's key."""
@@ -72,12 +84,12 @@ class Keys:
 
     def __init__(self, path: Path, peers: Mapping[str, Peer], workers: int) -> None:
         self.path = path
-        self._peers: dict[bytes, _Listed] = {}
-        first = 0
-        for name, peer in peers.items():
-            numbers = {*range(first, first + peer.workers), *([workers] if peer.server else [])}
-            first += peer.workers
-            self._peers[_der(peer.certificate) or b""] = _Listed(name, frozenset(numbers))
+        self._peers = {
+            _der(peers[name].certificate) or b"": _Listed(
+                name, frozenset([*numbers, *([workers] * peers[name].server)])
+            )
+            for name, numbers in dealt(peers).items()
+        }
         self.certificate = certificate_of(path)
         """That of this machine, as DER."""
         if self.certificate not in self._peers:
@@ -136,6 +148,16 @@ class Keys:
         for certificate in self._peers:
             context.load_verify_locations(cadata=certificate)
         return context
+
+
+def dealt(peers: Mapping[str, Peer]) -> dict[str, range]:
+    """The numbers of the workers that each peer may fill.
+
+    >>> dealt({})
+    {}
+    """
+    ends = [*accumulate((peer.workers for peer in peers.values()), initial=0)]
+    return {name: range(start, end) for name, (start, end) in zip(peers, pairwise(ends), strict=True)}
 
 
 def keys_for(peers: Mapping[str, Peer], workers: int) -> Keys | None:

@@ -52,6 +52,8 @@ class Combination(NamedTuple):
     eval_js: bool = False
     elastic: bool = False
     """As in `run.elastic`."""
+    peers: bool = False
+    """Whether the run file has [peers], so that all connections are to be encrypted."""
     constant_batch: bool = False
     """As in `data.constant_batch`."""
     ghost_rounds: int = 0

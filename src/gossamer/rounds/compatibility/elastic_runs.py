@@ -18,6 +18,14 @@ def _mean_of_updates(c: Combination) -> bool:
 
 ELASTIC = (
     Incompatibility(
+        "peers and rounds",
+        lambda c: c.peers and c.driver == "train" and c.kind == "rounds" and not c.elastic,
+        lambda c: (
+            "the run has [peers] and run.elastic is false, so its workers exchange over gloo, which cannot encrypt; set "
+            "run.elastic = true, or remove [peers]"
+        ),
+    ),
+    Incompatibility(
         "elastic and asynchronous",
         lambda c: c.elastic and c.asynchronous,
         lambda c: (

@@ -30,6 +30,7 @@ from gossamer.run.config.user_parts import named
 from gossamer.run.planning.traffic import MOST_PLAYED, period_of, played, some_of, traffic
 from gossamer.run.worker.stages.timing import in_stages
 from gossamer.settings.user_code import is_code
+from gossamer.transport.keys import dealt, keys_for
 from gossamer.transport.processes.launch import device_of
 
 __all__ = [
@@ -159,6 +160,8 @@ class Examined(NamedTuple):
     """The files of each source; none of a stream, and where they are not on this machine."""
     documents: AroundDocuments | None = None
     """None where the tokenizer is not known, or the batches are the user's own."""
+    peers: Mapping[str, Sequence[int]] = {}
+    """The workers that each of the machines with keys may fill."""
     code: tuple[str, ...] = ()
     """The user's Python code that the run names. It is not imported, so nothing is known of it."""
 
@@ -206,6 +209,7 @@ def examine(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None = No
         stages=_stages(run, layout, kept) if layout else (),
         refused={verb: (*sentences,) for verb, sentences in refused.items() if sentences},
         here=(*missing, *_lacking(run)),
+        peers=dealt(run.peers),
         text=text,
         documents=documents,
         code=tuple(named(config).values()),
@@ -268,7 +272,8 @@ def _known_of(config: RunConfig) -> Examined:
         topology=topology, spectral_gap=None, vocabulary=vocab_size, parameters=None if layout is None else layout.numel,
         experts=None if layout is None else _experts(run, layout), sent_bytes=None, most_bytes=None, kept=(), networks=(),
         disagreement=None, rounds=config.rounds, tokens=_steps(run) * run.step_tokens, warnings=(),
-        processes=sum(run.pipeline.processes(run.workers)), here=(*_text(run)[1], *_lacking(run)), code=tuple(names.values()),
+        processes=sum(run.pipeline.processes(run.workers)), here=(*_text(run)[1], *_lacking(run)), peers=dealt(run.peers),
+        code=tuple(names.values()),
     )  # fmt: skip
 
 
@@ -368,6 +373,10 @@ def _lacking(run: RunSettings) -> Iterator[str]:
         needed[f"data.source {run.data.source!r:.60}"] = ("datasets", "data")
     if run.data.tokenizer != "bytes":
         needed[f"data.tokenizer '{run.data.tokenizer}'"] = ("tokenizers", "data")
+    try:
+        keys_for(run.peers, run.workers)
+    except ConfigError as error:
+        yield str(error)
     for key, (package, extra) in needed.items():
         if importlib.util.find_spec(package) is None:
             yield f"{key} needs the package '{package}', which is not installed; run {installs(extra)}"
