@@ -1,5 +1,6 @@
 """Parts of the user's own in run files: a separate package is installed, and runs simulated, real and in reports."""
 
+import re
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -177,10 +178,23 @@ def started(settings: dict[str, Any]) -> None:
     resolve(config, own_parts(config))
 
 
-def test_real_workers_that_train_on_the_same_batches_are_told_once(stranger: Path, tmp_path: Path):
+DRIVERS: dict[str, dict[str, Any]] = {
+    "in rounds": {},
+    "elastic": {"run__elastic": True},
+    "without waiting": {"run__wait": False},
+    "in pairs": {"pair__name": "a2cid2", "topology__name": "complete"},
+    "served": {"server__name": "heloco"},
+}
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_real_workers_that_train_on_the_same_batches_are_told_once(stranger: Path, tmp_path: Path, driver: str):
     settings = {**STEPS, "data": {**STEPS["data"], "source": "stranger.parts:same_for_all"}, "run__steps": 2}
-    code, said = run("train", written(tmp_path, **settings), "--local", 3, "--out", tmp_path / "real")
-    assert code == 0 and said.count("all 3 workers begin with the same batch") == 1, said
+    code, said = run(
+        "train", written(tmp_path, **settings, **DRIVERS[driver]), "--local", 3, "--out", tmp_path / "real"
+    )
+    found = re.findall("all 3 workers (?:begin with the same batch|came out of their first local phase)", said)
+    assert code == 0 and len(found) == 1, said
 
 
 @pytest.mark.parametrize("name", WRONG)

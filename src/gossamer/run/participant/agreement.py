@@ -5,11 +5,13 @@ import hashlib
 import torch
 
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
-from gossamer.run.worker.task import Task, found_by_each, task_of
+from gossamer.run.worker.task import OwnBatches, Task, found_by_each, task_of, warn_of_equal_batches
 from gossamer.transport.alike import short_settings
+from gossamer.transport.processes.launch import agree
+from gossamer.transport.processes.member import Member
 from gossamer.transport.sockets.header import Limits
 
-__all__ = ["HERE", "limits_of", "prepare", "run_key", "run_settings", "use_threads"]
+__all__ = ["HERE", "compare_first_batches", "limits_of", "prepare", "run_key", "run_settings", "use_threads"]
 
 HERE = "these machines"
 """What a real run calls the network whose seconds it records."""
@@ -40,6 +42,15 @@ def run_key(config: RunSettings, task: Task) -> int:
 def run_settings(config: RunSettings, task: Task) -> dict[str, str]:
     """What `run_key` is made of, key by key: a server that refuses a worker names those that differ."""
     return short_settings({**config.decisive, **found_by_each(task, config.parts)})
+
+
+def compare_first_batches(member: Member, task: Task, timeout_s: float) -> None:
+    """Warns once where the user's function gives all workers that start together the same batches."""
+    if not isinstance(task.data, OwnBatches):  # ours gives each worker its own
+        return
+    begin = agree(member, "the first batch of each", task.data.fingerprint(member.worker), timeout_s=timeout_s)
+    if member.rank == 0:
+        warn_of_equal_batches({member.owner(rank): str(one) for rank, one in enumerate(begin)}.values())
 
 
 def limits_of(config: RunSettings) -> Limits:

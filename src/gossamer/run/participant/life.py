@@ -218,7 +218,7 @@ def take_part(
     """
     task, key = prepare(config)
     if join is None:
-        seat = started(config, folder, key, brought, resume=resume)
+        seat = started(config, folder, task, key, brought, resume=resume)
         # Where nobody waits, those that have no checkpoint of the end take one from the others, and end too.
         if config.run.elastic and seat.after == config.rounds:
             seat.endpoint.listener.close()

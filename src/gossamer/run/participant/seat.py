@@ -24,8 +24,9 @@ from gossamer.record.progress import say
 from gossamer.run.bookkeeping.resume import History, Resume, history, lineage
 from gossamer.run.bookkeeping.which_round import Held, KeptRounds, faults_heard, heard, newest_of_own, said, to_go_on
 from gossamer.run.config.resolved import RunSettings
-from gossamer.run.participant.agreement import limits_of
+from gossamer.run.participant.agreement import compare_first_batches, limits_of
 from gossamer.run.worker.stages.checkpoints import Store
+from gossamer.run.worker.task import Task
 from gossamer.transport.alike import short_settings
 from gossamer.transport.elastic.members import (
     Members,
@@ -133,7 +134,7 @@ class Brought(ABC, Generic[Fact]):
 
 
 def started(
-    config: RunSettings, folder: Path, run: int, brought: Brought[Fact], *, resume: Resume
+    config: RunSettings, folder: Path, task: Task, run: int, brought: Brought[Fact], *, resume: Resume
 ) -> Seat:  # fmt: skip
     """Waits for all processes of a run that starts, as torchrun's environment variables or our launcher name them.
 
@@ -170,6 +171,7 @@ def started(
         return dict(enumerate(faults_heard(agree(member, common, found and found.said, timeout_s=wait_s))))
 
     try:
+        compare_first_batches(member, task, wait_s)
         if past is not None:
             speaks = brought.one_round and me == 0
             choice = to_go_on(past, store, kept, read, auto=resume == "auto", pick=brought.pick, speaks=speaks)

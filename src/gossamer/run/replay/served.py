@@ -60,7 +60,7 @@ def replay_server(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
             for path in recorded.glob("branches.json"):
                 shutil.copyfile(path, folder / path.name)
             session.records.stops = {item.round for item in inputs if item.event == "serve"}
-            server = _Server(session, now, task, folder, arrivals_file(recorded), lines)
+            server = _Server(session, now, task, folder, arrivals_file(recorded), lines, inputs)
             for _ in follow([server]):
                 pass
             if session.core.over:
@@ -97,12 +97,14 @@ class _Server(Actor[ServerInput]):
     """
 
     def __init__(
-        self, session: ServerSession, config: ResolvedRun, task: Task, folder: Path, file: Path, lines: Sequence[ServerInput]
+        self, session: ServerSession, config: ResolvedRun, task: Task, folder: Path, file: Path, lines: Sequence[ServerInput],
+        inputs: Sequence[ServerInput],
     ) -> None:  # fmt: skip
         super().__init__("server", "the server", file, lines)
         self._session, self._config, self._task, self._folder = session, config, task, folder
         self._options = LoopOptions(codec=config.with_server.codec, seed=config.seed)
         self._workers: dict[int, ServedWorker] = {}  # those that are present
+        self._restored = {(item.worker, item.checkpoint) for item in inputs if item.event == "join"}
         self._joins: dict[int, ServerInput] = {}  # of those who have no starting point yet
         self._trained: dict[int, Trained] = {}  # their last phases
         self._sent_s: dict[int, float] = {}  # when their last starting points were sent
@@ -134,6 +136,9 @@ class _Server(Actor[ServerInput]):
         elif event.event == "push":
             self._push(event)
         else:
+            # One that was asked to leave has saved first; of one that died no process has restored such a checkpoint.
+            if worker not in self._joins and (worker, self._workers[worker].over) in self._restored:
+                self._workers[worker].save()
             del self._workers[worker]
             self._joins.pop(worker, None)
             self._receive(session.leave(worker, None, now_s), now_s)

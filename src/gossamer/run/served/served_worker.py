@@ -23,6 +23,7 @@ from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.lineage import Lineage
 from gossamer.record.logs.events import EventWriter
+from gossamer.record.progress import say
 from gossamer.record.whole_files import worker_suffix
 from gossamer.rng import key as random_key
 from gossamer.run.bookkeeping.journal import log_phase
@@ -32,6 +33,7 @@ from gossamer.run.bookkeeping.text_read import tell_text
 from gossamer.run.bookkeeping.which_round import kept_by, must_lose_nothing, tell_unverified
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.participant.agreement import HERE, limits_of, run_key, run_settings, use_threads
+from gossamer.run.participant.sigterm import leaving
 from gossamer.run.served.protocol import OWNED, Terms, terms_of
 from gossamer.run.worker.replica import LocalPhase, Replica
 from gossamer.run.worker.stages.checkpoints import Store
@@ -79,6 +81,11 @@ class ServedWorker:
         """The newest round of which its checkpoint is damaged."""
         self._terms: Terms
         self._worker: ServerWorker
+
+    @property
+    def over(self) -> int:
+        """The rounds that are over, as the server said last."""
+        return min(self._terms.round, self.config.rounds)
 
     def owned(self) -> list[int]:
         """The newest rounds of which it has a sound checkpoint; it says which are damaged."""
@@ -134,15 +141,23 @@ class ServedWorker:
             checkpoint.save(self._store, finished[-1], self.index, self.learner.state(), digest=self._lineage)
         return finished
 
+    def save(self) -> None:
+        """Saves its inner state as it leaves, under the rounds that are over, unless it has a checkpoint of them."""
+        round = self.over
+        if round and round not in checkpoint.rounds(self._store, self.index, self._lineage):
+            checkpoint.save(self._store, round, self.index, self.learner.state(), digest=self._lineage)
+
 
 def work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, *, resume: Resume = False) -> None:
     """Trains one worker of the server at this address until there is nothing left to train.
 
     Both prove that they know the secret of the run, which is in GOSSAMER_SECRET or the run folder. When the connection breaks it
-    tries again for `run.timeout_s`, in which the server may be resumed.
+    tries again for `run.timeout_s`, in which the server may be resumed. SIGTERM asks it to leave: once the server has answered
+    the push of its local phase it saves and returns, or ends at once where there is no server.
 
     Args: `resume` lets settings differ from those in the folder, as the server does; with "auto" the run may also start again.
-    Raises: ConfigError, DataError, TrainingError; PeerError when the server is gone or refuses it.
+    Raises: ConfigError, DataError, TrainingError; PeerError when the server is gone or refuses it; KeyboardInterrupt when it was
+        asked to leave and its server is gone.
     Cost: one model, its gradients and inner state, and one starting point.
     """
     use_threads(config)
@@ -165,10 +180,17 @@ def work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, *
             settings=settings, keys=keys,
         )  # fmt: skip
         client.channel.wait_at_most(config.run.timeout_s)
+        was_asked = False
         try:
-            client.send(Letter(LetterKind.HELLO, worker, body=hello.view(torch.uint8)))
-            return _take_part(client, served, method.codec, folder, past, auto=resume == "auto")
+            with leaving() as asked:
+                client.send(Letter(LetterKind.HELLO, worker, body=hello.view(torch.uint8)))
+                try:
+                    return _take_part(client, served, method.codec, folder, past, asked.is_set, auto=resume == "auto")
+                finally:
+                    was_asked = asked.is_set()
         except LostConnectionError as error:
+            if was_asked:
+                raise KeyboardInterrupt(f"worker {worker} was asked to leave: {error}") from None
             log.warning(
                 "%s; worker %d tries again for %g s, and trains this phase again", error, worker, config.run.timeout_s
             )
@@ -179,7 +201,8 @@ def work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, *
 
 
 def _take_part(
-    client: ServerClient, served: ServedWorker, codec: Codec, folder: Path, past: History | None, *, auto: bool
+    client: ServerClient, served: ServedWorker, codec: Codec, folder: Path, past: History | None, asked: Callable[[], bool], *,
+    auto: bool,
 ) -> None:  # fmt: skip
     """Joins the server at the other end of a connection, and trains until it has nothing left."""
     config, worker = served.config, served.index
@@ -204,7 +227,7 @@ def _take_part(
     ):
         tell_text(record, served.learner.task.data)
         stopwatch = Stopwatch(worker, recorded_s(folder, worker, cut))
-        _train(client, served, codec, terms, record, events, stopwatch)
+        _train(client, served, codec, terms, record, events, stopwatch, asked)
 
 
 def _train(
@@ -215,8 +238,9 @@ def _train(
     record: RunFolder,
     events: EventWriter,
     stopwatch: Stopwatch,
+    asked: Callable[[], bool],
 ) -> None:
-    """Trains and pushes until the server has nothing left."""
+    """Trains and pushes until the server has nothing left, or this worker is asked to leave."""
     config, spans = served.config, served.learner.spans
     codecs = [fitted(codec, served.learner.layout.slice(*span)) for span in spans]
     # The server's clock, as far as the way of its letter allows: events of all workers are on one axis.
@@ -243,6 +267,10 @@ def _train(
         )  # fmt: skip
         if finished or not terms.go:
             record.log_seconds(stopwatch.round(trained.round))
+        # The server has all that this worker has trained, and grants it nothing more as its connection ends.
+        if terms.go and asked():
+            served.save()
+            return say(f"worker {served.index} has left after {terms.phases} local phases, as it was asked to")
 
 
 def _starting_point(client: ServerClient, served: ServedWorker, p: int, number: int = 0) -> tuple[StartingPoint, Terms]:

@@ -36,7 +36,7 @@ from gossamer.run.participant.sigterm import leaving
 from gossamer.run.served.protocol import OWNED, Terms
 from gossamer.run.served.session import Pushed, Reply, open_session
 from gossamer.run.worker.stages.checkpoints import Store
-from gossamer.run.worker.task import task_of
+from gossamer.run.worker.task import task_of, warn_of_equal_phases
 from gossamer.transport import wire
 from gossamer.transport.contract import Ticket
 from gossamer.transport.keys import keys_for
@@ -122,6 +122,8 @@ class _WithWorkers:
         self._codecs = [fitted(config.method.codec, layout.slice(*span)) for span in spans]
         self._likes = [torch.empty(b - a) for a, b in spans]
         self._payloads = [payload_like(codec, like) for codec, like in zip(self._codecs, self._likes, strict=True)]
+        self._first: dict[int, int] = {}
+        """The checksum of the first push of each worker, all of which begin with the same parameters."""
 
     def hello(self, body: Tensor) -> list[int]:
         """The rounds of which a worker has checkpoints."""
@@ -154,6 +156,11 @@ class _WithWorkers:
             ) from None
         if not all_finite(message):
             raise TransportError(f"{name} pushed {message.numel()} numbers that are not all finite; lower inner.lr")
+        if letter.ticket.round == 0 and p == 0 and letter.sender not in self._first and bool(message.any()):
+            # A dictionary takes them from the threads of all connections; the last to come finds all.
+            self._first[letter.sender] = wire.checksum(message.contiguous().view(torch.uint8))
+            if len(self._first) == self.limits.workers:
+                warn_of_equal_phases([*self._first.values()])
         return Pushed(p, message, sum(frame.numel() * frame.element_size() for frame in frames), start_s)
 
     def _start(self, terms: Terms, p: int, x: Tensor) -> Letter:

@@ -45,12 +45,13 @@ from gossamer.run.bookkeeping.which_round import (
 from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.pipeline import stage_in
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
+from gossamer.run.participant.agreement import compare_first_batches
 from gossamer.run.participant.sigterm import leaving
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.stages.checkpoints import Store, partition_of
 from gossamer.run.worker.stages.own_process import OwnStages
 from gossamer.run.worker.stages.timing import pipeline_work
-from gossamer.run.worker.task import OwnBatches, Task, found_by_each, moved, task_of, warn_of_equal_batches
+from gossamer.run.worker.task import Task, found_by_each, moved, task_of
 from gossamer.run.worker.worker import RoundReport, Worker
 from gossamer.topologies import Topology
 from gossamer.transport.alike import short_settings
@@ -134,12 +135,7 @@ def train_member(
         if member.rank == 0:
             say(ended(folder, config.rounds))
         return
-    if isinstance(task.data, OwnBatches):
-        begin = agree(
-            member, "the first batch of each", task.data.fingerprint(member.worker), timeout_s=config.run.timeout_s
-        )
-        if member.rank == 0:
-            warn_of_equal_batches(begin)
+    compare_first_batches(member, task, config.run.timeout_s)
     with contextlib.ExitStack() as open_:
         pipe = Pipe(member, config.run.timeout_s) if member.parts > 1 else None
         if pipe is not None:

@@ -24,7 +24,16 @@ from gossamer.run.config.layouts import Holding, holding_of, layout_for
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.config.user_parts import GIVEN, KEYS, UserParts, caller
 
-__all__ = ["OwnBatches", "Task", "buffers_of", "found_by_each", "moved", "task_of", "warn_of_equal_batches"]
+__all__ = [
+    "OwnBatches",
+    "Task",
+    "buffers_of",
+    "found_by_each",
+    "moved",
+    "task_of",
+    "warn_of_equal_batches",
+    "warn_of_equal_phases",
+]
 
 log = logging.getLogger("gossamer")
 
@@ -217,6 +226,16 @@ def warn_of_equal_batches(fingerprints: Collection[str]) -> None:
             "all %d workers begin with the same batch, so that more workers add nothing; let the batch of a function "
             "batch(worker, step) depend on the worker, such as by a torch.Generator seeded from both",
             len(fingerprints),
+        )
+
+
+def warn_of_equal_phases(hashes: Collection[object]) -> None:
+    """Warns when the first local phases of all workers, of whose ends these are the hashes, ended with the same bits."""
+    if len(hashes) > 1 == len({*hashes}):
+        log.warning(
+            "all %d workers came out of their first local phase with the same bits: they train on the same batches with the same "
+            "random numbers, so that more workers add nothing; give each its own part of the data",
+            len(hashes),
         )
 
 
