@@ -36,10 +36,14 @@ SERVERS: dict[str, Callable[..., ServerRule]] = table(
     delayed_nesterov,
     halos,
     heloco,
+    kind="server",
+    where="server",
 )
 
 PAIRS: dict[str, Callable[..., PairRule]] = table(
     a2cid2,
     ad_psgd,
     dadao,
+    kind="pair",
+    where="pair",
 )

@@ -20,4 +20,6 @@ BOUNDARIES: dict[str, Callable[..., Boundary]] = table(
     tahquant,
     aqsgd,
     projection,
+    kind="boundary codec",
+    where="pipeline.forward or pipeline.backward",
 )

@@ -45,6 +45,8 @@ CODECS: dict[str, Callable[..., Codec]] = table(
     dct_topk,
     randomk,
     cocktail,
+    kind="codec",
+    where="codec",
 )
 
 

@@ -7,13 +7,22 @@ from torch import Tensor
 
 from gossamer import rng
 from gossamer.codecs import Codec, exact, fitted
+from gossamer.errors import ConfigError
 from gossamer.tree import Tree, leaves, map_leaves, nbytes, refill
 
 __all__ = ["decode", "each_shape_once", "encode", "owners_share", "payload_bytes", "payload_like", "round_trip"]
 
 
 def encode(codec: Codec, message: Tree, key: int) -> Tree:
-    """The payload of each tensor of a message, in a tuple parallel to its leaves."""
+    """The payload of each tensor of a message, in a tuple parallel to its leaves.
+
+    Raises: ConfigError for complex numbers, of which a codec would send the real parts.
+    """
+    if not codec.exact and (kinds := [leaf.dtype for leaf in leaves(message) if leaf.is_complex()]):
+        raise ConfigError(
+            f"codec '{codec.name}' got a message in {kinds[0]}, and sends real numbers; let the rule send "
+            "torch.view_as_real(...), or use codec 'exact'"
+        )
     return tuple(codec.encode(leaf, key + place) for place, leaf in enumerate(leaves(message)))
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec
 import torch.distributed as dist
 from typing_extensions import TypedDict
 
+from gossamer.boundaries import BOUNDARIES as BOUNDARIES  # who names one of them as codec is told what it is
 from gossamer.codecs import Codec, codec_of, exact
 from gossamer.errors import ConfigError, choose
 from gossamer.library.guard import Rest

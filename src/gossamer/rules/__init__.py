@@ -66,6 +66,8 @@ RULES: dict[str, Callable[..., Rule]] = table(
     slowmo,
     sparseloco,
     sparta,
+    kind="rule",
+    where="rule",
 )
 
 WRAPPERS: dict[str, Callable[..., Rule]] = table(
@@ -74,6 +76,8 @@ WRAPPERS: dict[str, Callable[..., Rule]] = table(
     restarted,
     robust,
     trusted,
+    kind="wrapper",
+    where="an option of rule",
 )
 """Functions from rule to rule, for `make_rule`."""
 

@@ -198,8 +198,17 @@ def in_short(made: _Named) -> str:
     return f"{made.name or type(made).__name__}({', '.join(f'{key}={value}' for key, value in made.options.items())})"
 
 
-def table(*factories: Callable[..., R]) -> dict[str, Callable[..., R]]:
-    """Factories by their names."""
+_KINDS: dict[str, dict[str, str]] = {}
+"""For each name of a row of any table, the tables that have it, in a word for their rows and one for where they are given."""
+
+
+def table(*factories: Callable[..., R], kind: str = "row", where: str = "") -> dict[str, Callable[..., R]]:
+    """Factories by their names.
+
+    Args: `kind` is the word for a row and `where` the key that takes it, for who gives a row of another table.
+    """
+    for factory in factories:
+        _KINDS.setdefault(factory.__name__, {})[kind] = where
     return {factory.__name__: factory for factory in factories}
 
 
@@ -223,7 +232,12 @@ def row_faults(
 ) -> Iterator[str]:
     """A sentence for each reason why `row` refuses these arguments, with the nearest name."""
     if name not in table:
-        yield choose(kind, name, table) + "; correct the name"
+        others = [f"a {other} ({where})" for other, where in _KINDS.get(name, {}).items() if other != kind and where]
+        yield (
+            f"'{name}' is {' and '.join(others)} and no {kind}; allowed: {', '.join(sorted(table))}; name one of these"
+            if others
+            else choose(kind, name, table) + "; correct the name"
+        )
         return
     own, given = options_of(table[name]), list(options)
     yield from unknown_options(f"{kind} '{name}'", given, [*(option.name for option in own), *also])

@@ -25,4 +25,6 @@ PLAIN: dict[str, Callable[..., Topology]] = table(
     star,
     torus,
     tree,
+    kind="topology",
+    where="topology",
 )

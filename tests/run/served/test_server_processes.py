@@ -14,7 +14,6 @@ from contextlib import closing, contextmanager, suppress
 import numpy as np
 import pytest
 import torch
-from gossamer.transport.keys import KEY, certificate_of, new_key
 from test_transport import eventually
 from test_virtual import EVEN, evals, timed
 
