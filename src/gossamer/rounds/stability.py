@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Annotated, Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -367,7 +368,9 @@ def _analysis(topology: Topology) -> _Analysis:
     if topology.n == 1:
         return _Analysis(lambda recursion: Stability(0.0, 0.0, "closed form"))
     if topology.exchangeable:
-        return _exchangeable(topology.mixing(0))
+        if (found := _of_exchangeable.get(topology.mixing)) is None:
+            found = _of_exchangeable[topology.mixing] = _exchangeable(topology.mixing(0))
+        return found
     if topology.everyone and topology.period == 1:  # W = J, which is zero on the disagreement space
         return _periodic(np.zeros((1, 1, 1, 1)))
     if topology.period is not None:
@@ -375,11 +378,15 @@ def _analysis(topology: Topology) -> _Analysis:
     return _sampled(_restricted([topology.mixing(t) for t in range(_DRAWS)]))
 
 
+_of_exchangeable: WeakKeyDictionary[Callable[..., Mixing], _Analysis] = WeakKeyDictionary()
+"""By the plan of a topology: every question about it needs the weights of all its workers, of which there may be a million."""
+
+
 def _exchangeable(mixing: Mixing) -> _Analysis:
     """`E[W] = a1 I` and `E[WᵀW] = a2 I` on the disagreement space, as no worker is special; both come from traces, and those
     are the same for every draw."""
     n = mixing.n
-    a1 = (math.fsum(mixing.weight(i) for i in range(n)) - 1.0) / (n - 1)
+    a1 = (math.fsum(w for i, row in enumerate(mixing.rows) for j, w in row if j == i) - 1.0) / (n - 1)
     a2 = (math.fsum(w * w for row in mixing.rows for _, w in row) - 1.0) / (n - 1)
 
     def analysis(recursion: Recursion) -> Stability:

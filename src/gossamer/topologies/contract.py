@@ -87,6 +87,8 @@ def over_alive(edges: Callable[[int, int], Iterable[Edge]], n: int) -> Callable[
     """Assigns the workers alive to the positions of `edges(round, m)` in ascending order."""
 
     def build(round: int, workers: Sequence[int]) -> Mixing:
+        if len(workers) == n:
+            return from_edges(n, edges(round, n))
         return from_edges(n, [(workers[i], workers[j], w) for i, j, w in edges(round, len(workers))])
 
     return build

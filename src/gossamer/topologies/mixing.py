@@ -99,11 +99,14 @@ def from_edges(n: int, edges: Iterable[tuple[int, int, float]], sums: Literal["r
         received[i][j] = w
         receivers[j].append(i)
     if sums == "rows":
-        own = [1.0 - sum(row[j] for j in sorted(row)) for row in received]
+        own = [1.0 - (sum(row[j] for j in sorted(row)) if len(row) > 1 else sum(row.values())) for row in received]
     else:
         own = [1.0 - sum(received[i][j] for i in sorted(column)) for j, column in enumerate(receivers)]
-    rows = tuple(tuple(sorted({**row, i: own[i]}.items())) for i, row in enumerate(received))
-    return Mixing(rows, tuple(tuple(sorted([j, *column])) for j, column in enumerate(receivers)))
+    for i, (row, column) in enumerate(zip(received, receivers, strict=True)):
+        row[i] = own[i]
+        column.append(i)
+        column.sort()
+    return Mixing(tuple([tuple(sorted(row.items())) for row in received]), tuple(map(tuple, receivers)))
 
 
 def in_groups(n: int, groups: Iterable[Sequence[int]]) -> Mixing:

@@ -214,6 +214,12 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     "clock": (SERVER._replace(networks={"a": LINK, "b": LINK}), ["2 networks (a, b)", "events.network"]),
     "unknown clock": (SERVER._replace(clock="b"), ["'b'", "Allowed: a"]),
     "dylu and local steps": (SERVER._replace(dylu=True, local_steps=(2, 1)), ["events.dylu", "[2, 1]"]),
+    "elastic sites and overlap": (
+        Combination(
+            driver="library", elastic=True, rule=diloco(), topology=complete(3), schedule=Schedule(overlap_steps=2)
+        ),
+        ["elastic is true", "schedule.overlap_steps = 2", "'gasloc'"],
+    ),
     "peers and rounds": (Combination(peers=True, driver="train"), ["[peers]", "run.elastic is false", "gloo"]),
     "elastic and asynchronous": (PAIR._replace(elastic=True), ["run.elastic", "'a2cid2'", "(pair)"]),
     "elastic and rule": (

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -146,9 +147,19 @@ def make(parts: UserParts, kind: str, config: RunConfig) -> Any:
     return wrapped(made, around) if kind == "rule" else made
 
 
+def _topology(config: RunConfig, name: str, options: Mapping[str, Any]) -> Topology:
+    # Whoever checks a run and resolves it asks for the same rounds, which a topology keeps; planning those of a million workers
+    # takes seconds. Options that are no single values are of small graphs.
+    single = all(isinstance(value, int | float | str | None) for value in options.values())
+    return (_kept if single else make_topology)(name, config.workers, config.seed, **options)
+
+
+_kept = lru_cache(maxsize=4, typed=True)(make_topology)
+
+
 _FROM_TABLES: Mapping[str, Callable[[RunConfig, str, Mapping[str, Any]], Any]] = {
     "rule": lambda config, name, options: make_rule(name, **options),
-    "topology": lambda config, name, options: make_topology(name, config.workers, seed=config.seed, **options),
+    "topology": _topology,
     "codec": lambda config, name, options: make_codec(name, **options),
     "server": lambda config, name, options: SERVERS[name](**options),
     "pair": lambda config, name, options: PAIRS[name](**options),
