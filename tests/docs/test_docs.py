@@ -259,3 +259,12 @@ def test_the_loop_of_the_readme_trains():
     }
     exec(code, scope)
     assert scope["outer"].metrics().rounds == 1 and not torch.equal(model.weight, before)
+
+
+def test_every_decision_has_a_number_of_its_own():
+    pages = sorted((ROOT / "docs" / "adr").glob("[0-9]*.md"))
+    numbers = [int(page.name[:4]) for page in pages]
+    assert len(set(numbers)) == len(numbers), numbers
+    assert [page.read_text(encoding="utf-8").splitlines()[0].partition(".")[0] for page in pages] == [
+        f"# {number}" for number in numbers
+    ]
