@@ -6,7 +6,7 @@
 Every cell is a network of configs/networks and a model in bytes and seconds of an inner step; what is trained is a small model
 (`gossamer.run.experiments.race`), with five seeds that have chosen nothing. One run at a time, in this process; each outcome is
 appended to docs/results/races/outcomes.jsonl as soon as the run has ended. What counts as right was registered before the first
-of them (docs/results/registered.md).
+of them (docs/evidence/registered.md).
 """
 
 import argparse
@@ -188,7 +188,8 @@ def page() -> str:
         (
             "What `gossamer plan` picks, raced against its shortlist: 139,584 parameters are trained for the time that bytes and "
             "seconds of the planned model give each candidate, and losses are those of the small model. "
-            "[Registered](registered.md#races-of-what-a-plan-picks) before the first run; five seeds that chose nothing."
+            "[Registered](../evidence/registered.md#races-of-what-a-plan-picks) before the first run; "
+            "five seeds that chose nothing."
         ),
         (
             f"{len(done)} of {len(CELLS)} cells have run, with {len(lines)} runs and {core_hours:.2f} core-hours. Of these, "

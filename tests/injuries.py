@@ -382,7 +382,7 @@ def main() -> int:
     words.add_argument("--outcome", type=Path, help="a file of what came out so far, with which a call goes on")
     given = words.parse_args()
     logging.getLogger("gossamer").setLevel(logging.WARNING)
-    began, outcome = time.monotonic(), given.outcome or given.page.with_suffix(".jsonl")
+    began, outcome = time.monotonic(), given.outcome or ROOT / "docs" / "results" / "house" / "injuries.jsonl"
     trials = tried_before(outcome)
     done = {one.seed for one in trials}
     with tempfile.TemporaryDirectory() as scratch, outcome.open("a") as file:

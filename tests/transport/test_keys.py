@@ -333,7 +333,7 @@ def test_a_newcomer_gets_a_slot_of_its_own_key_and_no_other(files: dict[str, Pat
             given.append(allowed)
             host(
                 channel, RUN, limits(3), 0, give_slot=lambda place: members.give_slot(place.nonce, place.address, kept(allowed)),
-                entries=lambda: dict(members.entries), boundary=lambda: Handover(0, lambda: b"state", bytes), keys=keys[0],
+                entries=lambda: dict(members.entries), boundary=lambda *_: Handover(0, lambda: b"state", bytes), keys=keys[0],
             )  # fmt: skip
 
     def kept(allowed: frozenset[int]) -> set[int]:

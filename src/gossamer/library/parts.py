@@ -177,8 +177,8 @@ def must_be_a_site(site: object, join: object, group: object, elastic: bool) -> 
     if site is None and join is None:
         if elastic:
             raise ConfigError(
-                "Outer got elastic=True and no site: only workers that are worlds of their own can come and go; give site=(0, 3) "
-                "and join='HOST:PORT' too, or leave it out"
+                f"Outer got elastic={elastic} and no site: only workers that are worlds of their own can come and go; give "
+                "site=(0, 3) and join='HOST:PORT' too, or leave it out"
             )
         return
     match site, join:

@@ -161,7 +161,9 @@ def test_a_worker_comes_back_into_its_slot_and_the_record_gives_the_bits_of_both
     if kind == "gossip":
         heard = [one for event in theirs if isinstance(event, Mixed) for one in event.heard if one[0] == 2]
         counted = [version for _, version, life in heard if life == first.life]
-        assert second.begun.number == max(saved.phases, *counted), "nobody counts a local phase twice, and none is lost"
+        assert second.begun.number == max([saved.phases, *counted]), (
+            "nobody counts a local phase twice, and none is lost"
+        )
         assert second.life in [life for _, _, life in heard]
     else:
         met = [event for event in second.events if isinstance(event, Met)]

@@ -220,7 +220,7 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         ),
         ["elastic is true", "schedule.overlap_steps = 2", "'gasloc'"],
     ),
-    "peers and rounds": (Combination(peers=True, driver="train"), ["[peers]", "run.elastic is false", "gloo"]),
+    "peers and rounds": (Combination(peers=True, driver="train"), ["[peers]", "run.elastic is False", "gloo"]),
     "elastic and asynchronous": (PAIR._replace(elastic=True), ["run.elastic", "'a2cid2'", "(pair)"]),
     "elastic and rule": (
         Combination(elastic=True, rule=relaysum(), topology=tree(3)),

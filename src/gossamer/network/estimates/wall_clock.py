@@ -212,7 +212,7 @@ def data_parallel_fit(parameters: float) -> float:
     Source: arXiv 2503.09799, fitted from 35M to 2.4B parameters.
 
     >>> round(data_parallel_fit(1.3e9), 2)
-    2.46
+    2.45
     """
     bounded(Positive, parameters=parameters)
     return 18.129 * parameters**-0.0953

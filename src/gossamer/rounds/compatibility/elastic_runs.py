@@ -21,7 +21,7 @@ ELASTIC = (
         "peers and rounds",
         lambda c: c.peers and c.driver == "train" and c.kind == "rounds" and not c.elastic,
         lambda c: (
-            "the run has [peers] and run.elastic is false, so its workers exchange over gloo, which cannot encrypt; set "
+            f"the run has [peers] and run.elastic is {c.elastic}, so its workers exchange over gloo, which cannot encrypt; set "
             "run.elastic = true, or remove [peers]"
         ),
     ),

@@ -5,6 +5,7 @@ An `ssl.SSLSocket` would not do: it sends in records of 16 kB, it does not survi
 Python lets go of its lock within OpenSSL, and its `shutdown` of one direction forgets the keys of both. Needs no torch.
 """
 
+import contextlib
 import socket
 import ssl
 import threading
@@ -17,9 +18,6 @@ from gossamer.transport.keys import Keys, fingerprint
 __all__ = ["TlsSocket"]
 
 _PIECE_BYTES = 1 << 18
-_NOT_LISTED = (
-    "it refused the key of this machine ({own}); its run file must list it in [peers], as gossamer keys show prints it"
-)
 
 
 class TlsSocket:
@@ -55,7 +53,8 @@ class TlsSocket:
             except ssl.SSLWantReadError:
                 self._flush()
             except ssl.SSLError as error:
-                self._flush()  # the alert, by which the other end learns what is wrong
+                with contextlib.suppress(OSError):  # it may have hung up, and what is wrong here is what counts
+                    self._flush()  # the alert, by which the other end learns it
                 raise self._told(error) from None
             else:
                 self._flush()
@@ -131,7 +130,11 @@ class TlsSocket:
             )
         reason = error.reason or ""
         if "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):
-            return RefusedError("key", _NOT_LISTED.format(own=fingerprint(self._own)))
+            return RefusedError(
+                "key",
+                f"it refused the key of this machine ({fingerprint(self._own)}); its run file must list it in [peers], as "
+                "gossamer keys show prints it",
+            )
         if "DECRYPTION_FAILED" in reason or "BAD_RECORD_MAC" in reason:
             return RefusedError(
                 "changed",
