@@ -1,6 +1,7 @@
 """Statistics of runs that are compared seed by seed, against scipy and worked examples, and the tables that show them."""
 
 import importlib
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from gossamer.errors import ConfigError
 from gossamer.report.figures import Figure, table
-from gossamer.report.paired import effect, holm, trend
+from gossamer.report.paired import effect, holm, standing, trend
 from gossamer.report.results import PointResult
 
 numbers = st.lists(st.integers(-1000, 1000), min_size=2, max_size=9, unique=True).map(lambda s: [k / 1000 for k in s])
@@ -107,3 +108,46 @@ def test_a_test_without_its_pairs_is_refused_in_a_sentence(options: dict[str, An
         Figure(**options)
     with pytest.raises(ConfigError, match=r"figure\.against"):
         table(swept(0.01), Figure(x="run.local_steps", against="DiLoC"))
+
+
+arms = st.integers(2, 6).flatmap(
+    lambda seeds: st.dictionaries(
+        st.sampled_from("abcdef"), st.lists(st.integers(1000, 3000).map(lambda k: k / 1000), min_size=seeds, max_size=seeds),
+        min_size=1, max_size=6,
+    )
+)  # fmt: skip
+
+
+@given(arms, st.integers(0, 1000).map(lambda k: k / 1000))
+def test_a_standing_does_not_depend_on_the_order_of_arms_and_on_what_a_seed_adds_to_all(
+    losses: dict[str, list[float]], added: float
+) -> None:
+    found = standing(losses)
+    assert {found.best, *found.above} == losses.keys() and {*found.alike} <= found.above.keys()
+    assert all(one.mean >= 0 for one in found.above.values())
+    shifted = standing(
+        {arm: [loss + added * k for k, loss in enumerate(some)] for arm, some in [*losses.items()][::-1]}
+    )
+    tied = [arm for arm, some in losses.items() if math.isclose(sum(some), sum(losses[found.best]), abs_tol=1e-9)]
+    if len(tied) == 1:
+        assert shifted.best == found.best
+        for arm, one in found.above.items():
+            assert shifted.above[arm].mean == pytest.approx(one.mean, abs=1e-9)
+
+
+@given(arms.filter(lambda some: len(some) > 1))
+def test_equal_arms_are_alike_an_arm_far_above_is_not_and_a_diverged_one_is_never_the_best(
+    losses: dict[str, list[float]],
+) -> None:
+    first, *others = losses
+    level = losses[first]
+    assert {*standing(dict.fromkeys(losses, level)).alike} == {*others}
+    apart = standing({first: level, **{arm: [loss + 5.0 for loss in level] for arm in others}})
+    assert apart.best == first and apart.decided and not apart.alike
+    diverged = standing({first: [math.inf, *level[1:]], **dict.fromkeys(others, level)})
+    assert diverged.best == others[0] and first not in diverged.above and first not in diverged.alike
+
+
+def test_one_seed_tells_nobody_apart() -> None:
+    found = standing({"a": [1.0], "b": [9.0]})
+    assert found.best == "a" and found.alike == ("b",) and not found.decided and found.above["b"].half is None

@@ -3,7 +3,7 @@
 import logging
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,12 +16,13 @@ from gossamer.cli.watch import WATCHABLE, Watchable
 from gossamer.errors import ConfigError, MissingPackageError
 
 if TYPE_CHECKING:
+    from gossamer.record.origin import Origin
     from gossamer.report.figures import Figure
     from gossamer.report.results import PointResult
     from gossamer.run.config.experiment_file import Point
     from gossamer.run.experiments.processes import RunEnd
 
-__all__ = ["Earlier", "command"]
+__all__ = ["Earlier", "command", "folders_of", "trained"]
 
 log = logging.getLogger("gossamer")
 
@@ -63,13 +64,12 @@ def command(
     from gossamer.run.config.document import settings
     from gossamer.run.config.experiment_file import figure, opened, points
     from gossamer.run.config.resolve import resolve
-    from gossamer.run.experiments.compare import train_all
 
     document = opened(file, settings([*overrides]))
     asked = figure(document)
     runs = points(document, seeds=whole_numbers("--seeds", seeds) if seeds else [], scale=scale)
     out = out or Path("runs") / "-".join([file.stem, *([scale] if scale else [])])
-    folders = _folders(runs, out, resume=earlier.resume)
+    folders = folders_of(runs, out, resume=earlier.resume)
     if asked is not None:
         check_figure(runs, asked)
     told = set[str]()
@@ -78,20 +78,7 @@ def command(
         told |= {code.name for code in parts.codes}
         resolve(run.config, parts)
     try:
-        with output.watching(out), output.showing() as terminal:
-
-            def follow(run: "Point") -> None:
-                terminal.follow(run.label, folders[run.label], run.config.record.print_every)
-
-            def tell(run: "Point", ended: "RunEnd") -> None:
-                terminal.ended(run.label)
-                if ended.error:  # a diverging setting is a result of the comparison, and the others still run
-                    print(f"gossamer: {run.label}: {ended.error}", file=sys.stderr)
-
-            origins = train_all(
-                runs, folders, out / "outcomes.jsonl", jobs=jobs, resume=earlier.resume, reuse=earlier.reuse,
-                began=follow, told=tell,
-            )  # fmt: skip
+        origins = trained(runs, folders, out, jobs=jobs, earlier=earlier, output=output)
         page = out / "report.html"
         rows = publish(folders, page, None, _words(file, out, seeds, scale))
         outcomes = [
@@ -104,6 +91,29 @@ def command(
         raise KeyboardInterrupt("stopped; the same command with --resume keeps the finished runs") from None
 
 
+def trained(
+    runs: "Sequence[Point]", folders: Mapping[str, Path], out: Path, *, jobs: int, earlier: Earlier, output: Watchable,
+    enough: Callable[[], bool] = lambda: False,
+) -> "dict[str, Origin | None]":  # fmt: skip
+    """Trains the runs of an experiment, and shows how they go; as `gossamer.run.experiments.compare.train_all`."""
+    from gossamer.run.experiments.compare import train_all
+
+    with output.watching(out), output.showing() as terminal:
+
+        def follow(run: "Point") -> None:
+            terminal.follow(run.label, folders[run.label], run.config.record.print_every)
+
+        def tell(run: "Point", ended: "RunEnd") -> None:
+            terminal.ended(run.label)
+            if ended.error:  # a diverging setting is a result of the comparison, and the others still run
+                print(f"gossamer: {run.label}: {ended.error}", file=sys.stderr)
+
+        return train_all(
+            runs, folders, out / "outcomes.jsonl", jobs=jobs, resume=earlier.resume, reuse=earlier.reuse, began=follow,
+            told=tell, enough=enough,
+        )  # fmt: skip
+
+
 def _words(file: Path, out: Path, seeds: str, scale: str) -> str:
     """The command that compares these runs, for their page."""
     options = {"--out": out, "--seeds": seeds, "--scale": scale}
@@ -112,7 +122,7 @@ def _words(file: Path, out: Path, seeds: str, scale: str) -> str:
     )
 
 
-def _folders(runs: "Sequence[Point]", out: Path, *, resume: bool) -> dict[str, Path]:
+def folders_of(runs: "Sequence[Point]", out: Path, *, resume: bool) -> dict[str, Path]:
     """The folder of each run by its label. Raises ConfigError for one that is shared, or already exists."""
     from gossamer.run.config.experiment_file import folder_name
 

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from gossamer.cli.output import Json, print_json, working
+from gossamer.cli.output import print_json, working
+from gossamer.cli.race import NO_RACE, RaceOptions, print_race, race, told
 from gossamer.cli.run_file_options import whole_numbers
 from gossamer.cli.tables import print_table
+from gossamer.cli.watch import WATCHABLE, Watchable
 from gossamer.errors import ConfigError, choose
 
 if TYPE_CHECKING:
@@ -39,9 +41,13 @@ class PlanOptions:
     hours: float | None = None
     """to train for, in place of --tokens"""
     loss: float | None = None
-    """to reach, in place of --tokens; needs --anchor"""
+    """to reach, in place of --tokens; needs --anchor or --law"""
     anchor: Annotated[str | None, Parameter(metavar="LOSS@TOKENS")] = None
     """what data parallelism reached on your text, such as 3.21@1e9"""
+    law: Path | None = None
+    """file (TOML) with floor, scale and power of loss = floor + scale / tokens^power on your text, and the range of tokens"""
+    data: str | None = None
+    """text of the run file and of a race, as in data.source (default: stdlib)"""
     vocab: int | None = None
     """tokens of the vocabulary (default: as it was probed, else 256, for bytes)"""
     workers: int | None = None
@@ -78,8 +84,10 @@ class PlanOptions:
     """let all workers count fully (run.weigh_steps)"""
 
 
-def command(network: Path, /, options: PlanOptions | None = None, *, json: Json = False) -> None:
-    """Prices every method on a network, chooses one, and writes a run file for it.
+def command(
+    network: Path, /, options: PlanOptions | None = None, *, asked: RaceOptions = NO_RACE, output: Watchable = WATCHABLE
+) -> None:
+    """Prices every method on a network, chooses one, and writes a run file for it; with --race after a race of the best.
 
     Args:
         network: network file (TOML), such as gossamer probe writes
@@ -90,15 +98,18 @@ def command(network: Path, /, options: PlanOptions | None = None, *, json: Json 
     from gossamer.run.planning.plan import PlanSettings, bits_per_parameter, plan
     from gossamer.run.planning.planned_stages import plan_in_stages
 
-    options = options or PlanOptions()
+    options, json = options or PlanOptions(), output.json
+    _check_race(asked, options, output)
     if options.out is not None and options.out.exists():
         raise ConfigError(f"'{options.out}' already exists; name another file with --out, or remove it")
     links, model, step = _what(read_network(network), options, network)
     parameters = parameter_count(model, step["vocab_size"])
+    tokens, per_e_fold = _tokens(options, parameters, step["vocab_size"])
     settings = PlanSettings(
         **step, workers=options.workers, local_steps=whole_numbers("--local-steps", options.local_steps),
-        codecs=bits_per_parameter(options.codec or _CODECS, parameters), tokens=_tokens(options, parameters, step["vocab_size"]),
+        codecs=bits_per_parameter(options.codec or _CODECS, parameters), tokens=tokens,
         hours=options.hours, keep_all=options.keep_all, step_s=options.step_s, peak_flops=options.peak_flops, mfu=options.mfu,
+        source=options.data or "stdlib", per_e_fold=per_e_fold,
     )  # fmt: skip
     boundaries = _boundaries(options)
     cut = None
@@ -110,7 +121,23 @@ def command(network: Path, /, options: PlanOptions | None = None, *, json: Json 
         only = options.method or (None if everything else USUAL)
         priced = price_recipes(made, only, thorough=options.method is not None)
     choice = choose_among(made, priced, options.method)
-    text = None if options.out is None else _run_file(made, choice.best, options, options.out)
+    if not json:
+        if cut is not None:
+            _print_cut(cut)
+        elif options.memory_bytes is not None:
+            print(f"a replica fits a process of {options.memory_bytes / 1e9:.4g} GB, without activations")
+        _print(made, priced, choice, options)
+        if options.loss is not None:
+            by = "law" if options.law is not None else "anchor"
+            print(
+                f"loss {options.loss:g} by the {by}: after about {choice.hours_to_loss(choice.best):.4g} h", flush=True
+            )
+    found, best = None, choice.best
+    if asked.race is not None:
+        usual = [one for one in priced.candidates if one.method == USUAL]
+        found = race(made, choice, [*made.candidates, *usual], network, asked, output)
+        best = found.taken
+    text = None if options.out is None else _run_file(made, best, options, options.out)
     if json:
         print_json(
             {
@@ -118,46 +145,78 @@ def command(network: Path, /, options: PlanOptions | None = None, *, json: Json 
                 "hours_to_loss": None if options.loss is None else choice.hours_to_loss(choice.best),
                 "chosen": _told(choice, choice.best), "undecided": [_told(choice, one) for one in choice.undecided],
                 "candidates": [_told(choice, one) for one in [*made.candidates, *priced.candidates]],
-                "outside": choice.scale.outside, "unpriced": priced.unpriced, "run_file": options.out,
+                "race": None if found is None else told(found), "outside": choice.scale.outside,
+                "unpriced": priced.unpriced, "run_file": options.out,
                 "stages": None if cut is None else {
                     "replica_bytes": cut.replica_bytes, "chosen": cut.chosen, "tried": cut.tried, "refused": cut.refused,
                 },
             }
         )  # fmt: skip
-    else:
-        if cut is not None:
-            _print_cut(cut)
-        elif options.memory_bytes is not None:
-            print(f"a replica fits a process of {options.memory_bytes / 1e9:.4g} GB, without activations")
-        _print(made, priced, choice, options)
-        if options.loss is not None:
-            print(f"loss {options.loss:g} by the anchor: after about {choice.hours_to_loss(choice.best):.4g} h")
+    elif found is not None:
+        print_race(found)
     if options.out is not None and text is not None:
         from gossamer.record.whole_files import writing
 
         with writing(options.out):
             options.out.write_text(text, encoding="utf-8")
         if not json:
-            print(f"run file: {options.out}")
+            raced = ", of what the race found lowest" if best != choice.best else ""
+            print(f"run file: {options.out}{raced}")
 
 
-def _tokens(options: PlanOptions, parameters: int, vocab_size: int) -> float | None:
-    """How many tokens to plan for; None where nothing says it.
+def _check_race(asked: RaceOptions, options: PlanOptions, output: Watchable) -> None:
+    """Raises ConfigError for a race that cannot be, and for its options without one."""
+    if asked.race is None:
+        given = {
+            "--race-folder": asked.race_folder,
+            "--resume": asked.resume,
+            "--jobs": asked.jobs,
+            "--watch": output.watch,
+        }
+        if wrong := [name for name, value in given.items() if value]:
+            raise ConfigError(f"{wrong[0]} was given and --race was not, so nothing is trained; add --race MINUTES")
+        return
+    if not 0 < asked.race < math.inf:
+        raise ConfigError(f"--race got {asked.race:g} minutes; give a number above 0, such as 10")
+    if asked.jobs is not None and asked.jobs < 1:
+        raise ConfigError(f"--jobs got {asked.jobs}; give the number of runs at a time, at least 1")
+    if options.memory_bytes is not None:
+        raise ConfigError(
+            f"--race got {asked.race:g} minutes and --memory-bytes {options.memory_bytes:g}, but a race trains replicas in one "
+            "piece; remove one of the two"
+        )
+    if options.method is not None:
+        raise ConfigError(
+            f"--race got {asked.race:g} minutes and --method '{options.method}', but a race compares methods; remove one of them"
+        )
 
-    Raises: ConfigError for goals that exclude each other, or a loss without an anchor.
+
+def _tokens(options: PlanOptions, parameters: int, vocab_size: int) -> tuple[float | None, float | None]:
+    """How many tokens to plan for, and what e times as many bring on the user's text; None where nothing says it.
+
+    Raises: ConfigError for goals that exclude each other, or a loss without an anchor or a law.
     """
-    from gossamer.run.planning.expected_loss import TOKENS_PER_PARAMETER, LossScale
+    from gossamer.run.planning.expected_loss import TOKENS_PER_PARAMETER, LossScale, read_law
 
     goals = {"--tokens": options.tokens, "--hours": options.hours, "--loss": options.loss}
     if len(given := [name for name, value in goals.items() if value is not None]) > 1:
         raise ConfigError(f"{' and '.join(given)} were given, and a plan has one goal; give one of them")
-    if (options.loss is None) != (options.anchor is None):
+    known = {"--anchor": options.anchor, "--law": options.law}
+    named = [name for name, value in known.items() if value is not None]
+    if options.loss is None and not named:
+        return options.tokens, None
+    if options.loss is None or len(named) != 1:
+        loss = "nothing" if options.loss is None else f"{options.loss:g}"
         raise ConfigError(
-            f"--loss is {options.loss} and --anchor is {options.anchor}, but a loss on your text is known only from one that was "
-            "measured there; give both, such as --loss 3.0 --anchor 3.21@1e9, or --tokens or --hours"
+            f"--loss got {loss} with {' and '.join(named) or 'neither --anchor nor --law'}, but a loss on your text is known "
+            "only from what was measured there; give --loss with one of them, such as --loss 3.0 --anchor 3.21@1e9, or --tokens "
+            "or --hours"
         )
-    if options.loss is None or options.anchor is None:
-        return options.tokens
+    if options.law is not None:
+        law = read_law(options.law)
+        tokens = law.tokens_for(options.loss)
+        return tokens, law.per_e_fold(tokens)
+    assert options.anchor is not None
     reached, _, at = options.anchor.partition("@")
     try:
         measured, tokens = float(reached), float(at)
@@ -170,7 +229,7 @@ def _tokens(options: PlanOptions, parameters: int, vocab_size: int) -> float | N
             f"--loss {options.loss:g} is too far from --anchor {options.anchor} to be foretold; give an anchor with at "
             "least a tenth and at most ten times the tokens that it takes"
         )
-    return tokens * math.exp(e_folds)
+    return tokens * math.exp(e_folds), None
 
 
 def _told(choice: "Pick", one: "Candidate") -> dict[str, Any]:
@@ -303,6 +362,8 @@ def _print_choice(choice: "Pick") -> None:
         f"chosen: {left}{best.method}, {best.full_steps} local steps, codec {best.codec}: {best.round_bytes / 1e6:.4g} MB and "
         f"{best.round_s:.4g} s a round, {choice.hours:.4g} h"
     )
+    if best.fewer:
+        print(f"{best.fewer} of {best.full_steps} local steps, so that nobody waits for it; what it learns counts less")
     if best.left_out:
         print("text that only the dropped have is lost; --keep-all plans with everybody")
     if choice.undecided:

@@ -174,8 +174,8 @@ def test_a_planned_run_has_the_outer_settings_of_the_nearest_measured_local_step
     ("words", "sentence"),
     [
         (["--tokens", "1e9", "--hours", "3"], "--tokens and --hours were given, and a plan has one goal"),
-        (["--loss", "3.0"], "a loss on your text is known only from one that was measured there"),
-        (["--anchor", "3.2@1e9"], "a loss on your text is known only from one that was measured there"),
+        (["--loss", "3.0"], "a loss on your text is known only from what was measured there"),
+        (["--anchor", "3.2@1e9"], "a loss on your text is known only from what was measured there"),
         (["--loss", "3.0", "--anchor", "3.2"], "must be LOSS@TOKENS"),
         (["--loss", "0.1", "--anchor", "3.2@1e9"], "too far from --anchor"),
         (["--tokens", "0"], "tokens is 0"),

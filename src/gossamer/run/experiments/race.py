@@ -25,6 +25,7 @@ from gossamer.report.paired import Standing, standing
 from gossamer.report.results import PointResult
 from gossamer.run.config.document import load
 from gossamer.run.config.experiment_file import Point
+from gossamer.run.config.recipes import recipe
 from gossamer.run.planning.candidates import PLANNED
 from gossamer.run.planning.choice import Candidate
 from gossamer.run.planning.expected_loss import TOKENS_PER_PARAMETER
@@ -134,8 +135,15 @@ def course_of(made: RunPlan, some: Sequence[Candidate], model: ModelConfig, toke
     horizon_s = rounds * choice.round_s
     entrants, left = list[Entrant](), dict[str, str]()
     for one in some:
+        if any(label_of(one) == entrant.label for entrant in entrants):
+            continue  # it differs in its way back alone, and the one that the plan ranks before it is raced
         own = math.floor(horizon_s / one.round_s * (1 + 1e-9))
-        if own < _FEWEST:
+        fragments = 1 if one.method in PLANNED.values() else recipe(one.method).settings.get("schedule.fragments", 1)
+        if fragments > model.shape.layers:
+            left[label_of(one)] = (
+                f"it needs {fragments} layers for its fragments, and the small model has {model.shape.layers}"
+            )
+        elif own < _FEWEST:
             left[label_of(one)] = f"{own} round{'s' * (own != 1)} in that time, of which at least {_FEWEST} are needed"
         else:
             entrants.append(Entrant(label_of(one), one, own))

@@ -168,7 +168,8 @@ def _told(made: RunPlan) -> str:
     far = f" {' and '.join(choice.scale.outside)} are outside of what was measured (~)." if choice.scale.outside else ""
     dropped = ", ".join(map(str, made.best.left_out))
     lost = f" It drops worker {dropped}, and with it the text that nobody else has." if dropped else ""
-    return f"{choice.tokens:.4g} tokens, and the {choice.hours:.4g} hours that the choice needs for them.{lost}{far}"
+    fewer = f" In the choice {made.best.fewer} of {made.best.full_steps} local steps." if made.best.fewer else ""
+    return f"{choice.tokens:.4g} tokens, and the {choice.hours:.4g} hours that the choice needs for them.{lost}{fewer}{far}"
 
 
 def _published(asked: Mapping[str, Any]) -> dict[str, Any]:

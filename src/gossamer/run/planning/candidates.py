@@ -123,10 +123,10 @@ def recipe_toml(made: RunPlan, chosen: Candidate, *, name: str, steps: int = 300
 def drafted(
     method: str, workers: int, model: ModelConfig, options: PlanSettings, tables: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:  # fmt: skip
-    """A run file of a method on this machine's Python sources, with further keys in its tables."""
+    """A run file of a method on the text of the plan, with further keys in its tables."""
     document = {
         "method": method, "workers": workers, "seed": options.seed, "model": plain(model),
-        "data": {"source": "stdlib", "seq_len": options.seq_len, "batch_size": options.batch_size},
+        "data": {"source": options.source, "seq_len": options.seq_len, "batch_size": options.batch_size},
     }  # fmt: skip
     return with_tables(document, tables)
 

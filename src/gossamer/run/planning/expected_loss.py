@@ -17,9 +17,11 @@ Where `r` is known too badly to tell methods apart, their intervals hold zero, a
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+from gossamer.errors import ConfigError
 from gossamer.network.estimates.wall_clock import data_parallel_fit, loss_fit
 from gossamer.report.paired import effect
 from gossamer.run.planning.measured_losses import (
@@ -31,8 +33,20 @@ from gossamer.run.planning.measured_losses import (
     NATS_PER_E_FOLD,
     measured_above,
 )
+from gossamer.settings.options import NotNegative, Positive
+from gossamer.settings.schema import build, read_toml, settings
 
-__all__ = ["EXACT_CODECS", "TOKENS_PER_PARAMETER", "LossScale", "Penalty", "Range", "difference", "penalty"]
+__all__ = [
+    "EXACT_CODECS",
+    "TOKENS_PER_PARAMETER",
+    "Law",
+    "LossScale",
+    "Penalty",
+    "Range",
+    "difference",
+    "penalty",
+    "read_law",
+]
 
 TOKENS_PER_PARAMETER = 20
 """Of what was measured and published, and of a plan that is given neither tokens nor hours."""
@@ -49,6 +63,8 @@ _TOKENS_DOUBT = 0.3
 _NEAR = math.log(2)
 """What was measured is taken to hold for half to twice as many parameters, workers and tokens."""
 _BYTES = 256
+_FAR = 10
+"""So many times fewer or more tokens than a law was fitted with are still foretold."""
 
 
 _MEASURED_LEVEL = fmean(MEASURED["data parallel"][1].losses)
@@ -151,6 +167,51 @@ class LossScale(NamedTuple):
         inside = min(_GAP_DOUBT, DRIFT["parameters"] * away["parameters"])
         more = math.log(max(1.0, self.workers / _MOST_WORKERS)) + math.log(max(1.0, self.parameters / _PUBLISHED[1]))
         return inside + DRIFT["tokens"] * away["tokens"] + _GAP_DOUBT * more
+
+
+@settings()
+class Law:
+    """What data parallelism reaches with the planned model on a user's text: `loss = floor + scale · tokens^-power` nats."""
+
+    floor: NotNegative
+    """The loss that no number of tokens goes below."""
+    scale: Positive
+    power: Positive
+    tokens: tuple[Positive, Positive]
+    """From the fewest to the most tokens that it was fitted with."""
+
+    def __post_init__(self) -> None:
+        if self.tokens[0] > self.tokens[1]:
+            raise ConfigError(f"tokens is {[*self.tokens]}; write the fewest first, such as tokens = [1e8, 1e9]")
+
+    def tokens_for(self, loss: float) -> float:
+        """When it reaches a loss. Raises ConfigError for one that it cannot reach, or only far from where it was fitted.
+
+        >>> Law(floor=1.0, scale=100.0, power=0.25, tokens=(1e6, 1e9)).tokens_for(2.0)
+        100000000.0
+        """
+        if loss <= self.floor:
+            raise ConfigError(
+                f"the loss to reach is {loss:g} and the law has floor = {self.floor:g}; give one above it"
+            )
+        tokens = (self.scale / (loss - self.floor)) ** (1 / self.power)
+        if not self.tokens[0] / _FAR <= tokens <= _FAR * self.tokens[1]:
+            raise ConfigError(
+                f"the law says {tokens:.4g} tokens for a loss of {loss:g}, and was fitted from {self.tokens[0]:.4g} to "
+                f"{self.tokens[1]:.4g}; give a loss within ten times of that"
+            )
+        return tokens
+
+    def per_e_fold(self, tokens: float) -> float:
+        """Nats that e times as many tokens bring there."""
+        return self.power * self.scale * tokens**-self.power
+
+
+def read_law(path: Path) -> Law:
+    """The law in a TOML file. Raises: ConfigError for what is no law, and a file that is not there."""
+    if not path.is_file():
+        raise ConfigError(f"the law '{path}' is not a file; name a TOML file with floor, scale, power and tokens")
+    return build(Law, read_toml(path, f"'{path}'"), source=f"'{path}'")
 
 
 class Penalty(NamedTuple):

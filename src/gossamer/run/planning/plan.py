@@ -115,6 +115,10 @@ class PlanSettings:
     rounds: int = 64
     """Rounds to price, fewer where all are alike. A network that changes later is priced as it is until then."""
     seed: int = 0
+    source: str = "stdlib"
+    """The text of the run file, as in data.source."""
+    per_e_fold: float | None = None
+    """Nats that e times as many tokens bring on that text, where it is known."""
 
     def __post_init__(self) -> None:
         if self.tokens is not None and self.hours is not None:
@@ -199,7 +203,7 @@ def plan(
     tokens = options.tokens or TOKENS_PER_PARAMETER * parameters
     if options.hours is not None:
         tokens = 3600 * options.hours / min(one.seconds_per_token for one in candidates)
-    scale = LossScale(parameters, n, tokens, options.vocab_size)
+    scale = LossScale(parameters, n, tokens, options.vocab_size, options.per_e_fold)
     return RunPlan(tuple(candidates), pick(candidates, scale, options.hours), network, model, parameters, options)
 
 
@@ -363,9 +367,9 @@ def matched_steps(links: Links, full_steps: int, sent_bytes: float) -> tuple[int
 
 def run_toml(
     plan: RunPlan, candidate: Candidate | None = None, *, name: str = "planned", steps: int = 300, adapt: bool = False,
-    weigh_steps: bool = False, source: str = "stdlib",
+    weigh_steps: bool = False,
 ) -> str:  # fmt: skip
-    """A run file that trains as planned; on this machine's Python sources read as bytes, unless a source is named.
+    """A run file that trains as planned, on the text of the plan's settings read as bytes.
 
     Outer learning rate and momentum are those that were best in a small model with about as many local steps
     (`gossamer.run.planning.measured_losses`). The inner learning rate that they go with stands in a comment, as it depends on
@@ -390,7 +394,7 @@ def run_toml(
         "model": {
             key: value for key in ModelConfig.__dataclass_fields__ if (value := getattr(plan.model, key)) is not None
         },
-        "data": {"source": source, "seq_len": plan.options.seq_len, "batch_size": plan.options.batch_size},
+        "data": {"source": plan.options.source, "seq_len": plan.options.seq_len, "batch_size": plan.options.batch_size},
         "run": {
             "steps": -(-steps // chosen.full_steps) * chosen.full_steps,
             "local_steps": own[0] if len(set(own)) == 1 else list(own),

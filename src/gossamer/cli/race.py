@@ -1,0 +1,282 @@
+"""The race of a plan's shortlist, for `gossamer plan --race`."""
+
+import os
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+from cyclopts import Parameter
+
+from gossamer.cli.compare import Earlier, folders_of, trained
+from gossamer.cli.output import working
+from gossamer.cli.report import publish
+from gossamer.cli.tables import print_table
+from gossamer.cli.watch import Watchable
+from gossamer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gossamer.report.paired import Standing
+    from gossamer.run.experiments.race import Course
+    from gossamer.run.planning.choice import Candidate, Pick
+    from gossamer.run.planning.plan import RunPlan
+
+__all__ = ["NO_RACE", "Race", "RaceOptions", "print_race", "race", "told"]
+
+_SEEDS, _SHARE = 3, 0.8
+"""Seeds that must fit, and the share of the minutes that may be filled by estimate."""
+_TOGETHER, _START_S, _ROUND_S = 0.7, 1.5, 0.01
+"""What a step of one replica of several takes of one on its own; seconds of a run before its first step; those of an exchange."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class RaceOptions:
+    """Whether the shortlist of a plan is trained, and how."""
+
+    race: Annotated[float | None, Parameter(metavar="MINUTES")] = None
+    """train the shortlist for so many minutes: a small model, for the time that its price gives each candidate"""
+    race_folder: Path | None = None
+    """folder of the race (default: in runs/, after the network and the model)"""
+    resume: bool = False
+    """keep the finished runs of the race, and train others for so many minutes more"""
+    jobs: int | None = None
+    """runs of the race at a time (default: one for each core)"""
+
+
+NO_RACE = RaceOptions()
+
+
+class Race(NamedTuple):
+    """What a race has found."""
+
+    folder: Path
+    report: Path
+    text: dict[str, Any]
+    """Its experiment file."""
+    candidates: "dict[str, Candidate]"
+    """By label; the choice of the plan first."""
+    seeds: tuple[int, ...]
+    """Those that all candidates have ended."""
+    losses: dict[str, list[float]]
+    """Of these seeds, by label; infinite where a run diverged."""
+    standing: "Standing | None"
+    """None before the first seed has ended."""
+    left: dict[str, str]
+    """Candidates of the shortlist that are not raced, and why."""
+    parameters: int
+    planned: int
+    """Parameters of the planned model."""
+
+    @property
+    def choice(self) -> str:
+        """The label of the plan's choice."""
+        return next(iter(self.candidates))
+
+    @property
+    def taken(self) -> "Candidate":
+        """The plan's choice, unless the race tells it apart from the lowest; then the lowest."""
+        found = self.standing
+        kept = found is None or self.choice in (found.best, *found.alike)
+        return self.candidates[self.choice if kept or found is None else found.best]
+
+
+def race(
+    made: "RunPlan", choice: "Pick", candidates: "Sequence[Candidate]", network: Path, asked: RaceOptions, output: Watchable
+) -> Race:  # fmt: skip
+    """Trains the shortlist of a plan for the minutes.
+
+    Raises: ConfigError for minutes in which nothing fits, and a folder that exists; as `simulate`, but for runs that diverge.
+    """
+    from gossamer.report.results import read_results
+    from gossamer.run.config.experiment_file import points
+    from gossamer.run.config.resolve import resolve
+    from gossamer.run.experiments.race import (
+        FILE,
+        MOST_SEEDS,
+        courses,
+        document,
+        label_of,
+        opened_race,
+        verdict,
+        written_race,
+    )
+    from gossamer.run.planning.choice import shortlist
+
+    began, some = time.monotonic(), shortlist(choice, candidates)
+    assert asked.race is not None
+    if len(some) < 2:
+        raise ConfigError(
+            f"--race has {label_of(some[0])} alone on its shortlist, as nothing else is near it; leave --race out, or try more "
+            "--local-steps and --codec"
+        )
+    jobs = asked.jobs or len(
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    )
+    folder = asked.race_folder or Path("runs") / f"race-{network.stem}-{made.model.size}"
+    if asked.resume:
+        text = opened_race(folder, some)
+    else:
+        if (folder / FILE).exists() or (folder / "run.toml").exists():
+            raise ConfigError(
+                f"'{folder}' already has a run or a race; go on with --resume, name another --race-folder, or remove it"
+            )
+        with working("timing an inner step"):
+            course = _fitting(courses(made, some), made, 60 * asked.race, jobs)
+        text = document(course, made, made.options.source)
+        for run in points(text):
+            resolve(run.config)
+        written_race(folder, course, made, text)
+    by_label = {label_of(one): one for one in some}
+    raced = {label: by_label[label] for label in (row["label"] for row in text["variant"])}
+    left = {label: "fewer than three of its rounds fit the time" for label in by_label if label not in raced}
+    runs = points(text, seeds=range(made.options.seed, made.options.seed + MOST_SEEDS))
+    outcomes, ends = folder / "outcomes.jsonl", began + 60 * asked.race
+    folders = folders_of(runs, folder, resume=True)
+
+    def enough() -> bool:
+        spent = [one.origin["seconds"] or 0.0 for one in read_results(outcomes) if one.origin]
+        return time.monotonic() + max(spent, default=0.0) > ends
+
+    try:
+        trained(runs, folders, folder, jobs=jobs, earlier=Earlier(resume=True), output=output, enough=enough)
+    except KeyboardInterrupt:
+        words = f"stopped; the same command with --resume keeps the finished runs in '{folder}'"
+        raise KeyboardInterrupt(words) from None
+    ended = read_results(outcomes)
+    done = {(one.method, one.seed) for one in ended}
+    report = folder / "report.html"
+    publish(
+        {run.label: folders[run.label] for run in runs if (run.method, run.seed) in done}, report, None,
+        shlex.join(["gossamer", "compare", str(folder / FILE)]),
+    )  # fmt: skip
+    seeds, losses, standing = verdict(runs, ended)
+    return Race(folder, report, text, raced, tuple(seeds), losses, standing, left, _parameters(text), made.parameters)
+
+
+def _parameters(text: dict[str, Any]) -> int:
+    from gossamer.models.sizes import ModelConfig, parameter_count
+    from gossamer.settings.schema import build
+
+    return parameter_count(build(ModelConfig, text["model"], "model"), 256)
+
+
+def _fitting(ways: "Sequence[Course]", made: "RunPlan", seconds: float, jobs: int) -> "Course":
+    """The largest way of which three seeds fit the seconds, by the measured seconds of an inner step of each model.
+
+    Raises: ConfigError where not even the smallest fits.
+    """
+    import torch
+
+    from gossamer.run.config.experiment_file import points
+    from gossamer.run.config.resolve import settings_of
+    from gossamer.run.experiments.race import document
+    from gossamer.run.worker.step_time import step_time
+
+    step_s, found = dict[int, float](), ways[-1]
+    for way in reversed(ways):  # the smallest first, so that the large ones are only timed where they may fit
+        if way.parameters not in step_s:
+            (run, *_) = points(document(way, made, made.options.source, compiled=False))
+            step_s[way.parameters] = step_time(settings_of(run.config), 0, torch.device("cpu"), test_s=0.2).seconds
+        takes = _SEEDS / min(jobs, _SEEDS * len(way.entrants)) * sum(
+            _START_S + one.rounds * _ROUND_S + one.taken * _TOGETHER * step_s[way.parameters] for one in way.entrants
+        )  # fmt: skip
+        if takes <= _SHARE * seconds:
+            found = way
+            continue
+        if way is ways[-1]:
+            raise ConfigError(
+                f"--race got {seconds / 60:g} minutes, and {_SEEDS} seeds of {len(way.entrants)} candidates take about "
+                f"{takes / _SHARE / 60:.2g} at the least here; give as many"
+            )
+        break
+    return found
+
+
+def told(found: Race) -> dict[str, Any]:
+    """A race as JSON."""
+    from gossamer.run.planning.choice import Candidate
+
+    def of(label: str, one: Candidate) -> dict[str, Any]:
+        stands, run = None if found.standing is None else found.standing.above.get(label), _row(found, label)["run"]
+        return {
+            "label": label, "chosen": label == found.choice, "rounds": run["steps"] // one.full_steps, "round_s": one.round_s,
+            "tokens": _tokens(found, label), "losses": found.losses[label],
+            "above": None if stands is None else {"nats": stands.mean, "half": stands.half},
+            "alike": found.standing is not None and label in found.standing.alike,
+        }  # fmt: skip
+
+    return {
+        "folder": found.folder, "report": found.report, "parameters": found.parameters, "source": found.text["data"]["source"],
+        "seeds": found.seeds, "best": None if found.standing is None else found.standing.best,
+        "decided": found.standing is not None and found.standing.decided,
+        "candidates": [of(label, one) for label, one in found.candidates.items()], "left": found.left,
+    }  # fmt: skip
+
+
+def print_race(found: Race) -> None:
+    """Prints how the candidates stand."""
+    standing, n = found.standing, len(found.seeds)
+    print()
+    horizon_s = max(
+        _row(found, label)["run"]["steps"] // one.full_steps * one.round_s for label, one in found.candidates.items()
+    )
+    print(
+        f"race of {len(found.candidates)} candidates over {horizon_s / 3600:.4g} h of the network, with a model of "
+        f"{found.parameters:,} parameters on '{found.text['data']['source']}', {n} seed{'s' * (n != 1)}"
+    )
+    for label, why in found.left.items():
+        print(f"not raced: {label}: {why}")
+    if standing is None:
+        print("no seed has ended with all candidates; the same command with --resume goes on")
+        return
+    means = {label: sum(some) / n for label, some in found.losses.items()}
+    labels = sorted(means, key=means.__getitem__)
+    rows = []
+    for label in labels:
+        one, stands = found.candidates[label], standing.above.get(label)
+        gap = "lowest" if label == standing.best else "diverged"
+        if stands is not None:
+            gap = f"{stands.mean:+.4f}" + ("" if stands.half is None else f" ± {stands.half:.4f}")
+        rounds = _row(found, label)["run"]["steps"] // one.full_steps
+        rows.append(
+            (label, str(rounds), f"{one.round_s:.4g}", f"{_tokens(found, label):.3g}", f"{means[label]:.4f}", gap)
+        )
+    headings = ("candidate", "rounds", "s a round", "tokens", "loss", "above the lowest")
+    print_table(headings, rows, bold=labels.index(standing.best))
+    print(
+        "loss: nats a byte of the small model, mean of the seeds, 95 % interval of the paired difference; with "
+        f"{found.planned:,} parameters losses are others, and their order may be"
+    )
+    print(_verdict(found, standing))
+    print(f"race: {found.folder}")
+    print(f"report: {found.report}")
+
+
+def _verdict(found: Race, standing: "Standing") -> str:
+    """Who is ahead, whether that is decided, and where the choice of the plan stands."""
+    if len(found.seeds) < 2:
+        return (
+            f"verdict: {standing.best} ends lowest; one seed decides nothing: the same command with --resume runs more"
+        )
+    if standing.decided:
+        words = f"verdict: {standing.best} ends lowest, and is told apart from all others (paired, 5 %, Holm)"
+    else:
+        words = f"verdict: {standing.best} ends lowest in the mean, and is not told apart from {' and '.join(standing.alike)}"
+    if found.choice == standing.best:
+        return f"{words}; it is the choice of the plan"
+    where = "is one of these" if found.choice in standing.alike else "ends higher"
+    return f"{words}; the choice of the plan, {found.choice}, {where}"
+
+
+def _row(found: Race, label: str) -> dict[str, Any]:
+    return next(row for row in found.text["variant"] if row["label"] == label)
+
+
+def _tokens(found: Race, label: str) -> int:
+    """What a run of a candidate reads."""
+    one, data = found.candidates[label], found.text["data"]
+    rounds = _row(found, label)["run"]["steps"] // one.full_steps
+    return rounds * sum(one.local_steps) * data["seq_len"] * data["batch_size"]

@@ -1,0 +1,175 @@
+"""Races of a plan's shortlist: what each candidate gets, at the price of the planned model, and the command to its verdict."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gossamer.cli import main
+from gossamer.errors import ConfigError
+from gossamer.models.sizes import ModelConfig
+from gossamer.network.links import Network, times_as_fast
+from gossamer.report.results import PointResult, read_results
+from gossamer.run.config.experiment_file import points
+from gossamer.run.config.run_file import parse
+from gossamer.run.experiments import processes, race
+from gossamer.run.planning.candidates import USUAL, choose_among, price_recipes
+from gossamer.run.planning.check import examine
+from gossamer.run.planning.choice import Candidate, Pick, shortlist
+from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan
+from tiny import TEXT
+
+SLOW = Network(uplink_bps=(*[25e6] * 3, 2.5e6), downlink_bps=25e6, latency_s=0.02, step_s=(0.5, 0.5, 0.8, 0.5))
+SMALLEST = ModelConfig(size="0.2m", layers=1, hidden_size=32, intermediate_size=64)
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[RunPlan, Pick, list[Candidate]]:
+    """A plan on uneven links with everything on its shortlist, and that."""
+    bits = bits_per_parameter(["bf16", "fp4"], 869_504)
+    made = plan(SLOW, ModelConfig(size="1m"), PlanSettings(codecs=bits, local_steps=(5, 15, 60)))
+    priced = price_recipes(made, USUAL)
+    choice = choose_among(made, priced)
+    return made, choice, shortlist(choice, [*made.candidates, *priced.candidates])
+
+
+def test_a_shortlist_has_the_choice_its_neighbours_and_the_best_of_other_families(planned: Any) -> None:
+    made, choice, some = planned
+    assert some[0] == choice.best and 3 <= len(some) <= 6 and len({race.label_of(one) for one in some}) == len(some)
+    own = [one.full_steps for one in some if one.name == choice.best.name]
+    tried = {one.full_steps for one in made.candidates if one.name == choice.best.name}
+    assert all(not any(min(a, own[0]) < steps < max(a, own[0]) for steps in tried) for a in own), "neighbours"
+    assert all((above := choice.above_best(one)) is not None and above.nats - above.half <= 0.1 for one in some)
+    others = [one for one in some if one.name != choice.best.name]
+    assert len({one.name for one in others}) == len(others) >= 1
+
+
+def test_every_candidate_gets_the_rounds_that_its_price_fits_into_the_time_of_the_choice(planned: Any) -> None:
+    made, _, some = planned
+    course = race.course_of(made, some, race.SMALL, 20)
+    first = course.entrants[0]
+    assert course.tokens_of(first) == pytest.approx(20 * 139_584, rel=0.1) and first.candidate == some[0]
+    for one in course.entrants:
+        spent_s = one.rounds * one.candidate.round_s
+        assert spent_s <= course.horizon_s * (1 + 1e-6) < spent_s + one.candidate.round_s
+        assert one.steps == one.rounds * one.candidate.full_steps
+    text = race.document(course, made, "stdlib", compiled=False)
+    for run, one in zip(points(text, seeds=[3]), course.entrants, strict=True):
+        assert run.config.rounds == one.rounds and run.config.inner.schedule == "cosine"
+        assert run.config.inner.warmup_steps == max(1, round(one.steps / 5)) and run.label == f"{one.label} seed=3"
+        assert [run.config.local_steps_of(i) for i in range(run.config.workers)] == [*one.candidate.local_steps]
+
+
+def test_a_round_of_the_small_model_has_the_price_of_the_planned_one(planned: Any) -> None:
+    made, _, some = planned
+    everything = [*some, *(one for one in made.candidates if one.codec == "fp4" and one.full_steps == 15)]
+    course = race.course_of(made, everything, race.SMALL, 20)
+    for run, one in zip(points(race.document(course, made, "stdlib")), course.entrants, strict=True):
+        (priced,) = examine(run.config).networks
+        assert priced.round_s == pytest.approx(one.candidate.round_s, rel=0.03), one.label
+
+
+def test_links_that_are_slower_by_the_ratio_of_models_are_so_everywhere() -> None:
+    network = Network(uplink_bps=(1e6, 2e6), downlink_bps=float("inf"), latency_s=0.1, step_s=1.0)
+    slower = times_as_fast(network, 0.5)
+    assert slower == Network(uplink_bps=(5e5, 1e6), downlink_bps=float("inf"), latency_s=0.1, step_s=1.0)
+
+
+def test_a_candidate_with_fewer_than_three_rounds_is_left_out_and_named(planned: Any) -> None:
+    made, _, some = planned
+    slow = some[0]._replace(round_s=some[0].round_s * 1e4, codec="exact")
+    course = race.course_of(made, [some[0], slow], race.SMALL, 2)
+    assert [one.candidate for one in course.entrants] == [some[0]] and "at least 3" in course.left[race.label_of(slow)]
+
+
+def test_only_seeds_that_all_candidates_have_ended_count_and_a_diverged_run_has_no_loss(planned: Any) -> None:
+    made, _, some = planned
+    runs = points(race.document(race.course_of(made, some[:2], race.SMALL, 20), made, "stdlib"), seeds=range(3))
+    labels = [*dict.fromkeys(run.method for run in runs)]
+
+    def ended(label: str, seed: int, loss: float | None) -> PointResult:
+        return PointResult(label, {}, seed, {"loss": loss})
+
+    results = [ended(labels[0], seed, 2.0 + seed) for seed in range(3)] + [
+        ended(labels[1], 0, 1.0),
+        ended(labels[1], 1, None),
+    ]
+    seeds, losses, standing = race.verdict(runs, results)
+    assert seeds == [0, 1] and losses[labels[1]] == [1.0, float("inf")]
+    assert standing is not None and standing.best == labels[0] and standing.alike == ()
+    assert race.verdict(runs, results[:3])[2] is None
+
+
+@pytest.fixture
+def small_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The words of a race of two workers that takes seconds, whatever the minutes."""
+    monkeypatch.setattr(race, "courses", lambda made, some: [race.course_of(made, some, SMALLEST, 0.1)])
+    monkeypatch.setattr(race, "MOST_SEEDS", 2)
+    monkeypatch.chdir(tmp_path)
+    Path("network.toml").write_text("uplink_bps = 3e7\ndownlink_bps = 3e7\nlatency_s = 0.01\nstep_s = 0.5\n")
+    words = ["plan", "network.toml", "--workers", "2", "--model", "1m", "--local-steps", "5,15", "--codec", "bf16"]
+    return [*words, "--data", str(TEXT), "--race", "60", "--jobs", "1", "--quiet"]
+
+
+def test_a_race_is_stopped_resumed_and_ends_with_a_verdict_a_report_and_a_run_file(
+    small_race: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained, whole = list[str](), processes.simulate
+
+    def until_the_third(config: Any, folder: Path, *rest: Any) -> Any:
+        if len(trained) == 2:
+            raise KeyboardInterrupt
+        trained.append(config.name)
+        return whole(config, folder, *rest)
+
+    monkeypatch.setattr(processes, "simulate", until_the_third)
+    assert main([*small_race, "--out", "run.toml"]) == 130
+    assert "--resume keeps the finished runs in 'runs/race-network-1m'" in capsys.readouterr().err
+    folder = Path("runs/race-network-1m")
+    kept = read_results(folder / "outcomes.jsonl")
+    assert len(kept) == 2 and not Path("run.toml").exists()
+    assert main(small_race) == 2
+    assert "go on with --resume" in capsys.readouterr().err
+
+    monkeypatch.setattr(
+        processes, "simulate", lambda config, *rest: (trained.append(config.name), whole(config, *rest))[1]
+    )
+    assert main([*small_race, "--resume", "--out", "run.toml"]) == 0
+    told = capsys.readouterr().out
+    ended = read_results(folder / "outcomes.jsonl")
+    document = tomllib.loads((folder / race.FILE).read_text())
+    labels = [row["label"] for row in document["variant"]]
+    assert len(trained) == len({*trained}) == len(ended) == 2 * len(labels) and ended[:2] == kept
+    assert "verdict: " in told and "losses are others, and their order may be" in told and "2 seeds" in told
+    assert (folder / "report.html").is_file() and "race of" in told
+    run = tomllib.loads(Path("run.toml").read_text())
+    parse(run)
+    assert run["data"]["source"] == str(TEXT) and all(label in told for label in labels)
+
+    assert main([*small_race, "--resume", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["race"]
+    assert found["seeds"] == [0, 1] and [one["label"] for one in found["candidates"]] == labels
+    assert found["best"] in labels and [one["chosen"] for one in found["candidates"]] == [True] + [False] * (
+        len(labels) - 1
+    )
+    assert all(len(one["losses"]) == 2 and one["rounds"] >= 3 for one in found["candidates"])
+
+    assert main([*small_race[:8], "5,60", *small_race[9:], "--resume"]) == 2
+    assert "which is not on the shortlist of this plan" in capsys.readouterr().err
+
+
+def test_minutes_in_which_nothing_fits_are_refused_with_what_it_would_take(
+    small_race: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    small_race[small_race.index("--race") + 1] = "1e-6"
+    assert main(small_race) == 2
+    said = capsys.readouterr().err
+    assert "--race got 1e-06 minutes, and 3 seeds of" in said and "give as many" in said
+    assert not Path("runs").exists()
+
+
+def test_a_race_to_go_on_with_must_be_there(planned: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="leave --resume out to begin a race"):
+        race.opened_race(tmp_path, planned[2])
