@@ -117,7 +117,7 @@ def race(
     )
     folder = asked.race_folder or Path("runs") / f"race-{network.stem}-{made.model.size}"
     if asked.resume:
-        text = opened_race(folder, some)
+        text, left = opened_race(folder, some), dict[str, str]()
     else:
         if (folder / FILE).exists() or (folder / "run.toml").exists():
             raise ConfigError(
@@ -125,13 +125,13 @@ def race(
             )
         with working("timing an inner step"):
             course = _fitting(courses(made, some), made, 60 * asked.race, jobs)
-        text = document(course, made, made.options.source)
+        text, left = document(course, made, made.options.source), dict(course.left)
         for run in points(text):
             resolve(run.config)
         written_race(folder, course, made, text)
     by_label = {label_of(one): one for one in some}
     raced = {label: by_label[label] for label in (row["label"] for row in text["variant"])}
-    left = {label: "fewer than three of its rounds fit the time" for label in by_label if label not in raced}
+    left = {label: left.get(label, "it is not in the race that goes on") for label in by_label if label not in raced}
     runs = points(text, seeds=range(made.options.seed, made.options.seed + MOST_SEEDS))
     outcomes, ends = folder / "outcomes.jsonl", began + 60 * asked.race
     folders = folders_of(runs, folder, resume=True)

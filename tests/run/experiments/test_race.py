@@ -84,6 +84,17 @@ def test_a_candidate_with_fewer_than_three_rounds_is_left_out_and_named(planned:
     assert [one.candidate for one in course.entrants] == [some[0]] and "at least 3" in course.left[race.label_of(slow)]
 
 
+def test_streaming_has_as_many_fragments_as_the_small_model_has_layers_and_needs_two(planned: Any) -> None:
+    made, _, some = planned
+    streaming = next(one for one in some if one.method == USUAL)
+    course = race.course_of(made, [some[0], streaming], race.SMALL, 20)
+    _, run = points(race.document(course, made, str(TEXT), compiled=False))
+    assert run.config.schedule.fragments == 2 and "layer" not in str(examine(run.config).refused)
+    with_one = race.course_of(made, [some[0], streaming], SMALLEST, 20)
+    assert [one.candidate for one in with_one.entrants] == [some[0]]
+    assert "a layer for each of its fragments" in with_one.left[race.label_of(streaming)]
+
+
 def test_only_seeds_that_all_candidates_have_ended_count_and_a_diverged_run_has_no_loss(planned: Any) -> None:
     made, _, some = planned
     runs = points(race.document(race.course_of(made, some[:2], race.SMALL, 20), made, "stdlib"), seeds=range(3))

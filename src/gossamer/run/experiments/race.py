@@ -138,11 +138,8 @@ def course_of(made: RunPlan, some: Sequence[Candidate], model: ModelConfig, toke
         if any(label_of(one) == entrant.label for entrant in entrants):
             continue  # it differs in its way back alone, and the one that the plan ranks before it is raced
         own = math.floor(horizon_s / one.round_s * (1 + 1e-9))
-        fragments = 1 if one.method in PLANNED.values() else recipe(one.method).settings.get("schedule.fragments", 1)
-        if fragments > model.shape.layers:
-            left[label_of(one)] = (
-                f"it needs {fragments} layers for its fragments, and the small model has {model.shape.layers}"
-            )
+        if _fragments(one) > 1 and model.shape.layers == 1:
+            left[label_of(one)] = "it needs a layer for each of its fragments, and the small model has one in all"
         elif own < _FEWEST:
             left[label_of(one)] = f"{own} round{'s' * (own != 1)} in that time, of which at least {_FEWEST} are needed"
         else:
@@ -180,21 +177,27 @@ def document(
             "eval_every": math.ceil(one.steps / _VALIDATIONS), "eval_batches": batches,
         }  # fmt: skip
         rows.append({
-            "label": one.label, **_method(one.candidate), "workers": len(own),
+            "label": one.label, **_method(one.candidate, course.model), "workers": len(own),
             "inner.warmup_steps": max(1, round(_WARMUP * one.steps)), "run": run,
             "network": {"planned": to_options(times_as_fast(team, slower))},
         })  # fmt: skip
     return {**base, "variant": rows}
 
 
-def _method(one: Candidate) -> dict[str, Any]:
-    """The settings of a candidate as a variant has them."""
+def _fragments(one: Candidate) -> int:
+    """The fragments in which a candidate's method sends a model of many layers."""
+    return 1 if one.method in PLANNED.values() else recipe(one.method).settings.get("schedule.fragments", 1)
+
+
+def _method(one: Candidate, model: ModelConfig) -> dict[str, Any]:
+    """The settings of a candidate as a variant has them; with fewer fragments where the model has fewer layers."""
     _, tuned = nearest(one.method, one.full_steps)
     rates = {"inner.lr": tuned.inner_lr}
     if one.method in PLANNED.values():
         return {**parts_of(one), **rates}
     outer = {f"rule.{key}": value for key in ("lr", "momentum") if (value := getattr(tuned, key)) is not None}
-    return {"method": one.method, **rates, **outer}
+    fewer = {"schedule.fragments": model.shape.layers} if _fragments(one) > model.shape.layers else {}
+    return {"method": one.method, **rates, **outer, **fewer}
 
 
 def written_race(folder: Path, course: Course, made: RunPlan, text: Mapping[str, Any]) -> None:
