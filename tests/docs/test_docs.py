@@ -19,12 +19,16 @@ import gossamer
 from generators.methods import python_of
 from gossamer import topologies
 from gossamer.cli import VERBS, main
+from gossamer.models.sizes import ModelConfig
+from gossamer.network.links import Network, StepOf, to_toml
 from gossamer.run.config.document import load, with_settings
 from gossamer.run.config.recipes import FACTORIES, recipes
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import parse
 from gossamer.run.config.user_parts import named
+from gossamer.run.experiments import race
 from gossamer.settings.schema import parse_toml
+from tiny import TEXT
 
 ROOT = Path(__file__).parents[2]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
@@ -215,6 +219,31 @@ def test_the_tutorial_works_as_written(tmp_path, monkeypatch):
     real = number(r"mean model ([\d.]+) nats", "evaluate runs/real")
     assert real == number(r"first +│ +([\d.]+)", "simulate first.toml --set workers=2 --out runs/two")
     assert Path("plan.toml").is_file()
+
+
+def test_the_commands_on_the_page_about_which_method_work_as_written(tmp_path, monkeypatch, capsys):
+    """After a probe of two workers, which is written here; the race has a smaller model, a shorter way and two seeds."""
+    monkeypatch.chdir(tmp_path)
+    network = Network(uplink_bps=(1e8, 5e7), downlink_bps=1e8, latency_s=0.01, step_s=(0.5, 0.5), step_of=StepOf())
+    Path("network.toml").write_text(to_toml(network), encoding="utf-8")
+    smallest = ModelConfig(size="0.2m", layers=1, hidden_size=32, intermediate_size=64)
+    monkeypatch.setattr(race, "courses", lambda made, some: [race.course_of(made, some, smallest, 0.1)])
+    monkeypatch.setattr(race, "MOST_SEEDS", 2)
+    page = (ROOT / "docs" / "how-to" / "which-method.md").read_text(encoding="utf-8")
+    for name, text in re.findall(r"```toml title=\"(.+?)\"\n(.*?)```", page, re.DOTALL):
+        Path(name).write_text(text, encoding="utf-8")
+    ran = []
+    for words in map(shlex.split, re.findall(r"^gossamer .+$", page, re.MULTILINE)):
+        if words[1] != "probe":  # which README has too
+            quick = (
+                ["--data", str(TEXT), "--local-steps", "5,15", "--jobs", "1", "--quiet"] if "--race" in words else []
+            )
+            ran.append(words[1:])
+            assert main([*words[1:], *quick]) == 0, words
+            said = capsys.readouterr().out
+            assert ("verdict: " in said) == ("--race" in words)
+            assert "by the law: after about" in said or "--law" not in words
+    assert len(ran) == 5 and Path("run.toml").is_file() and Path("runs/race-network-1m/report.html").is_file()
 
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
