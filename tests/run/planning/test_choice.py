@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from gossamer.cli import main
 from gossamer.models.sizes import ModelConfig
-from gossamer.network.links import Network, Site
+from gossamer.network.links import Network, Site, read_network
 from gossamer.run.config.resolve import faults
 from gossamer.run.config.run_file import parse
 from gossamer.run.planning.choice import Candidate, best_of_each, pick, plan_rows
@@ -93,6 +94,54 @@ def test_no_pick_changes_with_the_seed(network: Network) -> None:
         for found in (made(network, seed=k).best for k in range(3))
     }
     assert len(picks) == 1
+
+
+@pytest.mark.parametrize("name", ["slow_in_turn", "strangers"])
+def test_no_pick_on_a_committed_network_changes_with_the_seed_of_its_matchings_and_its_jitter(name: str) -> None:
+    network = read_network(ROOT / "configs" / "networks" / f"{name}.toml")
+    found = [made(replace(network, seed=k), seed=k, local_steps=(5, 30, 120)).best for k in range(3)]
+    assert len({(one.name, one.codec, one.full_steps) for one in found}) == 1
+
+
+def test_a_plan_may_let_slow_workers_take_fewer_local_steps_with_a_mean_too_and_says_who() -> None:
+    found = made(keep_all=True)
+    uneven = [one for one in found.candidates if one.name == "DiLoCo uneven"]
+    assert uneven and all(one.missing > 0 and one.local_steps[7] == min(one.local_steps) for one in uneven)
+    assert all(set(one.local_steps[:7]) == {one.full_steps} for one in uneven)
+    one = next(one for one in uneven if one.full_steps == 15)
+    even = next(
+        other for other in found.candidates if (other.name, other.codec, other.full_steps) == ("DiLoCo", one.codec, 15)
+    )
+    assert one.round_s < even.round_s, "the slow uplink begins to send earlier"
+    assert one.fewer == f"worker 7 takes {one.local_steps[7]}"
+    assert f"# Worker 7 takes {one.local_steps[7]} of 15 local steps" in run_toml(found, one)
+    assert tomllib.loads(run_toml(found, one))["run"]["local_steps"] == [*one.local_steps]
+    all_alike = made(Network(uplink_bps=1e7, downlink_bps=1e7, step_s=0.5))
+    assert not any("uneven" in one.name for one in all_alike.candidates)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--loss", "3"], "--loss got 3 with neither --anchor nor --law"),
+        (["--anchor", "3@1e9"], "--loss got nothing with --anchor"),
+        (["--loss", "3", "--anchor", "3@1e9", "--law", "law.toml"], "with --anchor and --law"),
+        (["--loss", "3", "--law", "law.toml"], "the law 'law.toml' is not a file"),
+        (["--race", "0"], "--race got 0 minutes"),
+        (["--race", "1", "--jobs", "0"], "--jobs got 0"),
+        (["--race", "1", "--memory-bytes", "1e9"], "trains replicas in one piece"),
+        (["--race", "1", "--method", "diloco"], "a race compares methods"),
+        (["--resume"], "--resume was given and --race was not"),
+        (["--watch"], "--watch was given and --race was not"),
+    ],
+)  # fmt: skip
+def test_goals_and_races_that_cannot_be_are_refused_in_a_sentence(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["plan", "configs/networks/slow_uplink.toml", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
 
 
 def test_on_the_slow_uplink_the_slow_worker_is_dropped_and_told_and_the_readme_shows_it(

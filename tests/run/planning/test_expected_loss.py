@@ -1,9 +1,14 @@
 """What candidates are expected to lose: near what was measured, far from it, and by difference."""
 
-import pytest
+from pathlib import Path
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossamer.errors import ConfigError
 from gossamer.network.estimates.wall_clock import loss_fit
-from gossamer.run.planning.expected_loss import LossScale, Penalty, difference, penalty
+from gossamer.run.planning.expected_loss import Law, LossScale, Penalty, difference, penalty, read_law
 
 
 def scale(parameters: float = 139_584, workers: int = 8, each: float = 20, vocab_size: int = 256) -> LossScale:
@@ -67,3 +72,55 @@ def test_tokens_that_are_not_read_count_as_loss_in_both_directions() -> None:
     at, one = scale(), known(scale(), "DiLoCo", 30)
     fewer, more = difference(at, one, one, 0.5), difference(at, one, one, 2.0)
     assert fewer.nats == pytest.approx(-more.nats) and fewer.nats > 0 and fewer.half == more.half > 0
+
+
+LAW = Law(floor=0.9, scale=40.0, power=0.25, tokens=(1e6, 1e8))
+
+
+@given(st.floats(1.2, 2.0))
+def test_a_law_finds_the_tokens_at_which_it_has_a_loss_and_its_slope_there(loss: float) -> None:
+    tokens = LAW.tokens_for(loss)
+    assert LAW.floor + LAW.scale * tokens**-LAW.power == pytest.approx(loss)
+    fewer, more = (LAW.floor + LAW.scale * (tokens * k) ** -LAW.power for k in (0.999, 1.001))
+    assert LAW.per_e_fold(tokens) == pytest.approx((fewer - more) / 0.002, rel=1e-3)
+    assert scale()._replace(own_per_e_fold=LAW.per_e_fold(tokens)).per_e_fold == LAW.per_e_fold(tokens)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (0.9, "the loss to reach is 0.9 and the law has floor = 0.9"),
+        (0.95, "was fitted from 1e\\+06"),
+        (9.0, "within ten times"),
+    ],
+)
+def test_a_loss_that_a_law_does_not_reach_or_only_far_away_is_refused(loss: float, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LAW.tokens_for(loss)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("floor = 1.0\nscale = 2.0\npower = 0.2\n", "tokens"),
+        ("floor = -1.0\nscale = 2.0\npower = 0.2\ntokens = [1.0, 2.0]\n", "floor"),
+        ("floor = 1.0\nscale = 2.0\npower = 0.2\ntokens = [2.0, 1.0]\n", "write the fewest first"),
+        ("floor = 1.0\nslope = 2.0\npower = 0.2\ntokens = [1.0, 2.0]\n", "slope"),
+        ("floor = \n", "law.toml"),
+    ],
+)
+def test_a_file_that_is_no_law_is_refused_in_a_sentence(text: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "law.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        read_law(file)
+    with pytest.raises(ConfigError, match="is not a file"):
+        read_law(tmp_path / "other.toml")
+
+
+def test_local_steps_that_some_workers_leave_out_widen_an_interval_and_move_no_mean() -> None:
+    at = scale()
+    even, uneven = (penalty(at, "DiLoCo", 30, "exact", missing) for missing in (0.0, 0.25))
+    assert even is not None and uneven is not None and even.nats == uneven.nats
+    apart = difference(at, even, uneven)
+    assert apart.nats == 0.0 and apart.half == pytest.approx(at.gap / 4)
