@@ -271,7 +271,7 @@ def test_a_worker_that_comes_back_is_greeted_and_goes_on_where_it_was(tmp_path, 
     assert read_events(tmp_path).absorbed.sum() == 12  # the steps that were lost have been taken by somebody
 
 
-NO_CHECKPOINTS = torch.zeros(2, dtype=torch.int64)
+NO_CHECKPOINTS = torch.zeros(3, dtype=torch.int64)
 NAN = torch.full((PARAMETERS,), float("nan")).view(torch.uint8)
 
 
@@ -284,7 +284,7 @@ def letter(run, kind=LetterKind.PUSH, body=b"", *, sender=0, **header):
 
 def hello(run, rounds=(0, 0), **header):
     """The first word of a worker."""
-    return letter(run, LetterKind.HELLO, torch.tensor(rounds, dtype=torch.int64).numpy().tobytes(), **header)
+    return letter(run, LetterKind.HELLO, torch.tensor((0, *rounds), dtype=torch.int64).numpy().tobytes(), **header)
 
 
 def flipped(raw, at):
@@ -293,7 +293,7 @@ def flipped(raw, at):
 
 FORGED = {
     "another protocol": (lambda run: b"GET / HTTP/1.1 and more than a header holds".ljust(80), "another program"),
-    "itself": (lambda run: hello(run, sender=1), "16 bytes as hello"),
+    "itself": (lambda run: hello(run, sender=1), "24 bytes as hello"),
     "a worker that cannot be": (lambda run: hello(run, sender=5), "the sender is 5"),
     "another run after all": (lambda run: hello(run + 1), "runs configuration"),
     "a push before it was greeted": (lambda run: letter(run), "as push"),
@@ -372,7 +372,7 @@ def test_a_worker_is_told_why_it_is_refused_and_believes_no_server_that_lies(tmp
         sock, _ = listener.accept()
         with Channel(sock, 10) as liar:
             assert prove_to_dialler(liar, KNOWN.encode(), run=common(config)) == (0, True)
-            receive_letter(liar, common(config), limits_of(settings_of(config)), small(LetterKind.HELLO, most_bytes=16))
+            receive_letter(liar, common(config), limits_of(settings_of(config)), small(LetterKind.HELLO, most_bytes=24))
             body = wire.pack_frames([said, torch.zeros(PARAMETERS)])
             send_letter(liar, Letter(LetterKind.START, 1, body=body), common(config))
 

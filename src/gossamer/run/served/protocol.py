@@ -8,10 +8,13 @@ from gossamer.errors import ConfigError, RefusedError
 from gossamer.transport.sockets.addresses import split
 from gossamer.transport.sockets.header import Limits
 
-__all__ = ["OWNED", "Terms", "address", "terms_of"]
+__all__ = ["HELLO_BYTES", "OWNED", "Terms", "address", "terms_of"]
 
 OWNED = 2
 """Number of checkpointed rounds that a joining worker reports: as many as it keeps."""
+
+HELLO_BYTES = 8 * (1 + OWNED)
+"""A fingerprint of the worker's first batch, 0 where there is nothing to compare, and these rounds."""
 
 _LONGEST_US = 1 << 50
 """36 years."""

@@ -32,7 +32,7 @@ from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
 from gossamer.run.bookkeeping.text_read import tell_text
 from gossamer.run.bookkeeping.which_round import kept_by, must_lose_nothing, tell_unverified
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
-from gossamer.run.participant.agreement import HERE, limits_of, run_key, run_settings, use_threads
+from gossamer.run.participant.agreement import HERE, first_batch, limits_of, run_key, run_settings, use_threads
 from gossamer.run.participant.sigterm import leaving
 from gossamer.run.served.protocol import OWNED, Terms, terms_of
 from gossamer.run.worker.replica import LocalPhase, Replica
@@ -174,7 +174,7 @@ def work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, *
         # Made before the connection, as it takes seconds in which the server would wait for a word; and anew for each, as the
         # state of a phase that was cut is nobody's.
         served = ServedWorker(worker, config, folder, task, device, past and past.lineage)
-        hello = torch.tensor([0] * OWNED + served.owned())[-OWNED:]
+        hello = torch.tensor([first_batch(task, worker), *([0] * OWNED + served.owned())[-OWNED:]])
         client = connect(
             shown(host, port), secret=secret, run=key, me=worker, limits=limits_of(config), timeout_s=patience.left_s,
             settings=settings, keys=keys,

@@ -33,10 +33,10 @@ from gossamer.run.bookkeeping.which_round import ended, kept_by, to_go_on
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import limits_of, run_key, run_settings, use_threads
 from gossamer.run.participant.sigterm import leaving
-from gossamer.run.served.protocol import OWNED, Terms
+from gossamer.run.served.protocol import HELLO_BYTES, Terms
 from gossamer.run.served.session import Pushed, Reply, open_session
 from gossamer.run.worker.stages.checkpoints import Store
-from gossamer.run.worker.task import task_of, warn_of_equal_phases
+from gossamer.run.worker.task import task_of, warn_of_equal_batches
 from gossamer.transport import wire
 from gossamer.transport.contract import Ticket
 from gossamer.transport.keys import keys_for
@@ -114,7 +114,7 @@ class _WithWorkers:
     Each starting point is answered with a push. Their frames are those of `gossamer.transport.wire.pack_frames`.
     """
 
-    hello_bytes = 8 * OWNED
+    hello_bytes = HELLO_BYTES
 
     def __init__(self, probe: Probe, config: ResolvedRun) -> None:
         layout, spans = arrange(layout_of(probe.model), *config.fragments)
@@ -122,14 +122,19 @@ class _WithWorkers:
         self._codecs = [fitted(config.method.codec, layout.slice(*span)) for span in spans]
         self._likes = [torch.empty(b - a) for a, b in spans]
         self._payloads = [payload_like(codec, like) for codec, like in zip(self._codecs, self._likes, strict=True)]
-        self._first: dict[int, int] = {}
-        """The checksum of the first push of each worker, all of which begin with the same parameters."""
+        self._begin_with: dict[int, int] = {}
+        """The fingerprint of the first batch of each worker that has one to compare."""
 
-    def hello(self, body: Tensor) -> list[int]:
+    def hello(self, peer: int, body: Tensor) -> list[int]:
         """The rounds of which a worker has checkpoints."""
-        owned = body.view(torch.int64).tolist()
+        fingerprint, *owned = body.view(torch.int64).tolist()
         if not all(0 <= round <= self.limits.rounds for round in owned):
             raise RefusedError("bounds", f"it has checkpoints of rounds {owned} and the run has {self.limits.rounds}")
+        if fingerprint and peer not in self._begin_with:
+            # Threads of several connections come here; a dictionary takes them, and the last of them finds all.
+            self._begin_with[peer] = fingerprint
+            if len(self._begin_with) == self.limits.workers:
+                warn_of_equal_batches([*self._begin_with.values()])
         return owned
 
     def letters(self, reply: Reply) -> list[Callable[[], Letter]]:
@@ -156,11 +161,6 @@ class _WithWorkers:
             ) from None
         if not all_finite(message):
             raise TransportError(f"{name} pushed {message.numel()} numbers that are not all finite; lower inner.lr")
-        if letter.ticket.round == 0 and p == 0 and letter.sender not in self._first and bool(message.any()):
-            # A dictionary takes them from the threads of all connections; the last to come finds all.
-            self._first[letter.sender] = wire.checksum(message.contiguous().view(torch.uint8))
-            if len(self._first) == self.limits.workers:
-                warn_of_equal_phases([*self._first.values()])
         return Pushed(p, message, sum(frame.numel() * frame.element_size() for frame in frames), start_s)
 
     def _start(self, terms: Terms, p: int, x: Tensor) -> Letter:

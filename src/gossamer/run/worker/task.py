@@ -32,7 +32,6 @@ __all__ = [
     "moved",
     "task_of",
     "warn_of_equal_batches",
-    "warn_of_equal_phases",
 ]
 
 log = logging.getLogger("gossamer")
@@ -219,23 +218,13 @@ class OwnBatches:
         """Nothing is to be restored."""
 
 
-def warn_of_equal_batches(fingerprints: Collection[str]) -> None:
+def warn_of_equal_batches(fingerprints: Collection[object]) -> None:
     """Warns when the first batches of all workers, of which these are the fingerprints, are the same."""
     if len(fingerprints) > 1 == len({*fingerprints}):
         log.warning(
             "all %d workers begin with the same batch, so that more workers add nothing; let the batch of a function "
             "batch(worker, step) depend on the worker, such as by a torch.Generator seeded from both",
             len(fingerprints),
-        )
-
-
-def warn_of_equal_phases(hashes: Collection[object]) -> None:
-    """Warns when the first local phases of all workers, of whose ends these are the hashes, ended with the same bits."""
-    if len(hashes) > 1 == len({*hashes}):
-        log.warning(
-            "all %d workers came out of their first local phase with the same bits: they train on the same batches with the same "
-            "random numbers, so that more workers add nothing; give each its own part of the data",
-            len(hashes),
         )
 
 

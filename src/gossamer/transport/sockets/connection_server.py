@@ -92,8 +92,8 @@ class PeerProtocol(Protocol):
     limits: Limits
     hello_bytes: int
 
-    def hello(self, body: Tensor) -> Sequence[int]:
-        """The numbers in the hello of a worker. Raises RefusedError."""
+    def hello(self, peer: int, body: Tensor) -> Sequence[int]:
+        """What the session is told of the hello of a worker. Raises RefusedError."""
         ...
 
     def letters(self, reply: Any) -> Iterable[Callable[[], Letter]]:
@@ -321,7 +321,7 @@ class ConnectionServer:
             arrival.channel, run, limits, deadline=deadline,
             accepts=lambda letter, size: (letter.kind, letter.sender, size) == (LetterKind.HELLO, peer, protocol.hello_bytes),
         )  # fmt: skip
-        return protocol.hello(letter.body)
+        return protocol.hello(peer, letter.body)
 
     def _turn_away(self, arrival: Arrival, why: str) -> None:
         """Tells somebody why it is refused, and hangs up once it has read that."""
