@@ -16,7 +16,7 @@ from gossamer.report.page.view import run_view
 from gossamer.report.reading.follow import FollowedRun
 from gossamer.report.reading.moment import moment_of
 from gossamer.report.reading.runs import RunData, read_runs, summary_row
-from gossamer.report.table import MANY, html_table, loss_rank, markdown_table, summary_rows
+from gossamer.report.table import MANY, html_table, loss_rank, markdown_table
 
 __all__ = ["table_of", "write_pages", "write_report"]
 
@@ -30,8 +30,10 @@ _MOST_NUMBERS = 30_000
 
 def write_report(
     runs: Mapping[str, Path], out_html: Path, networks: Mapping[str, Network] | None, *, command: str = ""
-) -> None:
+) -> list[dict[str, Any]]:
     """Writes a page with what the runs show, their table, curves, pairs and seconds, settings and samples; it loads nothing.
+
+    Returns: the rows of its table (`gossamer.report.table.summary_rows`), in the order of `runs`.
 
     Equal folders give equal pages. The date is that of the newest record.
 
@@ -41,21 +43,23 @@ def write_report(
     Raises: DataError and ConfigError as `summary_rows` does.
     """
     loaded = read_runs(runs, networks)
+    row_of = {run.label: summary_row(run) for run in loaded}
     if len(loaded) >= MANY:
-        loaded.sort(key=lambda run: loss_rank(summary_row(run)["loss"]))
+        loaded.sort(key=lambda run: loss_rank(row_of[run.label]["loss"]))
+    rows = [row_of[run.label] for run in loaded]
     followed = [_followed(run.label, runs[run.label]) for run in loaded]
     title = next(iter(runs)) if len(runs) == 1 else f"{len(runs)} runs compared"
     newest_s = max((one.modified_s for one in followed), default=0.0)
     # A report tells of a run that is over, or as if it were: nobody in it is silent.
     views = [run_view(one, one.modified_s, _ends(run)) for one, run in zip(followed, loaded, strict=True)]
     contents = page_contents(
-        views, [summary_row(run) for run in loaded], title=title, live=False, command=command,
+        views, rows, title=title, live=False, command=command,
         date=f"{datetime.fromtimestamp(newest_s, UTC):%Y-%m-%d %H:%M} UTC" if newest_s else "an unknown time",
     )  # fmt: skip
     contents["moments"] = _moments(followed)
-    table = html_table([summary_row(run) for run in loaded])
-    page = whole_page(title, finite(contents), table, "\n".join(_details(loaded)))
+    page = whole_page(title, finite(contents), html_table(rows), "\n".join(_details(loaded)))
     atomic_write(Path(out_html), page.encode())
+    return [*row_of.values()]
 
 
 def write_pages(
@@ -63,8 +67,7 @@ def write_pages(
 ) -> list[dict[str, Any]]:
     """Writes the page, and next to it its table, named after it; returns the rows of the table. Raises: as `write_report`."""
     make_folder(page.parent)
-    write_report(runs, page, networks, command=command)
-    rows = summary_rows(runs, networks)
+    rows = write_report(runs, page, networks, command=command)
     atomic_write(table_of(page), markdown_table(rows).encode())
     return rows
 
