@@ -145,7 +145,7 @@ class _Server(Actor[ServerInput]):
 
     def _join(self, item: ServerInput) -> None:
         worker, owned = item.worker, [item.checkpoint] if item.checkpoint else []
-        served = ServedWorker(worker, self._config, self._folder, self._task, torch.device("cpu"))
+        served = ServedWorker(worker, self._config.unpaced(), self._folder, self._task, torch.device("cpu"))
         self._workers[worker], self._joins[worker] = served, item
         self._receive(self._session.join(worker, owned, item.time_s), item.time_s)
 

@@ -189,6 +189,8 @@ def run_served(
             server.join()
             raise
         deadline = time.monotonic() + grace_s
+        if code == STOPPED:
+            _ask_to_leave(workers)  # which would look for a server until `run.timeout_s` is over
         if code < 0:
             again = shlex.join(["gossamer", *resume, *at])
             log.warning("the server ended with code %d; its workers try again; resume it with %s", _shown(code), again)

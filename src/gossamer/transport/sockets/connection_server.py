@@ -211,6 +211,9 @@ class ConnectionServer:
             self._listener.hang_up()
         for connection in self._connections.values():
             connection.close()
+        while not self._inputs.empty():  # those who came too late for an answer shall not wait for one
+            if isinstance(item := self._inputs.get(), _Joined):
+                item.arrival.channel.close()
 
     def now(self) -> float:
         """Seconds since the run began."""
@@ -221,11 +224,15 @@ class ConnectionServer:
         assert self._listener is not None
         self._listener.close()
         deadline = time.monotonic() + PARTING_S
-        while (self._connections or self._listener.busy) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            # Asked before the queue is: whoever is attended to when this is false has already been put into it.
+            somebody = self._connections or self._listener.busy
             try:
                 item = self._inputs.get(timeout=0.05)
             except queue.Empty:
-                continue
+                if somebody:
+                    continue
+                return
             if not isinstance(item, _Lost):
                 self._handle(item, self.now())
             elif self._connections.get(item.connection.peer) is item.connection:
