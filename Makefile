@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PROCESSES ?= 4  # two cores have idle time for as many again: tests wait for disks, timeouts and each other
+PROCESSES ?= 6  # two cores have idle time for twice as many: tests wait for disks, timeouts and each other
 
 export PYTHONDONTWRITEBYTECODE :=  # tests start many processes, each of which would compile the package anew
 
