@@ -6,14 +6,17 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
+from gossamer.data.bins import TokenArray
 from gossamer.data.corpus import open_corpus
 from gossamer.data.settings import DataConfig
 from gossamer.data.streams import StreamCorpus
@@ -28,6 +31,11 @@ def documents(count: int = 60, words: int = 120) -> list[str]:
     """Texts that are all different, so that a window can be traced back."""
     rng = np.random.default_rng(5)
     return [f"{number}: " + " ".join(rng.choice(WORDS, words)) + "\n" for number in range(count)]
+
+
+def joined(tokens: TokenArray) -> NDArray[Any]:
+    """All tokens as one array."""
+    return np.concatenate([np.empty(0, np.uint8), *tokens.parts])
 
 
 def write_txt(folder: Path, texts: Sequence[str]) -> Path:
@@ -151,7 +159,7 @@ def test_a_source_may_be_a_folder_a_glob_or_a_list_and_names_each_file_once(tmp_
 def test_training_and_validation_text_share_nothing_and_together_are_all(tmp_path: Path) -> None:
     texts = documents(100)
     opened = corpus(write_txt(tmp_path / "texts", texts))
-    train, val = (set(side.tobytes().split(b"\0")) - {b""} for side in (opened._train, opened._val))
+    train, val = (set(joined(side).tobytes().split(b"\0")) - {b""} for side in (opened._train, opened._val))
     assert not train & val
     assert train | val == {text.encode() for text in texts}
     assert 0.1 < len(val) / len(texts) < 0.3
@@ -160,7 +168,7 @@ def test_training_and_validation_text_share_nothing_and_together_are_all(tmp_pat
 def test_a_document_keeps_its_side_when_others_come_and_go(tmp_path: Path) -> None:
     texts = documents(100)
     held_out = {
-        count: set(corpus(write_txt(tmp_path / str(count), texts[:count]))._val.tobytes().split(b"\0"))
+        count: set(joined(corpus(write_txt(tmp_path / str(count), texts[:count]))._val).tobytes().split(b"\0"))
         for count in (60, 100)
     }
     kept = {text.encode() for text in texts[:60]}
@@ -173,8 +181,8 @@ def test_validation_is_the_same_for_every_seed_and_covers_the_held_out_text(tmp_
     batches = opened.validation(10)
     assert same(batches, corpus(source, workers=7, seed=9).validation(10))
     assert [batch.shape for batch in batches] == [(4, 17)] * 10
-    assert np.array_equal(batches[0][0].numpy(), opened._val[:17])
-    assert np.array_equal(batches[-1][-1].numpy(), opened._val[-17:])
+    assert np.array_equal(batches[0][0].numpy(), joined(opened._val)[:17])
+    assert np.array_equal(batches[-1][-1].numpy(), joined(opened._val)[-17:])
 
 
 def test_one_small_file_validates_on_its_end(tmp_path: Path) -> None:
@@ -182,7 +190,7 @@ def test_one_small_file_validates_on_its_end(tmp_path: Path) -> None:
     path.write_text("".join(documents(8)))
     opened = corpus(path)
     whole = path.read_bytes() + b"\0"
-    assert opened._train.tobytes() + opened._val.tobytes() == whole
+    assert joined(opened._train).tobytes() + joined(opened._val).tobytes() == whole
     assert len(opened._val) == int(0.2 * len(whole))
 
 
@@ -208,7 +216,7 @@ def test_contiguous_shards_are_disjoint_and_iid_workers_draw_from_everything(
     assert bounds[0][0] == 0 and bounds[-1][1] == len(opened._train)
     assert all(before[1] == after[0] for before, after in itertools.pairwise(bounds))
     for worker, (low, high) in enumerate(bounds):
-        own = opened._train[low:high].tobytes()
+        own = joined(opened._train)[low:high].tobytes()
         assert all(bytes(row.tolist()) in own for step in range(steps) for row in opened.batch(worker, step))
     everything = corpus(source, workers=workers)
     assert {everything._shard(worker) for worker in range(workers)} == {(0, len(opened._train))}
@@ -223,12 +231,12 @@ def test_each_worker_draws_from_the_source_that_shards_name_for_it_and_all_valid
     for cache in (None, str(tmp_path / "cache"), str(tmp_path / "cache")):  # from memory, written, and read again
         opened = corpus(sources, workers=3, shards=[1, 0, 1], cache=cache)
         for worker, source in enumerate([1, 0, 1]):
-            own = alone[source]._train.tobytes()
-            assert opened._train[slice(*opened._shard(worker))].tobytes() == own
+            own = joined(alone[source]._train).tobytes()
+            assert joined(opened._train)[slice(*opened._shard(worker))].tobytes() == own
             assert all(bytes(row.tolist()) in own for row in opened.batch(worker, 0))
         without = corpus(sources, workers=2, shards=[0, 0], cache=cache)  # nobody trains on the second text
         assert same(opened.validation(2), without.validation(2)) and opened.state() == without.state()
-        assert opened._val.tobytes() == b"".join(one._val.tobytes() for one in alone)
+        assert joined(opened._val).tobytes() == b"".join(joined(one._val).tobytes() for one in alone)
 
 
 def test_a_source_that_is_too_short_for_its_worker_is_refused(tmp_path: Path) -> None:
@@ -242,7 +250,7 @@ def test_a_source_that_is_too_short_for_its_worker_is_refused(tmp_path: Path) ->
 def test_text_beyond_max_bytes_is_left_out(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "texts.jsonl", documents())
     opened = corpus(source, max_bytes=5_000)
-    text = (opened._train.tobytes() + opened._val.tobytes()).replace(b"\0", b"")
+    text = (joined(opened._train).tobytes() + joined(opened._val).tobytes()).replace(b"\0", b"")
     assert 4_990 < len(text) <= 5_000  # a character that the limit cuts through is left out too
 
 
@@ -259,7 +267,7 @@ def test_tokens_from_the_cache_are_those_from_memory_and_files_are_read_once(tmp
     fresh, first = corpus(source), corpus(source, cache=str(cache))
     made = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
     second = corpus(source, cache=str(cache))
-    assert isinstance(second._train, np.memmap)
+    assert isinstance(second._train.parts[0], np.memmap)
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == made
     for cached in (first, second):
         assert same(drawn(fresh), drawn(cached)) and same(fresh.validation(2), cached.validation(2))
@@ -314,8 +322,8 @@ def test_a_tokenizers_file_gives_its_own_tokens_uncut_with_an_end_after_each_doc
     texts = documents()
     path = write_tokenizer(tmp_path / "tokenizer.json", texts)
     opened = corpus(write_txt(tmp_path / "texts", texts), tokenizer=str(path))
-    assert opened.vocab_size == 300 and opened._train.dtype == np.uint16
-    ids = np.concatenate([opened._train, opened._val])
+    assert opened.vocab_size == 300 and joined(opened._train).dtype == np.uint16
+    ids = joined(opened._train + opened._val)
     assert len(ids) < 0.9 * sum(map(len, texts))
     ends = np.flatnonzero(ids == opened.tokenizer.end)
     assert len(ends) == len(texts)
@@ -403,7 +411,7 @@ def test_workers_of_a_stream_share_no_document_and_none_is_for_validation(files:
     assert not first & second
     held_out = set(bytes(torch.cat([b.flatten() for b in opened.validation(60)]).tolist()).split(b"\0")[:-1])
     assert held_out and not held_out & (first | second)
-    files_side = corpus(write_jsonl(tmp_path / "texts.jsonl", texts))._val.tobytes().split(b"\0")
+    files_side = joined(corpus(write_jsonl(tmp_path / "texts.jsonl", texts))._val).tobytes().split(b"\0")
     assert held_out <= set(files_side)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_data import documents, write_jsonl, write_parquet, write_txt
+from test_data import documents, joined, write_jsonl, write_parquet, write_txt
 
 from gossamer.data.corpus import open_corpus
 from gossamer.data.documents import field, found_at
@@ -27,7 +27,7 @@ def opened(source: Path, **options: Any) -> FileCorpus:
 
 
 def tokens(corpus: FileCorpus) -> bytes:
-    return corpus._train.tobytes() + corpus._val.tobytes()
+    return joined(corpus._train + corpus._val).tobytes()
 
 
 @pytest.mark.parametrize("name", ENDINGS)

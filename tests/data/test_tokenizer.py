@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_data import joined
 
 from gossamer.data.corpus import open_corpus
 from gossamer.data.settings import DataConfig
@@ -71,7 +72,7 @@ def test_documents_of_files_and_streams_have_the_tokens_around_them_also_when_th
     options: dict[str, Any] = {"tokenizer": name, "seq_len": 8, "batch_size": 2}
     opened = open_corpus(DataConfig(source=str(tmp_path / "texts"), **options), 1, 0)
     assert isinstance(opened, FileCorpus)
-    ids, words = np.concatenate([opened._train, opened._val]), opened.tokenizer
+    ids, words = joined(opened._train + opened._val), opened.tokenizer
     assert np.count_nonzero(ids == words.before[0]) == np.count_nonzero(ids == words.end) == len(TEXTS) + 1
     stream = open_corpus(DataConfig(source=f"hf:{tmp_path / 'texts'}", **options), 1, 0)
     shown = words.decode([int(token) for step in range(8) for token in stream.batch(0, step).flatten()])

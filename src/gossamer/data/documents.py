@@ -15,10 +15,21 @@ from typing import Any, NamedTuple
 
 from gossamer.errors import DataError, require
 
-__all__ = ["Document", "SourceFiles", "besides", "field", "found_at", "held_out", "read_documents", "utf8"]
+__all__ = [
+    "Document",
+    "SourceFiles",
+    "besides",
+    "field",
+    "found_at",
+    "held_out",
+    "holds_tokens",
+    "read_documents",
+    "utf8",
+]
 
 PLAIN = (".txt", ".text", ".md", ".rst", ".py")  # one document a file
 SUFFIXES = (*PLAIN, ".jsonl", ".parquet")  # in upper case too, and all but the last also behind .gz
+TOKENS = ".bin"  # tokens that others have made, by name or by glob: a folder may hold .bin files of any kind
 MARK = "\ufeff"  # the byte-order mark, which editors write before a text and is none of it
 
 
@@ -197,7 +208,7 @@ def _files_at(source: str) -> tuple[list[Path], Mapping[str, int]]:
             names = f"only {inside[0].name} to read" if inside else "no readable file"
             raise DataError(
                 f"data.source '{source}' has {names}{besides(left_out)}; convert those to one of: "
-                f"{', '.join(SUFFIXES)}, or name files"
+                f"{', '.join(SUFFIXES)}, or name files; tokens in .bin files are named one by one or as '{path / '*.bin'}'"
             )
     elif path.is_file():
         inside = [path]
@@ -206,15 +217,23 @@ def _files_at(source: str) -> tuple[list[Path], Mapping[str, int]]:
     if not inside:
         raise DataError(
             f"data.source '{source}' names no readable file (the working folder is '{Path.cwd()}'); give an "
-            f"existing file, a folder or a glob of files that end in one of: {', '.join(SUFFIXES)}"
+            f"existing file, a folder or a glob of files that end in one of: {', '.join((*SUFFIXES, TOKENS))}"
         )
     for p in inside:
-        if _kind(p) not in SUFFIXES:
+        if _kind(p) not in (*SUFFIXES, TOKENS):
             raise DataError(
-                f"'{p}' ends in '{_ending(p)}' but files must end in one of: {', '.join(SUFFIXES)}; convert it, or "
+                f"'{p}' ends in '{_ending(p)}' but files must end in one of: {', '.join((*SUFFIXES, TOKENS))}; convert it, or "
                 "rename it to the ending of its format"
             )
     return inside, left_out
+
+
+def holds_tokens(sources: Sequence[SourceFiles]) -> bool:
+    """Whether the files of all sources are tokens and no text. Raises DataError where there are both."""
+    kinds = {_kind(path) == TOKENS: path for source in sources for path in source.files}
+    if len(kinds) > 1:
+        raise DataError(f"data.source names text, '{kinds[False]}', and tokens, '{kinds[True]}'; give one or the other")
+    return True in kinds
 
 
 def _ending(path: Path) -> str:

@@ -27,7 +27,8 @@ class DataConfig:
     source: _Text | Annotated[tuple[_Text, ...], Field(min_length=1)] = "stdlib"
     """"stdlib" (the source of this machine's Python), files, folders or globs, a stream "hf:NAME[:CONFIG]", or
     "package.module:name": a function `batch(worker, step)` of yours, which must always return the same for the same numbers.
-    `seq_len` and `batch_size` then only count its tokens."""
+    `seq_len` and `batch_size` then only count its tokens. Files named *.bin hold tokens, as nanoGPT, llm.c and Megatron write
+    them; `tokenizer` must be the one that they were made with."""
     options: Mapping[str, Any] | None = None
     """Keywords for a data set of your own."""
     validation: CodeName | None = None

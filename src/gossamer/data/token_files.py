@@ -1,4 +1,4 @@
-"""Text in files: tokenised once; a batch consists of windows at random places."""
+"""Text in files: tokenised once, or by others before; a batch consists of windows at random places."""
 
 import functools
 import hashlib
@@ -16,13 +16,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gossamer.data.documents import Document, SourceFiles, besides, found_at, held_out, read_documents, utf8
+from gossamer.data.bins import Binary, TokenArray, is_for_validation, open_binary, sampled_hash
+from gossamer.data.documents import (
+    Document,
+    SourceFiles,
+    besides,
+    found_at,
+    held_out,
+    holds_tokens,
+    read_documents,
+    utf8,
+)
 from gossamer.data.settings import DataConfig
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.errors import DataError
 from gossamer.rng import numpy_rng
 
-__all__ = ["FileCorpus", "Piece", "SourceRead", "Tokens"]
+__all__ = ["FileCorpus", "Piece", "SourceRead", "Tokens", "opened_binaries"]
 
 PIECE_CHARS = 1 << 16  # longer documents are cut, so that one book cannot become the whole validation text
 
@@ -33,8 +43,9 @@ class SourceRead(NamedTuple):
     source: str
     files: int
     bytes: int
-    """Of UTF-8."""
-    documents: int
+    """Of UTF-8; of files of tokens, of these."""
+    documents: int | None
+    """None where files of tokens do not say it."""
     tokens: int
     left_out: Mapping[str, int]
     """How many files of a folder were not read, by their ending."""
@@ -48,6 +59,7 @@ class SourceRead(NamedTuple):
         counts = (
             f"{count:,} {what if count != 1 else what[:-1]}"
             for what, count in zip(self._fields[1:5], self[1:5], strict=True)
+            if count is not None
         )
         return f"text of '{self.source}': {', '.join(counts)}{besides(self.left_out)}"
 
@@ -55,14 +67,14 @@ class SourceRead(NamedTuple):
 class Tokens(NamedTuple):
     """Tokenised files."""
 
-    train: NDArray[Any]
-    val: NDArray[Any]
+    train: TokenArray
+    val: TokenArray
     ends: Sequence[int]
     """Where in the training tokens each source ends."""
     read: tuple[SourceRead, ...]
     """What was read of each source."""
     fingerprint: str
-    """A hash of all tokens and of their split."""
+    """A hash of all tokens and of their split; of files of tokens, of their sizes and of samples (`sampled_hash`)."""
 
 
 class Piece(NamedTuple):
@@ -136,6 +148,8 @@ def _tokenise(
 
 def _load_tokens(config: DataConfig, tokenizer: Tokenizer) -> Tokens:
     sources = found_at(config.sources)
+    if holds_tokens(sources):
+        return _ready_tokens(config, tokenizer, sources)
     if config.cache is not None:
         return _cached_tokens(config, tokenizer, sources)
     train, val = io.BytesIO(), io.BytesIO()
@@ -149,7 +163,43 @@ def _tokens(sources: Sequence[SourceFiles], train: NDArray[Any], val: NDArray[An
         SourceRead(source.source, *counts, source.left_out)
         for source, counts in zip(sources, written.read, strict=True)
     )
-    return Tokens(train, val, written.ends, read, written.fingerprint)
+    return Tokens(TokenArray([train]), TokenArray([val]), written.ends, read, written.fingerprint)
+
+
+def opened_binaries(config: DataConfig, vocab_size: int, sources: Sequence[SourceFiles]) -> list[dict[Path, Binary]]:
+    """The files of tokens of each source. Raises: DataError as `open_binary`, and for options that only text has."""
+    for key in ("max_bytes", "cache"):
+        if (value := getattr(config, key)) is not None:
+            raise DataError(
+                f"data.{key} is {value!r:.60}, but data.source names files of tokens, which are mapped whole; remove data.{key}"
+            )
+    return [{path: open_binary(path, vocab_size) for path in source.files} for source in sources]
+
+
+def _ready_tokens(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[SourceFiles]) -> Tokens:
+    """The tokens of .bin files, which are mapped and not copied.
+
+    A file whose name has "val" in it is for validation; of a source without one, its last `val_fraction` is.
+    """
+    train, val, ends, read = TokenArray([]), TokenArray([]), list[int](), list[SourceRead]()
+    for source, files in zip(sources, opened_binaries(config, tokenizer.vocab_size, sources), strict=True):
+        own, kept = (
+            TokenArray([one.tokens for path, one in files.items() if is_for_validation(path) is held])
+            for held in (False, True)
+        )
+        size, total = sum(one.tokens.nbytes for one in files.values()), len(own) + len(kept)
+        if not len(kept):
+            own, kept = own.cut(len(own) - int(config.val_fraction * len(own)))
+        train, val = train + own, val + kept
+        ends.append(len(train))
+        read.append(SourceRead(source.source, len(files), size, _documents(files.values()), total, source.left_out))
+    split = f"{len(train)} {len(val)} {sampled_hash([*train.parts, *val.parts])}"
+    return Tokens(train, val, ends, tuple(read), hashlib.blake2b(split.encode(), digest_size=16).hexdigest())
+
+
+def _documents(files: Iterable[Binary]) -> int | None:
+    counts = [one.documents for one in files]
+    return None if None in counts else sum(count or 0 for count in counts)
 
 
 def _cached_tokens(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[SourceFiles]) -> Tokens:
@@ -256,7 +306,7 @@ class FileCorpus:
         self._window = config.seq_len + 1
         train, val, self._ends, self.read, self._fingerprint = _load_tokens(config, tokenizer)
         if scored:
-            self._train, self._val = train[:0], np.concatenate([train, val])
+            self._train, self._val = TokenArray([]), train + val
             self._window = min(self._window, len(self._val))
             if self._window < 2:
                 raise DataError(
@@ -269,9 +319,8 @@ class FileCorpus:
                 f"{self._fingerprint} {self._ends}".encode(), digest_size=16
             ).hexdigest()
         if min(len(train), len(val)) < self._window and not isinstance(config.shards, tuple):
-            whole = np.concatenate([train, val])
-            cut = len(whole) - int(config.val_fraction * len(whole))
-            train, val = whole[:cut], whole[cut:]
+            whole = train + val
+            train, val = whole.cut(len(whole) - int(config.val_fraction * len(whole)))
         self._train, self._val = train, val
         self._check_lengths()
         # A worker has a few epochs under way at most, and all workers of a simulation share this corpus.
@@ -349,13 +398,22 @@ class FileCorpus:
         tokens = min(len(self._val) - 1, most_tokens)
         return -(-tokens // (self._config.batch_size * (self._window - 1)))
 
-    def _windows(self, tokens: NDArray[Any], starts: NDArray[np.int64]) -> Tensor:
-        windows = np.stack([tokens[start : start + self._window] for start in starts]).astype(np.int64)
-        if windows.max() >= self.vocab_size:
-            raise DataError(
-                f"the token cache '{self._config.cache}' holds token {windows.max()}, but the vocabulary has only "
-                f"{self.vocab_size}; remove that folder, and it will be written again"
+    def _windows(self, tokens: TokenArray, starts: NDArray[np.int64]) -> Tensor:
+        windows = np.stack([tokens.window(int(start), self._window) for start in starts])
+        if windows.max() >= self.vocab_size or windows.min() < 0:
+            bad = windows.max() if windows.max() >= self.vocab_size else windows.min()
+            where, remedy = (
+                (
+                    f"data.source {self._config.source!r:.60} has",
+                    "name the tokenizer that it was made with as data.tokenizer",
+                )
+                if self._config.cache is None
+                else (
+                    f"the token cache '{self._config.cache}' holds",
+                    "remove that folder, and it will be written again",
+                )
             )
+            raise DataError(f"{where} token {bad}, but the vocabulary has only {self.vocab_size}; {remedy}")
         return torch.from_numpy(windows)
 
     def state(self) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 from gossamer.clock import SERVER
 from gossamer.clock.durations import Durations
-from gossamer.data.documents import found_at
+from gossamer.data.documents import found_at, holds_tokens
+from gossamer.data.token_files import opened_binaries
 from gossamer.data.tokenizer import Tokenizer, local_tokenizer, vocabulary
 from gossamer.errors import ConfigError, DataError, GossamerError, installs
 from gossamer.layout import Layout
@@ -183,7 +184,7 @@ def examine(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None = No
     words, m = local_tokenizer(run.data.tokenizer), run.method
     vocab_size = None if words is None else words.vocab_size
     documents = None if words is None or run.data.own else _around(words)
-    layout, (text, missing) = _layout(run, vocab_size), _text(run)
+    layout, (text, missing) = _layout(run, vocab_size), _text(run, vocab_size)
     topology = None if isinstance(m, WithServer) else m.topology
     predicted = stability.stability_of(m.rule, m.topology, m.schedule.merge) if isinstance(m, Method) else None
     sent, most, kept, networks = counted(run, layout) if layout else (None, None, (), ())
@@ -231,12 +232,14 @@ def _endless(documents: AroundDocuments | None, tokenizer: str) -> list[str]:
     ]
 
 
-def _text(run: RunSettings) -> tuple[tuple[TextFiles, ...], list[str]]:
+def _text(run: RunSettings, vocab_size: int | None) -> tuple[tuple[TextFiles, ...], list[str]]:
     """The files of each source, and why there are none on this machine, for which the run may not be meant."""
     if run.data.own or run.data.streamed:
         return (), []
     try:
         found = found_at(run.data.sources)
+        if holds_tokens(found) and vocab_size is not None:
+            opened_binaries(run.data, vocab_size, found)
     except DataError as error:
         return (), [str(error)]
     sizes = [sum(path.stat().st_size for path in one.files) for one in found]
@@ -272,8 +275,8 @@ def _known_of(config: RunConfig) -> Examined:
         topology=topology, spectral_gap=None, vocabulary=vocab_size, parameters=None if layout is None else layout.numel,
         experts=None if layout is None else _experts(run, layout), sent_bytes=None, most_bytes=None, kept=(), networks=(),
         disagreement=None, rounds=config.rounds, tokens=_steps(run) * run.step_tokens, warnings=(),
-        processes=sum(run.pipeline.processes(run.workers)), here=(*_text(run)[1], *_lacking(run)), peers=dealt(run.peers),
-        code=tuple(names.values()),
+        processes=sum(run.pipeline.processes(run.workers)), here=(*_text(run, vocab_size)[1], *_lacking(run)),
+        peers=dealt(run.peers), code=tuple(names.values()),
     )  # fmt: skip
 
 

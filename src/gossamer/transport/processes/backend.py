@@ -115,6 +115,9 @@ def gloo_group(store: Store, rank: int, size: int, timeout_s: float, address: st
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     group._set_group_desc(OWN)
+    # Whoever gives up right away, such as for a rule that it refuses, would cut off those that are still connecting, and these
+    # would end in gloo's words.
+    group.barrier().wait()
     return group
 
 
