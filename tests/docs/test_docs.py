@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -11,7 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import tomli_w
 import torch
 
 import generate
@@ -19,6 +22,7 @@ import gossamer
 from generators.methods import python_of
 from gossamer import topologies
 from gossamer.cli import VERBS, main
+from gossamer.data.tokenizer import load_tokenizer
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, StepOf, to_toml
 from gossamer.run.config.document import load, with_settings
@@ -28,7 +32,7 @@ from gossamer.run.config.run_file import parse
 from gossamer.run.config.user_parts import named
 from gossamer.run.experiments import race
 from gossamer.settings.schema import parse_toml
-from tiny import TEXT
+from tiny import TEXT, document
 
 ROOT = Path(__file__).parents[2]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
@@ -244,6 +248,27 @@ def test_the_commands_on_the_page_about_which_method_work_as_written(tmp_path, m
             assert ("verdict: " in said) == ("--race" in words)
             assert "by the law: after about" in said or "--law" not in words
     assert len(ran) == 5 and Path("run.toml").is_file() and Path("runs/race-network-1m/report.html").is_file()
+
+
+def test_the_commands_on_the_page_about_data_work_as_written(tmp_path, monkeypatch, capfd):
+    """On a text and on files of tokens that are written here, with a tokenizer that is bytes under another name."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(tomli_w.dumps(document(run__steps=2)), encoding="utf-8")
+    Path("notes.jsonl").write_text("".join(json.dumps({"text": f"note {k} " * 9}) + "\n" for k in range(99)))
+    Path("tokenizer.json").write_text(load_tokenizer("bytes").json(), encoding="utf-8")
+    Path("fineweb").mkdir()
+    ids = np.random.default_rng(0).integers(1, 128, 10_500).astype("<u2")
+    header = np.array([20240520, 1, 500, *[0] * 253], "<i4").tobytes()
+    Path("fineweb/train_000001.bin").write_bytes(ids[:10_000].tobytes())
+    Path("fineweb/val_000000.bin").write_bytes(header + ids[10_000:].tobytes())
+    page = (ROOT / "docs" / "how-to" / "data.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^gossamer .+$", page, re.MULTILINE)
+    assert len(commands) == 4
+    for words in map(shlex.split, commands):
+        assert main([*words[1:]]) == 0, words
+    said = "".join(capfd.readouterr())
+    told = re.search(r"^text of 'fineweb.+$", page, re.MULTILINE)
+    assert told and told[0] in said
 
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
