@@ -166,6 +166,7 @@ def words_of(verb: str, folder: Path, out: Path) -> list[object]:
         "compare": [folder / "two.toml", "--out", out],
         "tune": [folder / "tune.toml", "--out", out, "--jobs", 1],
         "keys": ["new", "berlin", "--out", out / "berlin.pem"],
+        "doctor": [file],
         "status": [run],
         "evaluate": [run],
         "audit": [folder / "hashed"],

@@ -42,6 +42,7 @@ VERBS = {
     "check": "Show what a run file will do, or list all its errors.",
     "train": "Train one real worker per process, on this machine with --local N or on several with --rank I.",
     "keys": "Make a key for this machine, so that a run over machines is encrypted.",
+    "doctor": "Find what would keep this machine from taking part in a run over machines, with the remedy.",
     "status": "Show who takes part in a run, how far everybody is, and where the seconds go.",
     "watch": "Serve a live page of runs: who sends to whom, who waits, loss and bytes.",
     "compare": "Simulate all variants of an experiment file, and write one report.",
