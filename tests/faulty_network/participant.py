@@ -23,7 +23,7 @@ from gossamer.rules import Context, Rule
 from gossamer.topologies import Topology
 from gossamer.topologies.mixing import Mixing
 from gossamer.transport import wire
-from gossamer.transport.contract import Ticket
+from gossamer.transport.contract import Sound, Ticket
 from gossamer.transport.elastic.core import MOST_EARLY, ElasticCore, Outgoing
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry, membership_update
 from gossamer.transport.sockets.header import LetterKind
@@ -297,7 +297,7 @@ class Participant(ABC):
         """Looks at the time."""
         self.core.tick(now)
 
-    def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor]) -> None:
+    def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor], sound: Sound | None = None) -> None:
         """See `gossamer.transport.Transport`."""
         self.core.expect(ticket, peer, wire.frames_bytes(like))
 

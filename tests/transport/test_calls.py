@@ -12,6 +12,7 @@ from gossamer.asynchronous import a2cid2, ad_psgd
 from gossamer.clock.gossip_worker import GossipWorker
 from gossamer.clock.pair_worker import PairWorker
 from gossamer.errors import DataError
+from gossamer.finite import all_finite
 from gossamer.layout import Layout
 from gossamer.record.logs.order import (
     Entered,
@@ -90,14 +91,14 @@ class Mail:
 class Fleet:
     """Workers that meet, each with a log of the meetings that counted at its end."""
 
-    def __init__(self, rule, xs):
+    def __init__(self, rule, xs, sound=lambda payload, peer: True):
         self.workers = [PairWorker(rule, Still(x)) for x in xs]
         self.met = [[] for _ in xs]
         self.told = [None] * len(xs)
         self.cores = [
             Meetings(
                 members(i), 4 * SIZE, limit_s=1.0, tell=lambda one, i=i: self._tell(i),
-                meet=lambda one, payload, i=i: self._meet(i, one, payload),
+                meet=lambda one, payload, i=i: self._meet(i, one, payload), sound=sound,
             )
             for i in range(len(xs))
         ]  # fmt: skip
@@ -170,6 +171,21 @@ def test_two_workers_that_invite_each_other_at_once_meet_once():
     fleet.mail.deliver_all()
     assert fleet.met == [[(0, 0, 1)], [(0, 0, 0)], []]
     assert fleet.workers[0].x.tolist() == fleet.workers[1].x.tolist() == [0.5] * SIZE
+
+
+@pytest.mark.parametrize("starter", [0, 1])
+def test_a_meeting_with_a_message_that_is_not_sound_is_missed_at_both_ends(starter):
+    numbers = [0.0, torch.nan, 2.0]
+    fleet = Fleet(
+        ad_psgd(), [torch.full((SIZE,), one) for one in numbers], lambda payload, peer: all_finite(payload.view(torch.float32))
+    )  # fmt: skip
+    fleet.cores[starter].invite(1 - starter, 0.0)
+    fleet.mail.deliver_all()
+    assert fleet.met == [[], [], []] and not any(core.busy for core in fleet.cores)
+    assert fleet.cores[0].missed == 1 and fleet.cores[0].unsure == 0 and fleet.workers[0].x.tolist() == [0.0] * SIZE
+    fleet.cores[0].invite(2, 0.0)  # and both are free for others
+    fleet.mail.deliver_all()
+    assert fleet.met == [[(0, starter == 0, 2)], [], [(0, starter == 0, 0)]]
 
 
 def test_a_worker_in_a_meeting_or_about_to_end_refuses_another():

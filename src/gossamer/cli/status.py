@@ -41,12 +41,12 @@ def _print(found: "RunStatus") -> None:
         print(found.note)
     elif found.answered:
         print(f"asked now: worker {', '.join(map(str, found.answered))}")
-    headings = ["worker", "standing", "rounds", "news", "loss", "missed", "unsure"]
+    headings = ["worker", "standing", "rounds", "news", "loss", "missed", "unsure", "declined"]
     headings += ["round s", "compute", "transfer", "waiting", "other", "waits for"]
     rows = [
         [
             str(one.worker), one.standing, str(one.round), _age(one.age_s), "-" if one.loss is None else f"{one.loss:.4f}",
-            str(one.missed), str(one.unsure), *_seconds(one.seconds),
+            str(one.missed), str(one.unsure), str(one.declined), *_seconds(one.seconds),
         ]
         for one in found.workers
     ]  # fmt: skip

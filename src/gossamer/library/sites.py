@@ -30,7 +30,7 @@ from gossamer.library.peers import Common, must_agree
 from gossamer.library.siblings import Siblings
 from gossamer.record.packed import cold, frozen, unpacked
 from gossamer.rounds.loop import OuterLoop
-from gossamer.transport.contract import Ticket, Wait
+from gossamer.transport.contract import Sound, Ticket, Wait
 from gossamer.transport.elastic.closing import LeftOutError
 from gossamer.transport.elastic.members import (
     Members,
@@ -98,9 +98,9 @@ class LaneTransport:
         self._parts, self._n = lane.shards > 1 and not closes, lane.n
         self.closed = False
 
-    def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor]) -> None:
+    def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor], sound: Sound | None = None) -> None:
         """As of `Transport`."""
-        self._inner.expect(ticket, peer, like)
+        self._inner.expect(ticket, peer, like, sound)
 
     def post(self, ticket: Ticket, peer: int, frames: Sequence[Tensor]) -> None:
         """As of `Transport`."""

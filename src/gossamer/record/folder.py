@@ -14,7 +14,8 @@ Metrics come in kinds. Round r counts from 0 and a line of round r is about the 
 initial values has round -1 and step 0. A number that is not finite is written as null.
 
 * `{"kind":"train","round":r,"worker":i,"step":s,"loss":x,"lr":y,"tokens":t}`: the mean loss of a local phase, and the
-  steps and tokens that this worker has behind it. With `record.hash` also `"hashes":[...]`, see there.
+  steps and tokens that this worker has behind it. With `record.hash` also `"hashes":[...]`, see there. Where messages of others
+  did not count, `"declined":{"3":k}` says how many of whom, and `"shortened":{"3":k}` how many a rule has shortened.
 * `{"kind":"eval","round":r,"step":s,"tokens":t,"loss":x,"worker_losses":[...],"disagreement":d}`: validation loss of
   the mean model and that of each worker's own, the tokens of all workers, and how far the workers are apart,
   `d = sqrt(mean_i |x_i - x_mean|² / P)` over P parameters; their list is empty without `run.eval_workers`; with `run.eval_js`

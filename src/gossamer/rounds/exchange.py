@@ -18,7 +18,7 @@ of a process. Codecs are called in `gossamer.codecs.message` only. A rule or a c
 and `gossamer.testing` the rule that it checks.
 """
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
 
@@ -26,9 +26,11 @@ import torch
 from torch import Tensor
 
 from gossamer import rng
+from gossamer.codecs import Codec
 from gossamer.codecs.exact import EXACT
 from gossamer.codecs.message import decode, encode
-from gossamer.finite import must_be_finite
+from gossamer.errors import TrainingError
+from gossamer.finite import GO_ON, all_finite, must_be_finite
 from gossamer.record.logs.trace import Operation
 from gossamer.rounds.forms import chunks, message_template, own_message, sizes_of
 from gossamer.rounds.kernel import Decoded, cut, update_spans
@@ -147,8 +149,9 @@ def begin(setup: Setup, mixing: Mixing, ctx: Context, sent: Sent | None = None) 
     """Announces what will be received and returns the exchange, which waits to be posted after the local phase.
 
     Args: `sent` is that of an exchange which was under way when a checkpoint was written, to send the same again.
-    Raises: TransportError and PeerError from the transport, wherever the exchange is continued; TrainingError, naming the sender,
-        for a message that is not finite, before it is sent and when it has come.
+    Raises: TransportError and PeerError from the transport, wherever the exchange is continued; TrainingError for a message of
+        its own that is not finite, before it is sent, and, naming the sender, for one that has come and that this rule cannot
+        do without. Any other such message is declined: it does not count, and `Setup.declined` is told whose it was.
     Cost: one payload to each receiver. Only a `mean` over everyone with an exact codec, or with one that has a way back, goes
         through chunk owners, (n-1)/n payloads there and (n-1)/n back per worker. With overlap or a merge one more copy of x
         while it is under way.
@@ -237,9 +240,16 @@ def _with_peers(job: _Job) -> _Legs:
     (rule, codec, transport, part, seed, kernel, *_), mixing, ctx, _ = job
     i, ticket = ctx.worker, Ticket(ctx.round, part.fragment, 2 * job.setup.attempt)
     sources, targets = mixing.receives_from(i), mixing.sends_to(i)
-    template = encode(codec, message_template(rule, part.x, part.s, ctx), 0)
+    form = message_template(rule, part.x, part.s, ctx)
+    template = encode(codec, form, 0)
+    # A worker may go on without a message unless others reckon with it: the mass it has sent, or their copies of its state.
+    declines = rule.needs in ("everyone", "connected") and not rule.copies_per_peer
+
+    def sound(frames: Sequence[Tensor]) -> bool:
+        return _decoded(codec, refill(template, frames), form) is not None
+
     for j in sources:
-        transport.expect(ticket, j, leaves(template))
+        transport.expect(ticket, j, leaves(template), sound if declines else None)
     yield None
 
     sent = _sent(job)
@@ -256,19 +266,31 @@ def _with_peers(job: _Job) -> _Legs:
     lost = [j for j in sources if j not in arrived]
     if rule.needs == "everyone":
         _must_be_whole(ctx, sources, arrived)
-    sources = [j for j in sources if j in arrived]
     own = decode(codec, payload, sent.message)
-    received = [decode(codec, arrived[j], sent.message) for j in sources]
-    _must_be_finite(ctx, "message", dict(zip(sources, received, strict=True)) | ({} if codec.exact else {i: own}))
+    if not codec.exact:
+        _must_be_finite(ctx, "message", {i: own})
+    messages = {j: _decoded(codec, arrived[j], sent.message) for j in sources if j in arrived}
+    bad = [j for j, message in messages.items() if message is None]
+    if bad and (not declines or job.setup.attempt):
+        raise _unsound(job, "message", bad)
+    for j in bad:
+        job.setup.declined(j)
+    sources = [j for j, message in messages.items() if message is not None]
+    received = [message for message in messages.values() if message is not None]
+    if bad:
+        ctx = ctx._replace(peers=tuple(sources))
     if job.setup.compare is not None:
         job.setup.compare(own, received)
     yield _Complete()
 
     # Renumbered by place, and with the worker itself first where its place does not matter, so that a compiled kernel meets
-    # one row per number of peers.
-    full = without(mixing.rows[i], i, lost)
-    order, weights = [i, *sources] if rule.combine is pull else [j for j, _ in full], dict(full)
-    row, me = tuple((place, weights[j]) for place, j in enumerate(order)), order.index(i)
+    # one row per number of peers. A rule that is not compiled may ask whose message it is.
+    row, me = without(mixing.rows[i], i, lost), i
+    if bad:
+        row = (_over_the_rest if rule.needs == "everyone" else without)(row, i, bad)
+    if rule.compiles:
+        order, weights = [i, *sources] if rule.combine is pull else [j for j, _ in row], dict(row)
+        row, me = tuple((place, weights[j]) for place, j in enumerate(order)), order.index(i)
     with job.setup.around(), _merging(job, sent.x):
         for a, b in update_spans(kernel, rule, part.x.device, 0, part.x.numel()):
             messages = Decoded(cut(rule, own, a, b), tuple(cut(rule, m, a, b) for m in received), me, row)
@@ -306,11 +328,19 @@ def _through_owners(job: _Job) -> _Legs:
 
     own = [decode(codec, payload, chunk) for payload, chunk in zip(payloads, message, strict=True)]
     mine = message[place[i]]
-    arrived = {j: decode(codec, refill(share, frames), mine) for j, frames in transport.collect(there).items()}
-    _must_be_whole(ctx, others, arrived)
-    _must_be_finite(ctx, "message", arrived | ({} if codec.exact else {i: tuple(own)}))
-    total = rule.combine(own[place[i]], arrived, i, mixing.rows[i])
-    del arrived
+    came = {j: refill(share, frames) for j, frames in transport.collect(there).items()}
+    _must_be_whole(ctx, others, came)
+    if not codec.exact:
+        _must_be_finite(ctx, "message", {i: tuple(own)})
+    chunks_of = {j: _decoded(codec, payload, mine) for j, payload in came.items()}
+    bad = [j for j, chunk in chunks_of.items() if chunk is None]
+    if bad and job.setup.attempt:
+        raise _unsound(job, "message", bad)
+    for j in bad:  # all get the sums that their owners took, so they stay equal
+        job.setup.declined(j)
+    row = _over_the_rest(mixing.rows[i], i, bad) if bad else mixing.rows[i]
+    total = rule.combine(own[place[i]], {j: c for j, c in chunks_of.items() if c is not None}, i, row)
+    del came, chunks_of
     mine = encode(back, total, rng.key(seed, i, ctx.round, part.fragment, "back"))
     for j in others:
         transport.post(gather, j, leaves(mine))
@@ -318,8 +348,10 @@ def _through_owners(job: _Job) -> _Legs:
 
     arrived = {j: refill(sums[place[j]], frames) for j, frames in transport.collect(gather).items()} | {i: mine}
     _must_be_whole(ctx, others, arrived)
-    pieces = [leaves(decode(back, arrived[j], map_leaves(widen, message[k]))) for k, j in enumerate(owners)]
-    _must_be_finite(ctx, "sum", {j: tuple(piece) for j, piece in zip(owners, pieces, strict=True)})
+    sums_of = {j: _decoded(back, arrived[j], map_leaves(widen, message[k])) for k, j in enumerate(owners)}
+    if bad := [j for j, total in sums_of.items() if total is None]:
+        raise _unsound(job, "sum", bad)
+    pieces = [leaves(total) for total in sums_of.values()]
     whole = sent.message if codec.exact else refill(sent.message, map(torch.cat, zip(*map(leaves, own), strict=True)))
     if job.setup.compare is not None:
         for mine, piece in zip(own, pieces, strict=True):
@@ -385,6 +417,29 @@ def _must_be_whole(ctx: Context, needed: Iterable[int], arrived: Mapping[int, Tr
 def _must_be_finite(ctx: Context, what: str, parts: Mapping[int, Tree]) -> None:
     """Raises TrainingError, naming the sender, unless what these workers send in this round is finite."""
     must_be_finite({f"the {what} of worker {j} in round {ctx.round}": part for j, part in parts.items()})
+
+
+def _decoded(codec: Codec, payload: Tree, like: Tree) -> Tree | None:
+    """A message of another worker; None if it cannot be decoded or is not finite, as no honest worker sends it."""
+    try:
+        message = decode(codec, payload, like)
+    except (RuntimeError, ValueError, IndexError):
+        return None
+    return message if all_finite(message) else None
+
+
+def _unsound(job: _Job, what: str, senders: Sequence[int]) -> TrainingError:
+    """What ends a worker that cannot do without these messages."""
+    who = " and ".join(map(str, senders))
+    return TrainingError(
+        f"the {what} of worker {who} in round {job.ctx.round} has numbers that are not finite; {GO_ON}"
+    )
+
+
+def _over_the_rest(row: Row, i: int, bad: Collection[int]) -> Row:
+    """A row of a mean without these workers, whose weight goes to all others alike: the same on every worker."""
+    whole = sum(w for j, w in row if j not in bad)
+    return tuple((j, w / whole) for j, w in row if j not in bad)
 
 
 def _sent(job: _Job) -> Sent:

@@ -4,10 +4,12 @@ The simulator, real workers and the library run it. At each stop of a round (see
 fragments and receives others; between two stops it trains, and may call `advance` after any inner step.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypedDict
 
+import torch
 from torch import Tensor
 
 from gossamer import rng
@@ -79,6 +81,8 @@ class OuterLoop:
         """Who takes part in an exchange of a round, in this worker's view; None is everyone. The same for each call of one."""
         if m.holders:
             self.alive = lambda round, fragment: m.holders[fragment]
+        self.declined = Counter[int]()
+        """How many messages of whom were not counted, not finite or not decodable; whoever tells it forgets it."""
         self.fragments: list[Setup] = []
         for p, (x, layout) in enumerate(parts):
             part = Part(x, (), layout, p)
@@ -93,7 +97,7 @@ class OuterLoop:
                 setup = Setup(averaging, exact(), transport, part, draws, m.kernel, reduce, together)
             mixing = m.topology.mixing(0, self.alive(0, p))
             s = initial_state(setup.rule, mixing, x, self._context(0, part, mixing))
-            self.fragments.append(setup._replace(part=part._replace(s=s)))
+            self.fragments.append(setup._replace(part=part._replace(s=s), declined=self._count_declined))
         sends = m.schedule.sends
         self._choice = FragmentChoice(m.schedule.fragments, sends) if sends else None
         self.compare: Callable[[Tree, Sequence[Tree]], None] | None = None
@@ -108,6 +112,27 @@ class OuterLoop:
         self.in_flight: dict[tuple[int, int], Exchange] = {}
         """Exchanges that were announced and not finished, by round and fragment or place (see `Stop.sends`), oldest first."""
         self._begun: int | None = None
+        self._distrusted = self._counts()
+
+    def newly_distrusted(self) -> tuple[Counter[int], Counter[int]]:
+        """How many messages of whom the rule has shortened, and how many declined, since the last call or `trust_anew`."""
+        before, self._distrusted = self._distrusted, self._counts()
+        shortened, declined = self._distrusted[0] - before[0], self._distrusted[1] - before[1]
+        return shortened, declined
+
+    def trust_anew(self) -> None:
+        """Forgets what an outer state from elsewhere has counted."""
+        self._distrusted = self._counts()
+
+    def _counts(self) -> tuple[Counter[int], Counter[int]]:
+        found = [setup.rule.distrusts(setup.part.s) for setup in self.fragments if setup.rule.distrusts is not None]
+        shortened, declined = torch.stack(found).sum(0).tolist() if found else ((), ())
+        return Counter({j: int(k) for j, k in enumerate(shortened)}), Counter(
+            {j: int(k) for j, k in enumerate(declined)}
+        )
+
+    def _count_declined(self, sender: int) -> None:
+        self.declined[sender] += 1
 
     def begin_round(self, round: int) -> None:
         """Begins a round. Of a worker that has skipped some, what is under way is received as if it had not."""

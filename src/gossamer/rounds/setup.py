@@ -55,6 +55,8 @@ class Setup(NamedTuple):
     """Is entered for the time of the outer update."""
     compare: Callable[[Tree, Sequence[Tree]], None] | None = None
     """Is shown each own message and those received, or the mean of all, as they were decoded; it only reads them."""
+    declined: Callable[[int], None] = lambda sender: None
+    """Is told whose message was not counted, as it has numbers that are not finite or cannot be decoded."""
     sides: tuple["StageSide", ...] = ()
     """Where peers are in stages and this worker is not: its exchange with each stage, in place of one; see `in_sides`."""
 

@@ -6,6 +6,7 @@ from typing import Any
 from gossamer.rules.anchored import anchored as anchored
 from gossamer.rules.anchored import anchored_gasloc as anchored_gasloc
 from gossamer.rules.choco import choco as choco
+from gossamer.rules.clipped import clipped as clipped
 from gossamer.rules.cocktail import cocktail as cocktail
 from gossamer.rules.contract import Consensus, Context, OuterSGD, Rule
 from gossamer.rules.data_parallel import data_parallel as data_parallel
@@ -72,6 +73,7 @@ RULES: dict[str, Callable[..., Rule]] = table(
 
 WRAPPERS: dict[str, Callable[..., Rule]] = table(
     anchored,
+    clipped,
     error_feedback,
     restarted,
     robust,

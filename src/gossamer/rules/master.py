@@ -80,5 +80,6 @@ def with_master(rule: Rule) -> Rule:
         start=start,
         mixed=inside(rule.mixed),
         unsent=inside(rule.unsent),
+        distrusts=inside(rule.distrusts),
         adapted=None if adapted is None else lambda s: adapted(s.inner),
     )

@@ -84,4 +84,5 @@ def weighted(rule: Given[Rule]) -> Rule:
         start=(lambda s: s.start) if kept is None else lambda s: kept(s.inner),
         reset=reset_inside(rule.reset),
         unsent=inside(rule.unsent),
+        distrusts=inside(rule.distrusts),
     )

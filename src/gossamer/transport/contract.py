@@ -14,6 +14,7 @@ __all__ = [
     "Delivery",
     "IncompleteError",
     "Reduce",
+    "Sound",
     "Ticket",
     "Transport",
     "Wait",
@@ -26,6 +27,10 @@ WIRE_VERSION = 3
 
 class IncompleteError(TransportError):
     """Messages that a mean over everyone needs have not come; in an elastic run its round is tried again over fewer workers."""
+
+
+Sound = Callable[[Sequence["Tensor"]], bool]
+"""Whether frames that have come may count."""
 
 
 class Ticket(NamedTuple):
@@ -81,8 +86,11 @@ class Transport(Protocol):
     keeps_frames: bool
     """Whether posted frames are kept by reference; the caller must then not change them until all peers have collected."""
 
-    def expect(self, ticket: Ticket, peer: int, like: Sequence["Tensor"]) -> None:
-        """Announces that `peer` will send frames of these shapes and dtypes under this ticket; may be called early."""
+    def expect(self, ticket: Ticket, peer: int, like: Sequence["Tensor"], sound: Sound | None = None) -> None:
+        """Announces that `peer` will send frames of these shapes and dtypes under this ticket; may be called early.
+
+        Args: `sound` is asked before an exchange counts at both ends, by a transport where it may count at neither.
+        """
         ...
 
     def post(self, ticket: Ticket, peer: int, frames: Sequence["Tensor"]) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gossamer.errors import TransportError
-from gossamer.transport.contract import Ticket
+from gossamer.transport.contract import Sound, Ticket
 
 __all__ = ["MemoryNetwork", "MemoryTransport", "Parcel"]
 
@@ -85,7 +85,7 @@ class MemoryTransport:
         self._network = network
         self._expected: dict[Ticket, dict[int, list[tuple[object, ...]]]] = {}
 
-    def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor]) -> None:
+    def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor], sound: Sound | None = None) -> None:
         """Announces that `peer` will send frames of these shapes and dtypes under this ticket."""
         assert 0 <= peer < self._network.n and peer != self.worker, (peer, self.worker)
         kinds = self._expected.setdefault(ticket, {})

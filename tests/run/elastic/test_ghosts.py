@@ -18,7 +18,7 @@ from gossamer.run.worker.task import task_of
 from gossamer.run.worker.worker import Worker
 from gossamer.topologies import make_topology
 from gossamer.transport import wire
-from gossamer.transport.contract import Ticket
+from gossamer.transport.contract import Sound, Ticket
 from gossamer.transport.elastic.core import ElasticCore
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
 from gossamer.transport.memory import MemoryNetwork
@@ -52,7 +52,7 @@ class Gossiper:
         setup = Setup(self.rule, exact(), self, Part(self.x, self.s, LAYOUT), seed=0)
         return begin(setup, mixing, self.context(round))
 
-    def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor]) -> None:
+    def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor], sound: Sound | None = None) -> None:
         self.core.expect(ticket, peer, wire.frames_bytes(like))
 
     def post(self, ticket: Ticket, peer: int, frames: Sequence[Tensor]) -> None:

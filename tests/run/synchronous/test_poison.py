@@ -2,10 +2,12 @@
 
 import contextlib
 import io
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from drifted_rounds import context, drive, serially
 from gossamer.asynchronous import cgad
@@ -16,9 +18,9 @@ from gossamer.errors import TrainingError
 from gossamer.finite import all_finite, must_be_finite
 from gossamer.layout import Layout, Leaf
 from gossamer.record import checkpoint
-from gossamer.rounds.exchange import begin, initial_state
+from gossamer.rounds.exchange import Exchange, begin, finish_all, initial_state
 from gossamer.rounds.setup import Part, Setup
-from gossamer.rules import Rule, diloco, gasloc
+from gossamer.rules import Rule, choco, diloco, gasloc, robust, sgp
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.simulated.simulate import simulate
 from gossamer.topologies import make_topology
@@ -100,35 +102,76 @@ def test_a_last_round_that_is_not_finite_is_not_saved_and_does_not_end_well(tmp_
     checkpoint.save(store, 3, 0, {**state, "inner": {"exp_avg_sq": torch.tensor([torch.inf])}}, digest=key)
 
 
-def begun(rule: Rule, codec: Codec, start: float, end: float, forger: int | None = None):
-    """A round of three workers from `start`, of which worker 1 has come to `end`; what the forger sends is held back."""
+class Mailboxes(MemoryNetwork):
+    """A network whose `deliver` may be changed, and the parameters of its workers."""
+
+    def __init__(self, deliver: Callable[[Parcel], bool]) -> None:
+        super().__init__(3, lambda parcel: self.deliver(parcel))
+        self.deliver, self.xs = deliver, list[Tensor]()
+
+
+def begun(
+    rule: Rule, codec: Codec, start: float, end: float, forger: int | None = None
+) -> tuple[Mailboxes, list[Exchange], list[list[int]]]:
+    """A round of three workers from `start`, of which worker 1 has come to `end`; what the forger posts first is held back."""
     mixing = make_topology("complete", 3, seed=0).mixing(0)
-    network, exchanges = MemoryNetwork(3, deliver=lambda parcel: parcel.sender != forger), []
+    exchanges, told = list[Exchange](), [list[int]() for _ in range(3)]
+    network = Mailboxes(lambda parcel: parcel.sender != forger or parcel.ticket.leg > 0)
     for i in range(3):
         x = torch.full((64,), start)
         ctx = context(i, 7, mixing, x)
         s = initial_state(rule, mixing, x, ctx)
         x.fill_(end if i == 1 else start)
-        exchanges.append(begin(Setup(rule, codec, network.transport(i), Part(x, s, ctx.layout), 0), mixing, ctx))
-    return network, exchanges
+        part = Part(x, s, ctx.layout)
+        setup = Setup(rule, codec, network.transport(i), part, 0, declined=told[i].append)
+        exchanges.append(begin(setup, mixing, ctx))
+        network.xs.append(x)
+    return network, exchanges, told
+
+
+def forged(network: MemoryNetwork) -> None:
+    """What was held back arrives, with infinities in place of its numbers."""
+    for held in list(network.held):
+        frames = (torch.full_like(frame, torch.inf) if frame.is_floating_point() else frame for frame in held.frames)
+        network.held[network.held.index(held)] = parcel = Parcel(*held[:3], tuple(frames))
+        network.release(parcel)
 
 
 @pytest.mark.parametrize("codec", [exact(), int8()], ids=["exact", "int8"])
-@pytest.mark.parametrize("rule", [gasloc(), diloco()], ids=["with peers", "through owners"])
-def test_a_payload_that_is_not_finite_is_refused_with_the_name_of_its_sender(rule: Rule, codec: Codec) -> None:
-    network, exchanges = begun(rule, codec, 1.0, 2.0, forger=1)
+@pytest.mark.parametrize("rule", [gasloc(), robust(diloco()), diloco()], ids=["with peers", "robust", "through owners"])
+def test_a_payload_that_is_not_finite_is_declined_and_the_others_go_on_without_it(rule: Rule, codec: Codec) -> None:
+    network, exchanges, told = begun(rule, codec, 1.0, 2.0, forger=1)
     serially(lambda exchange: exchange.post(), exchanges)
-    for held in list(network.held):
-        frames = (torch.full_like(frame, torch.inf) if frame.is_floating_point() else frame for frame in held.frames)
-        network.held[network.held.index(held)] = forged = Parcel(*held[:3], tuple(frames))
-        network.release(forged)
+    forged(network)
+    finish_all(exchanges, serially)  # the forger owns a chunk of a mean as well
+    assert told[0] == [1] and told[2] == [1]
+    # Of a mean through owners the forger still owns its chunk, the middle one.
+    others = slice(0, 21) if rule.averages else slice(None)
+    assert torch.equal(network.xs[0], network.xs[2]) and torch.equal(network.xs[0][others], torch.ones(64)[others])
+
+
+@pytest.mark.parametrize("rule", [choco(), sgp()], ids=repr)
+def test_a_rule_that_cannot_do_without_a_message_ends_with_the_name_of_its_sender(rule: Rule) -> None:
+    network, exchanges, _ = begun(rule, exact(), 1.0, 2.0, forger=1)
+    serially(lambda exchange: exchange.post(), exchanges)
+    forged(network)
     for receiver in (0, 2):
         with pytest.raises(TrainingError, match=r"^the message of worker 1 in round 7 has numbers"):
             exchanges[receiver].receive()
 
 
+def test_a_sum_that_is_not_finite_ends_the_others_with_the_name_of_its_owner() -> None:
+    network, exchanges, _ = begun(diloco(), exact(), 1.0, 2.0, forger=None)
+    network.deliver = lambda parcel: parcel[:2] != (Ticket(7, 0, 1), 1)
+    serially(lambda exchange: exchange.post(), exchanges)
+    serially(lambda exchange: exchange.advance(), exchanges)
+    forged(network)
+    with pytest.raises(TrainingError, match=r"^the sum of worker 1 in round 7 has numbers"):
+        exchanges[0].receive()
+
+
 def test_a_drift_that_is_infinite_between_two_finite_points_is_not_sent() -> None:
-    network, exchanges = begun(diloco(), exact(), -3e38, 3e38)
+    network, exchanges, _ = begun(diloco(), exact(), -3e38, 3e38)
     exchanges[0].post()
     with pytest.raises(TrainingError, match=r"^the message of worker 1 in round 7 has numbers"):
         exchanges[1].post()
@@ -136,7 +179,7 @@ def test_a_drift_that_is_infinite_between_two_finite_points_is_not_sent() -> Non
 
 
 def test_a_codec_that_makes_an_infinity_of_finite_numbers_is_found_after_decoding() -> None:
-    _, exchanges = begun(gasloc(), fp16(), 1.0, 1e6)
+    _, exchanges, _ = begun(gasloc(), fp16(), 1.0, 1e6)
     with pytest.raises(TrainingError, match=r"^the message of worker 1 in round 7 has numbers"):
         drive(exchanges, serially)
     with pytest.raises(TrainingError, match=r"^the message of worker 2 in its phase 5, decoded, has numbers"):

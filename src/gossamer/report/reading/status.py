@@ -49,6 +49,8 @@ class WorkerStatus(NamedTuple):
     """Exchanges that it has recorded and that neither end counted."""
     unsure: int
     """Exchanges that it has not counted and the other end may have."""
+    declined: int
+    """Messages of it that others have recorded not to have counted: not sound, or too far away for a rule that clips."""
     seconds: RoundSeconds | None
     """Where those of its last recorded round went."""
 
@@ -195,7 +197,7 @@ def _of_worker(slot: int, entry: SlotEntry | None, records: _Records, answers: _
     age_s = _age_s(slot, records.folder, answers.views, now_s) if entry or lives or trained else None
     return WorkerStatus(
         slot, standing_of(seen), done, _steps(lives, trained), loss, age_s, address or None, *_failed(lives),
-        records.seconds.get(slot),
+        _declined(slot, records.trained), records.seconds.get(slot),
     )  # fmt: skip
 
 
@@ -252,6 +254,13 @@ def _failed(lives: Sequence[Life]) -> tuple[int, int]:
     """Exchanges that were missed, and those that are unsure."""
     rounds = [one for life in lives for one in life.rounds]
     return sum(len(one.missed) for one in rounds), sum(len(one.unsure) for one in rounds)
+
+
+def _declined(slot: int, trained: Mapping[int, Sequence[Mapping[str, Any]]]) -> int:
+    """How many messages of a worker the others have declined."""
+    told = (line.get("declined") for worker, lines in trained.items() if worker != slot for line in lines)
+    counts = (counts.get(str(slot), 0) for counts in told if isinstance(counts, Mapping))
+    return sum(count for count in counts if isinstance(count, int))
 
 
 def _age_s(slot: int, folder: Path, views: Mapping[int, View], now_s: float) -> float | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from gossamer.clock.gossip_worker import GossipWorker
+from gossamer.errors import TransportError
 from gossamer.record.logs.order import Mixed, Published
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.run.asynchronous.message_form import MessageForm
@@ -16,6 +17,7 @@ from gossamer.run.participant.seat import Seat
 from gossamer.run.worker.replica import LocalPhase
 from gossamer.run.worker.task import Task
 from gossamer.transport.elastic.fetches import Fetched, Fetches
+from gossamer.tree import Tree
 
 __all__ = ["GossipParticipant"]
 
@@ -55,7 +57,12 @@ class GossipParticipant(WithoutWaiting[GossipWorker]):
             self._fetches.publish(number + 1, packed, replica.steps_taken)
         came: dict[int, Fetched] = {}
         self.stopwatch.blocking(lambda: came.update(self._fetched()))
-        received = {peer: self._messages.unpack(one.payload, peer) for peer, one in sorted(came.items())}
+        received: dict[int, Tree] = {}
+        for peer, one in sorted(came.items()):
+            try:
+                received[peer] = self._messages.unpack(one.payload, peer)
+            except TransportError as error:  # as if it had not come, also in the log
+                self.decline(peer, str(error))
         now_s, everyone = self.now_s(), len(alive) == self.config.workers
         # In the log before it is computed: who is killed in between has lost the mix, and its next life begins before it.
         heard = tuple((peer, came[peer].version, came[peer].life) for peer in received)

@@ -7,7 +7,7 @@ from gossamer import rng
 from gossamer.codecs import Codec, fitted
 from gossamer.codecs.message import decode, encode, payload_like
 from gossamer.errors import TransportError
-from gossamer.finite import must_be_finite
+from gossamer.finite import all_finite, must_be_finite
 from gossamer.layout import Layout
 from gossamer.transport import wire
 from gossamer.tree import Tree, leaves, nbytes, refill
@@ -46,7 +46,7 @@ class MessageForm:
         return decoded, packed
 
     def unpack(self, packed: Tensor, sender: int) -> Tree:
-        """The message of another worker. Raises: TrainingError, TransportError."""
+        """The message of another worker. Raises: TransportError for one that no honest worker sends."""
         frames = wire.unpack_frames(packed.to(self._device), leaves(self._payload))
         try:
             message = decode(self._codec, refill(self._payload, frames), self._like)
@@ -54,5 +54,14 @@ class MessageForm:
             raise TransportError(
                 f"worker {sender} sent what codec '{self._codec.name}' cannot decode ({str(error).splitlines()[0]:.100})"
             ) from None
-        must_be_finite({f"the message of worker {sender}": message})
+        if not all_finite(message):
+            raise TransportError(f"worker {sender} sent numbers that are not all finite")
         return message
+
+    def is_sound(self, packed: Tensor, sender: int) -> bool:
+        """Whether it is the message of another worker."""
+        try:
+            self.unpack(packed, sender)
+        except TransportError:
+            return False
+        return True

@@ -55,7 +55,7 @@ class PairParticipant(WithoutWaiting[PairWorker]):
         self.calls = self._meetings = Meetings(
             seat.members, self._messages.wire_bytes, limit_s=self.limit_s,
             tell=lambda one: self._guarded(lambda: self._tell(one)),
-            meet=lambda one, payload: self._guarded(lambda: self._meet(one, payload)),
+            meet=lambda one, payload: self._guarded(lambda: self._meet(one, payload)), sound=self._is_sound,
         )  # fmt: skip
         self._neighbours = method.topology.mixing(0).receives_from(self.slot)
         self._started_per_phase = (config.events.meetings or 1.0) / 2
@@ -149,6 +149,12 @@ class PairParticipant(WithoutWaiting[PairWorker]):
         except BaseException as error:
             self._failed = self._failed or error
             raise
+
+    def _is_sound(self, payload: Tensor, peer: int) -> bool:
+        sound = self._messages.is_sound(payload, peer)
+        if not sound:
+            self.decline(peer, f"what worker {peer} sent is not finite or cannot be decoded")
+        return sound
 
     def _tell(self, one: Appointment) -> Tensor:
         dt = self._pass()

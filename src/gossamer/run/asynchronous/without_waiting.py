@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 from abc import abstractmethod
+from collections import Counter
 from pathlib import Path
 from typing import Any, Generic
 
@@ -72,6 +73,8 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
         self._budget = config.workers * config.run.steps
         self._held: dict[int, int] = {}
         """Inner steps of other slots that its parameters contain."""
+        self._declined = Counter[int]()
+        """Messages of others that did not count since the last local phase."""
         self._state: dict[str, Any] = {}
         """As of the end of its last local phase."""
 
@@ -114,6 +117,11 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
         """Notes that its parameters contain so many inner steps of another slot, as that one says."""
         self._held[slot] = max(min(steps, self._budget), self._held.get(slot, 0))
         self.transport.holds(slot, self._held[slot])
+
+    def decline(self, peer: int, why: str) -> None:
+        """Notes that a message of a peer does not count."""
+        self._declined[peer] += 1
+        say(f"worker {self.slot} declined a message in its phase {self._number}: {why}; it goes on without it")
 
     def mark(self, phases: int) -> None:
         """A checkpoint or a newcomer gets the state as it is now, with so many local phases of its slot behind it.
@@ -223,7 +231,9 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
         report, start_s = self.train(number, round, alive)
         self.stopwatch.phase(report.compute_s)
         phase = Phase(start_s, self.now_s(), self.slot, number, report)
-        log_phase(self.record, self.events, round, phase, self.replica.local_steps)
+        with self.transport.changed:
+            declined, self._declined = self._declined, Counter()
+        log_phase(self.record, self.events, round, phase, self.replica.local_steps, declined)
         self._number += 1
         self.round = max(round, self._rounds_over(self._number))
         self.keep(self.round, self._state)

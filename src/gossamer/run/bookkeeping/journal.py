@@ -1,8 +1,10 @@
 """What every driver writes at the end of a round: losses, a validation and a checkpoint, each when it is due."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gossamer.clock import Absence, Phase, Record, Relay, Transfer, Update
@@ -14,6 +16,7 @@ from gossamer.record.folder import RunFolder, Unrecorded
 from gossamer.record.lineage import Lineage
 from gossamer.record.logs.events import EventWriter
 from gossamer.record.logs.trace import Entry
+from gossamer.record.progress import say
 from gossamer.run.bookkeeping.spent_seconds import EventSeconds
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.replica import Replica, joined
@@ -79,6 +82,7 @@ class Journal:
         more: dict[str, Any] = {"hashes": worker.hashes()} if self.config.record.hash else {}
         if (staged := worker.replica.staged) is not None:
             more["boundary_bytes"] = staged.sent_bytes()
+        more |= self._distrust(worker, round)
         self.record.log(
             "train", round=round, worker=worker.index, step=steps, loss=whole.loss, lr=whole.lr,
             tokens=steps * self.config.step_tokens, **more,
@@ -90,6 +94,19 @@ class Journal:
                 part = joined(gathered)
                 self.record.log_trace(Entry(entry, worker.index, len(part.losses), part.compute_s, tuple(sent)))
                 entry, gathered = entry + 1, []
+
+    def _distrust(self, worker: Worker, round: int) -> dict[str, Any]:
+        """How many messages of whom did not count in a round, or were shortened; says whose numbers were not sound."""
+        declined, loop = Counter(worker.loop.declined), worker.loop
+        loop.declined.clear()
+        for j in sorted(declined):
+            say(
+                f"round {round + 1}: worker {worker.index} declined what worker {j} sent, as it is not finite or cannot be "
+                "decoded; its weight stays with the others"
+            )
+        shortened, far = loop.newly_distrusted()
+        found = {"shortened": shortened, "declined": declined + far}
+        return {name: {str(j): some[j] for j in sorted(some)} for name, some in found.items() if some}
 
     def end_round(self, finished: int, **behind: Any) -> None:
         """Validates and saves what is due after so many rounds.
@@ -129,8 +146,15 @@ class Journal:
         self.end_round(finished, worker=replica.index, step=step, tokens=step * self.config.step_tokens)
 
 
-def log_phase(record: RunFolder | Unrecorded, events: EventWriter, round: int, phase: Phase, steps: int) -> None:
-    """Writes a local phase of so many inner steps into metrics and events, in a round of the run."""
+def log_phase(
+    record: RunFolder | Unrecorded, events: EventWriter, round: int, phase: Phase, steps: int,
+    declined: Mapping[int, int] = MappingProxyType({}),
+) -> None:  # fmt: skip
+    """Writes a local phase of so many inner steps into metrics and events, in a round of the run.
+
+    Args: `declined` is how many messages of whom did not count since the phase before.
+    """
+    more = {"declined": {str(j): declined[j] for j in sorted(declined)}} if declined else {}
     report, done = phase.report, phase.number + 1
     events.write(
         round, "phase", worker=phase.worker, number=phase.number, start_s=phase.start_s, end_s=phase.end_s, steps=steps,
@@ -138,7 +162,7 @@ def log_phase(record: RunFolder | Unrecorded, events: EventWriter, round: int, p
     )  # fmt: skip
     record.log(
         "train", round=round, worker=phase.worker, step=done * steps, loss=report.loss, lr=report.lr,
-        tokens=done * report.tokens, time_s=phase.end_s,
+        tokens=done * report.tokens, time_s=phase.end_s, **more,
     )  # fmt: skip
 
 

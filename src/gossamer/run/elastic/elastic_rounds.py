@@ -274,10 +274,12 @@ class ElasticRounds(Participant[ElasticTransport]):
         if self._closes:  # what is closed has everything
             collected = {Ticket(*key): dict[int, Outcome]() for key in self._views}
         for ticket, outcomes in collected.items():
-            missed, unsure = (
+            missed, unsure, declined = (
                 frozenset(peer for peer, outcome in outcomes.items() if outcome is kind)
-                for kind in (Outcome.MISSED, Outcome.UNSURE)
+                for kind in (Outcome.MISSED, Outcome.UNSURE, Outcome.DECLINED)
             )
+            self._worker.loop.declined.update(declined)
+            missed |= declined
             alive = self._or_all(self._views.pop(ticket[:2]))
             ended = ExchangeOutcome(round, ticket.round, ticket.fragment, alive, missed, unsure)
             self._ended.append(ended)

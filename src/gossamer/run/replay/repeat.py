@@ -28,7 +28,7 @@ from gossamer.run.simulated.rounds import crew, train_together
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import Task, task_of
 from gossamer.run.worker.worker import RoundReport, Worker
-from gossamer.transport.contract import Ticket, Transport
+from gossamer.transport.contract import Sound, Ticket, Transport
 from gossamer.transport.memory import MemoryNetwork, MemoryTransport
 
 __all__ = ["Repeat", "Reports"]
@@ -299,7 +299,7 @@ class _Process:
         worker.loop.alive = lambda of, part: script.alive.get(((self.worker, self.number), of, part), alone)
         worker.loop.next = lambda round: script.next.get(((self.worker, self.number), round))
 
-    def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor]) -> None:
+    def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor], sound: Sound | None = None) -> None:
         """See `gossamer.transport.contract.Transport`."""
         if (Message(ticket.round, ticket.fragment, self.worker, peer), self.number) in self._script.heard:
             self.inner.expect(ticket, peer, like)

@@ -219,6 +219,7 @@ class Worker:
                 self.pacer.restore(state["pace"])
                 self.set_local_steps(self.pacer.steps)
             self.replica.restore(state)
+            self.loop.trust_anew()
             self.loop.restore_in_flight(state["under_way"])
             if self.loop.sharing is not None:
                 self.loop.sharing = self.loop.sharing.restored(state["sharing"])

@@ -6,16 +6,17 @@ An exchange with a peer counts only when both ends have both payloads and know i
     its payload is here too   ->  send COMMIT
     its COMMIT is here too    ->  the exchange is made
 
-Whatever goes wrong before an end has sent its COMMIT, the exchange is missed at both ends: the other one cannot count it without
-that letter. Once it has sent it and has not heard the other's, it cannot know: the outcome is unsure, this end does not count
-the exchange and the other may. No protocol over a link that may fail can do without such a case (two generals); here it takes
-the loss of one small letter at the right moment, and moves the mean of all by one pull.
+A payload that is not finite, or that cannot be decoded, is declined before the COMMIT. Whatever goes wrong before an end has sent
+it, the exchange is missed at both ends: the other one cannot count it without that letter. Once it has sent it and has not heard
+the other's, it cannot know: the outcome is unsure, this end does not count the exchange and the other may. No protocol over a
+link that may fail can do without such a case (two generals); here it takes the loss of one small letter at the right moment, and
+moves the mean of all by one pull.
 
 Sockets drive it in `gossamer.transport.elastic.transport`, and a network with faults over virtual time in
 `tests/faulty_network`.
 """
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -48,6 +49,8 @@ class Outcome(StrEnum):
     """Neither end counts it."""
     UNSURE = "unsure"
     """This end does not count it; the other one may."""
+    DECLINED = "declined"
+    """Neither end counts it, as what the peer has sent is not sound."""
 
 
 class Outgoing(NamedTuple):
@@ -60,8 +63,8 @@ class Outgoing(NamedTuple):
 class _Pact:
     """An exchange with one peer under one ticket, from this end."""
 
-    def __init__(self, size: int, view: int) -> None:
-        self.size, self.view = size, view
+    def __init__(self, size: int, view: int, sound: Callable[[Tensor], bool] | None) -> None:
+        self.size, self.view, self.sound = size, view, sound
         self.steps = 0
         """Inner steps of this worker's slot that its payload contains."""
         self.posted_s: float | None = None
@@ -70,10 +73,10 @@ class _Pact:
         self.confirmed = False
         self.outcome: Outcome | None = None
 
-    def close(self) -> None:
+    def close(self, why: Outcome = Outcome.MISSED) -> None:
         """Ends it, if it has not ended, without counting it."""
         if self.outcome is None:
-            self.outcome = Outcome.UNSURE if self.committed else Outcome.MISSED
+            self.outcome = Outcome.UNSURE if self.committed else why
             self.theirs = None
 
 
@@ -137,9 +140,11 @@ class ElasticCore:
         """Fixes who takes part in this round, and after which rounds; the other end of each exchange must say the same."""
         self._view = key(line, "view", *sorted(workers))
 
-    def expect(self, ticket: Ticket, peer: int, size: int) -> None:
-        """Announces an exchange with a peer whose payload has this many bytes."""
-        pact = self._pacts[ticket, peer] = _Pact(size, self._view)
+    def expect(
+        self, ticket: Ticket, peer: int, size: int, sound: Callable[[Tensor], bool] | None = None
+    ) -> None:  # fmt: skip
+        """Announces an exchange with a peer whose payload has this many bytes; one that is not sound is declined."""
+        pact = self._pacts[ticket, peer] = _Pact(size, self._view, sound)
         self._sizes[ticket.fragment, ticket.leg] = size
         entry = self.members.entries.get(peer)
         if entry is None or entry.status != MemberStatus.ALIVE:
@@ -397,6 +402,10 @@ class ElasticCore:
             self._decline(ticket, peer)
         elif letter.view != pact.view or letter.body.numel() != pact.size:
             pact.close()
+            self._decline(ticket, peer)
+        elif pact.sound is not None and not pact.sound(letter.body):
+            # Before the COMMIT, without which the other end cannot count it either: so the mean of all does not move.
+            pact.close(Outcome.DECLINED)
             self._decline(ticket, peer)
         else:
             pact.theirs = letter

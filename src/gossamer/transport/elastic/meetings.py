@@ -62,14 +62,15 @@ class Meetings(Calls):
         limit_s: how long a meeting may take.
         tell: this worker's payload for a meeting, as of now.
         meet: called with each meeting that counts and the payload of the other end.
+        sound: whether the payload of the other end may count; a meeting with one that may not is missed at both ends.
     """
 
     def __init__(
         self, members: Members, payload_bytes: int, *, limit_s: float, tell: Callable[[Appointment], Tensor],
-        meet: Callable[[Appointment, Tensor], None],
+        meet: Callable[[Appointment, Tensor], None], sound: Callable[[Tensor, int], bool] = lambda payload, peer: True,
     ) -> None:  # fmt: skip
         super().__init__(members, payload_bytes)
-        self._limit_s, self._tell, self._meet = limit_s, tell, meet
+        self._limit_s, self._tell, self._meet, self._sound = limit_s, tell, meet, sound
         self._now: Appointment | None = None
         self._started = 0
         self.made = self.missed = self.unsure = 0
@@ -116,6 +117,12 @@ class Meetings(Calls):
         elif letter.kind == LetterKind.ACCEPT and not current.told:
             self._say(current)
         elif letter.kind == LetterKind.MESSAGE and current.theirs is None:
+            if not self._sound(
+                letter.body, peer
+            ):  # before the AGREE, without which the other end cannot count it either
+                self._send(peer, LetterKind.REFUSE, ticket)
+                self._close(current)
+                return
             current.theirs = letter
             self._conclude(current)
         elif letter.kind == LetterKind.AGREE:

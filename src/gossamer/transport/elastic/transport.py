@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gossamer.errors import PeerError, RefusedError
 from gossamer.transport import wire
-from gossamer.transport.contract import Delivery, Ticket, Wait
+from gossamer.transport.contract import Delivery, Sound, Ticket, Wait
 from gossamer.transport.elastic.ask import View, show
 from gossamer.transport.elastic.closing import Closing, LeftOutError
 from gossamer.transport.elastic.core import ElasticCore, Outcome, Outgoing
@@ -191,11 +191,17 @@ class ElasticTransport:
         self._flush()
         self._waits.append(Wait(Ticket(self.core.round), start_s, time.perf_counter()))
 
-    def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor]) -> None:
+    def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor], sound: Sound | None = None) -> None:
         """Announces the exchange with a peer."""
+        forms = list(like)
+
+        def whole(payload: Tensor) -> bool:
+            return sound is None or sound(wire.unpack_frames(payload.to(self._device), forms))
+
         with self.changed:
-            self._like[ticket, peer] = list(like)
-            self.core.expect(ticket, peer, wire.frames_bytes(like))
+            self._like[ticket, peer] = forms
+            # A mean over everyone has no use for the rest of its messages, and ends by naming the sender.
+            self.core.expect(ticket, peer, wire.frames_bytes(like), whole if self.closing is None else None)
             self._flush()
             self.changed.notify_all()
 

@@ -38,7 +38,7 @@ from torch import Tensor
 from gossamer.errors import PeerError, TransportError, first_line
 from gossamer.layout import Reused
 from gossamer.transport import wire
-from gossamer.transport.contract import Delivery, Reduce, Ticket, Wait
+from gossamer.transport.contract import Delivery, Reduce, Sound, Ticket, Wait
 from gossamer.transport.processes.backend import backend_of, block, follow, hold, poll, whole_of
 from gossamer.transport.processes.board import THREADS
 from gossamer.transport.processes.member import Member
@@ -157,7 +157,7 @@ class GroupTransport:
         self._lifelines: set[int] = set()
         self._news = threading.Condition()
 
-    def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor]) -> None:
+    def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor], sound: Sound | None = None) -> None:
         """Announces that `peer` will send frames of these shapes and dtypes; from now on its bytes can flow.
 
         Raises: TransportError when the message would be larger than `wire.LIMIT_BYTES`.
