@@ -56,7 +56,7 @@ def command(
 
     if join is not None and listen is not None:
         raise ConfigError(
-            "--join and --listen were both given; start one doctor with --listen, and the others with --join"
+            f"--join {join} and --listen {listen} were both given; start one doctor with --listen, and the others with --join"
         )
     if key is not None:
         os.environ[KEY] = str(key)
