@@ -346,7 +346,9 @@ def _outcome(workers: Sequence[BaseProcess], patience_s: float, report: Callable
         if STOPPED in codes and not stopped:
             stopped = True
             _ask_to_leave(workers)
-        if not code and (failed := [(i, one) for i, one in enumerate(codes) if one and one != STOPPED]):
+        # One that is asked before it has a handler for that signal ends by it.
+        as_asked = (STOPPED, -signal.SIGTERM) if stopped else (STOPPED,)
+        if not code and (failed := [(i, one) for i, one in enumerate(codes) if one and one not in as_asked]):
             # Of several found at one look, one that a signal ended was first: the others noticed that it was gone.
             worker, ended = min(failed, key=lambda one: one[1] > 0)
             code, deadline = _shown(ended), time.monotonic() + patience_s
