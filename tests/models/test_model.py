@@ -16,7 +16,7 @@ from gossamer.layout import attach, layout_of
 from gossamer.models.export import export
 from gossamer.models.llama import build_model, loss
 from gossamer.models.sample import sample
-from gossamer.models.sizes import SIZES, ModelConfig, parameter_count
+from gossamer.models.sizes import SIZES, BottleneckConfig, ModelConfig, parameter_count
 
 TINY = ModelConfig(size="0.2m")
 
@@ -238,3 +238,16 @@ def test_sampling_refuses_an_empty_prompt_and_a_temperature_of_zero() -> None:
 def test_impossible_shapes_are_refused_with_a_sentence(options: dict, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         ModelConfig(**options)
+
+
+def test_dropout_does_not_lead_out_of_the_subspace_that_layers_write_into():
+    narrow = BottleneckConfig(name="subspace", width=8)
+    model = build_model(ModelConfig(size="0.2m", bottleneck=narrow, dropout=0.5), 256, 32, seed=0)
+    assert model.subspace is not None
+    added: list[Tensor] = []
+    model.model.layers[0].register_forward_hook(lambda layer, given, out: added.append(out - given[0]))
+    with torch.no_grad():
+        model.train()(batch()[:, :-1])
+    basis = model.subspace.basis
+    outside = added[0] - added[0] @ basis @ basis.T
+    assert added[0].abs().max() > 0.01 and outside.abs().max() < 1e-5

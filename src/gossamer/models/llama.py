@@ -131,7 +131,10 @@ class Layer(nn.Module):
         """`[B, S, D]` to `[B, S, D]`; what it adds is spread by the subspace that it writes into."""
 
         def spread(y: Tensor) -> Tensor:
-            return self.dropout(y if subspace is None else subspace.spread(y))
+            y = self.dropout(
+                y
+            )  # before it is spread: single numbers of D that are dropped would lead out of the subspace
+            return y if subspace is None else subspace.spread(y)
 
         x = x + spread(self.self_attn(self.input_layernorm(x), cos, sin))
         return x + spread(self.mlp(self.post_attention_layernorm(x)))
