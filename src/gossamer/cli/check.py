@@ -1,5 +1,6 @@
 """`gossamer check`: what a run file will do, or all its errors, before anything is trained."""
 
+import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,11 @@ def command(file: File = None, /, *, changes: Changes = NO_CHANGES, json: Json =
 
     if file is None:
         raise ConfigError("no run file was given (got none, need one); name a TOML file such as configs/gasloc.toml")
-    results, wrong = checked(load(file, settings([*changes.words])))
+    gc.disable()  # it would look again and again at the plan of a million workers, and free nothing
+    try:
+        results, wrong = checked(load(file, settings([*changes.words])))
+    finally:
+        gc.enable()
     for sentence in wrong:
         print(f"gossamer: {sentence}", file=sys.stderr)
     if wrong:

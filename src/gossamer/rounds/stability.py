@@ -6,7 +6,9 @@ closes in three numbers. The model has no loss: the curvature that workers share
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from functools import reduce
 from typing import Annotated, Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -335,8 +337,7 @@ def _mean_values(topology: Topology) -> Array | None:
     if n == 1 or topology.everyone:
         return np.zeros(1)
     if topology.period is None:  # exchangeable: a multiple of I plus one of J, and the trace is the same for each draw
-        mixing = topology.mixing(0)
-        return np.array([(math.fsum(mixing.weight(i) for i in range(n)) - 1.0) / (n - 1)])
+        return np.array([(_traces(topology)[0] - 1.0) / (n - 1)])
     if not _all_circulant(topology):
         return None
     first = np.mean([_first_row(topology.mixing(t)) for t in range(topology.period)], axis=0)
@@ -369,7 +370,7 @@ def _analysis(topology: Topology) -> _Analysis:
         return _Analysis(lambda recursion: Stability(0.0, 0.0, "closed form"))
     if topology.exchangeable:
         if (found := _of_exchangeable.get(topology.mixing)) is None:
-            found = _of_exchangeable[topology.mixing] = _exchangeable(topology.mixing(0))
+            found = _of_exchangeable[topology.mixing] = _exchangeable(topology)
         return found
     if topology.everyone and topology.period == 1:  # W = J, which is zero on the disagreement space
         return _periodic(np.zeros((1, 1, 1, 1)))
@@ -382,12 +383,11 @@ _of_exchangeable: WeakKeyDictionary[Callable[..., Mixing], _Analysis] = WeakKeyD
 """By the plan of a topology: every question about it needs the weights of all its workers, of which there may be a million."""
 
 
-def _exchangeable(mixing: Mixing) -> _Analysis:
+def _exchangeable(topology: Topology) -> _Analysis:
     """`E[W] = a1 I` and `E[WᵀW] = a2 I` on the disagreement space, as no worker is special; both come from traces, and those
     are the same for every draw."""
-    n = mixing.n
-    a1 = (math.fsum(w for i, row in enumerate(mixing.rows) for j, w in row if j == i) - 1.0) / (n - 1)
-    a2 = (math.fsum(w * w for row in mixing.rows for _, w in row) - 1.0) / (n - 1)
+    n = topology.n
+    a1, a2 = ((trace - 1.0) / (n - 1) for trace in _traces(topology))
 
     def analysis(recursion: Recursion) -> Stability:
         own, pull = recursion.own, np.outer(recursion.pulled, recursion.sent)
@@ -401,6 +401,24 @@ def _exchangeable(mixing: Mixing) -> _Analysis:
         return found._replace(variance=float(np.linalg.solve(np.eye(len(step)) - step, step @ drift)[0]))
 
     return _Analysis(analysis)
+
+
+def _traces(topology: Topology) -> tuple[float, float]:
+    """Those of W and of WᵀW, which are the same for every draw of an exchangeable topology."""
+    if (found := _traces_of.get(topology.mixing)) is None:
+        rows = topology.mixing(0).rows
+        own = Counter([w for i, row in enumerate(rows) for j, w in row if j == i])
+        squares = Counter([w * w for row in rows for _, w in row])
+        found = _traces_of[topology.mixing] = _total(own), _total(squares)
+    return found
+
+
+_traces_of: WeakKeyDictionary[Callable[..., Mixing], tuple[float, float]] = WeakKeyDictionary()
+
+
+def _total(counts: Mapping[float, int]) -> float:
+    """The exact sum, rounded once as by `math.fsum`, of numbers that are there so often: a million weights are few different."""
+    return float(sum(Fraction(number) * count for number, count in counts.items()))
 
 
 def _restricted(mixings: Sequence[Mixing]) -> Array:

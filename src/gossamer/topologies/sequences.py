@@ -5,6 +5,7 @@ from functools import lru_cache
 from itertools import zip_longest
 from typing import Annotated
 
+import numpy as np
 from pydantic import Field
 
 from gossamer.errors import ConfigError
@@ -12,7 +13,7 @@ from gossamer.rng import numpy_rng
 from gossamer.settings.options import Count, check_option, factory
 from gossamer.topologies.contract import Edge, Seed, Topology, Workers, chosen, over_alive, planned_topology
 from gossamer.topologies.matching import random_matchings
-from gossamer.topologies.mixing import MOST_MESSAGES, Mixing, from_edges
+from gossamer.topologies.mixing import MOST_MESSAGES, Mixing, from_edges, in_pairs
 
 __all__ = ["base", "hypercube", "one_peer_exponential", "powers_of_two", "random", "random_push"]
 
@@ -103,17 +104,19 @@ def random(n: Workers, *, seed: Seed = 0, peers: Count = 1) -> Topology:
     """
     _fewer("random", peers, n)
 
-    def edges(round: int, m: int) -> Iterable[Edge]:
-        k = min(peers, m - 1)
+    def build(round: int, workers: Sequence[int]) -> Mixing:
+        k = min(peers, len(workers) - 1)
         if k < 1:
-            return []
+            return from_edges(n, [])
+        pairs = np.asarray(workers)[random_matchings(len(workers), k, seed, round)]
+        if k == 1:
+            partners = np.arange(n)
+            partners[pairs] = pairs[:, ::-1]
+            return in_pairs(partners.tolist())
         w = 1.0 / (k + 1)
-        pairs = random_matchings(m, k, seed, round).tolist()
-        return (edge for i, j in pairs for edge in ((i, j, w), (j, i, w)))
+        return from_edges(n, (edge for i, j in pairs.tolist() for edge in ((i, j, w), (j, i, w))))
 
-    return planned_topology(
-        n, over_alive(edges, n), symmetric=True, doubly_stochastic=True, psd=peers == 1, exchangeable=True
-    )
+    return planned_topology(n, build, symmetric=True, doubly_stochastic=True, psd=peers == 1, exchangeable=True)
 
 
 @factory
