@@ -157,13 +157,20 @@ def read_outcomes(run_folder: Path) -> dict[int, list[Life]]:
 
     Raises: DataError for a line that is none, or that cannot follow the one before it.
     """
-    return {slot: _lives(path) for slot, path in OUTCOMES.paths(run_folder).items()}
+    return {slot: _lives(path, slot) for slot, path in OUTCOMES.paths(run_folder).items()}
 
 
-def _lives(path: Path) -> list[Life]:
+def _lives(path: Path, slot: int) -> list[Life]:
     lives: list[Life] = []
     for where, (event, _) in OUTCOMES.read(path):
         if isinstance(event, Begun):
+            if (
+                not event.after and not event.sha256 and event.donor != slot
+            ):  # who has a state from elsewhere says its hash
+                impossible(
+                    where,
+                    f"worker {event.donor} begins with the run in the log of slot {slot}, which belongs to another",
+                )
             if lives and event.round < _next(lives[-1]):
                 impossible(where, f"a process begins at round {event.round} that an earlier one has behind it")
             lives.append(Life(event, (), None))
