@@ -117,3 +117,16 @@ def test_a_number_of_workers_beyond_a_million_is_refused(
     assert main(["topology", "random", "--workers", workers]) == 2
     shown = capsys.readouterr().err
     assert shown.count(f"{workers}") >= 2 and "1000000" in shown.replace(",", "") and "Traceback" not in shown
+
+
+@pytest.mark.parametrize("name", ["complete", "base"])
+def test_a_topology_in_which_everybody_meets_everybody_is_refused_where_no_plan_ends(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path
+) -> None:
+    assert make_topology(name, 2_000).n == 2_000
+    (path := tmp_path / "run.toml").write_text("")
+    assert main(["check", str(path), "--set", "workers=1000000", "--set", f"topology={name}"]) == 2
+    assert main(["topology", name, "--workers", "100001"]) == 2
+    shown = capsys.readouterr().err
+    assert f"topology '{name}' got 1,000,000 workers and can be planned for 100,000 at most" in shown
+    assert f"topology '{name}' got 100,001 workers" in shown

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from gossamer.errors import ConfigError
 from gossamer.settings.options import Count, Share, factory
 from gossamer.topologies.contract import Edge, Seed, Topology, Workers, over_alive, planned_topology
-from gossamer.topologies.mixing import Mixing, from_edges, in_groups, metropolis
+from gossamer.topologies.mixing import Mixing, from_edges, in_groups, metropolis, must_be_planned
 from gossamer.topologies.sequences import powers_of_two
 
 __all__ = ["chain", "complete", "edges_of", "exponential", "graph", "ring", "star", "torus", "tree"]
@@ -21,6 +21,7 @@ def complete(n: Workers, *, seed: Seed = 0) -> Topology:
     >>> complete(2).mixing(0).rows
     (((0, 0.5), (1, 0.5)), ((0, 0.5), (1, 0.5)))
     """
+    must_be_planned("complete", n)
 
     def build(round: int, workers: Sequence[int]) -> Mixing:
         return in_groups(n, [workers])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # which topology to take is found without torch
 
 __all__ = [
     "MOST_MESSAGES",
+    "MOST_TOGETHER",
     "Combine",
     "Mixing",
     "each",
@@ -30,6 +31,7 @@ __all__ = [
     "matrix",
     "mean",
     "metropolis",
+    "must_be_planned",
     "pull",
     "spectral_gap",
     "widen",
@@ -38,6 +40,9 @@ __all__ = [
 
 MOST_MESSAGES = 2_000_000
 """Of a round, which takes some seconds to plan."""
+
+MOST_TOGETHER = 100_000
+"""Workers of a round in which everybody, sooner or later, has to do with everybody: planning it takes some seconds."""
 
 Row = tuple[tuple[int, float], ...]
 Combine = Callable[[Tree, Mapping[int, Tree], int, Row], Any]
@@ -108,6 +113,15 @@ def from_edges(n: int, edges: Iterable[tuple[int, int, float]], sums: Literal["r
         column.append(i)
         column.sort()
     return Mixing(tuple([tuple(sorted(row.items())) for row in received]), tuple(map(tuple, receivers)))
+
+
+def must_be_planned(name: str, n: int) -> None:
+    """Raises ConfigError for more than `MOST_TOGETHER` workers."""
+    if n > MOST_TOGETHER:
+        raise ConfigError(
+            f"topology '{name}' got {n:,} workers and can be planned for {MOST_TOGETHER:,} at most; take fewer, or topology "
+            "'random' or 'ring', in which a worker has few peers in each round"
+        )
 
 
 def in_groups(n: int, groups: Iterable[Sequence[int]]) -> Mixing:

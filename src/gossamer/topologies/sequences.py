@@ -13,7 +13,7 @@ from gossamer.rng import numpy_rng
 from gossamer.settings.options import Count, check_option, factory
 from gossamer.topologies.contract import Edge, Seed, Topology, Workers, chosen, over_alive, planned_topology
 from gossamer.topologies.matching import random_matchings
-from gossamer.topologies.mixing import MOST_MESSAGES, Mixing, from_edges, in_pairs
+from gossamer.topologies.mixing import MOST_MESSAGES, Mixing, from_edges, in_pairs, must_be_planned
 
 __all__ = ["base", "hypercube", "one_peer_exponential", "powers_of_two", "random", "random_push"]
 
@@ -144,6 +144,7 @@ def base(n: Workers, *, seed: Seed = 0, peers: Count = 1) -> Topology:
     [3, 5, 4, 5, 3, 5, 6]
     """
     _fewer("base", peers, n)
+    must_be_planned("base", n)
     rounds = lru_cache(maxsize=4)(lambda m: _base_rounds(m, min(peers, m - 1)) if m > 1 else [[]])
     length = len(rounds(n))
     return planned_topology(
