@@ -101,7 +101,10 @@ def test_status_tells_who_is_alive_suspect_gone_joining_a_ghost_left_or_has_neve
     with a_worker(0, others, slots=7) as address:
         write_address(tmp_path, Address(0, address, RUN))
         write_address(tmp_path, Address(1, refusing, RUN))
+        with pytest.raises(PeerError):
+            look(address, SECRET[::-1], run=RUN, limits=limits(7), timeout_s=5)
         found = run_status(tmp_path)
+        assert found.refused == {"127.0.0.1: secret": 1}
         standings = ["alive", "gone", "left", "joining", "empty", "suspect", "ghost"]
         assert [one.standing for one in found.workers] == standings
         assert (found.kind, found.rounds, found.round, found.answered) == ("elastic", 6, 6, [0])
@@ -114,6 +117,7 @@ def test_status_tells_who_is_alive_suspect_gone_joining_a_ghost_left_or_has_neve
         assert (
             "1 alive, 1 gone, 1 left, 1 joining, 1 empty, 1 suspect, 1 ghost" in table
             and "asked now: worker 0" in table
+            and "refused: 127.0.0.1: secret (1)" in table
         )
     assert main(["status", str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -128,6 +132,8 @@ def test_a_worker_shows_its_view_only_to_who_knows_the_secret_of_its_run():
         for secret, run in ((SECRET, RUN + 1), (SECRET[::-1], RUN)):
             with pytest.raises(PeerError):
                 look(address, secret, run=run, limits=limits(5), timeout_s=5)
+        refused = look(address, SECRET, run=RUN, limits=limits(5), timeout_s=5).refused
+        assert sum(refused.values()) == 2 and any("secret" in who for who in refused), refused
         with pytest.raises(PeerError, match="no view of a run with 2 workers"):
             look(address, SECRET, run=RUN, limits=limits(2), timeout_s=5)
 

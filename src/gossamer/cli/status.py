@@ -41,6 +41,8 @@ def _print(found: "RunStatus") -> None:
         print(found.note)
     elif found.answered:
         print(f"asked now: worker {', '.join(map(str, found.answered))}")
+    if found.refused:
+        print(f"refused: {', '.join(f'{who} ({count})' for who, count in found.refused.items())}")
     headings = ["worker", "standing", "rounds", "news", "loss", "missed", "unsure", "declined"]
     headings += ["round s", "compute", "transfer", "waiting", "other", "waits for"]
     rows = [

@@ -5,6 +5,7 @@ that waits for nobody) is asked for its view of all others; views are merged as 
 """
 
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -70,6 +71,8 @@ class RunStatus(NamedTuple):
     """Workers that were asked and have answered."""
     note: str | None
     """Why nobody was asked, or nobody has answered."""
+    refused: dict[str, int]
+    """How often those that answered have refused what came, by peer and kind, such as `worker 3: bounds`."""
     workers: list[WorkerStatus]
 
 
@@ -152,6 +155,12 @@ class _Answers(NamedTuple):
             entries[entry.slot] = merged(entries[entry.slot], entry) if entry.slot in entries else entry
         return entries
 
+    @property
+    def refusals(self) -> dict[str, int]:
+        """Those of all views together, the most first."""
+        counts = sum((Counter(view.refused) for view in self.views.values()), Counter[str]())
+        return dict(counts.most_common())
+
 
 def run_status(folder: Path, *, now_s: float | None = None) -> RunStatus:
     """How the run in a folder is doing.
@@ -180,7 +189,9 @@ def run_status(folder: Path, *, now_s: float | None = None) -> RunStatus:
     now_s = time.time() if now_s is None else now_s
     workers = [_of_worker(slot, entries.get(slot), records, answers, now_s) for slot in range(n)]
     newest = max([0, *(one.round for one in workers), *(line["round"] + 1 for line in metrics)])
-    return RunStatus(folder, run.name, kind, rounds, newest, sorted(answers.views), answers.note, workers)
+    return RunStatus(
+        folder, run.name, kind, rounds, newest, sorted(answers.views), answers.note, answers.refusals, workers
+    )
 
 
 def _of_worker(slot: int, entry: SlotEntry | None, records: _Records, answers: _Answers, now_s: float) -> WorkerStatus:
