@@ -6,7 +6,7 @@
 Eight simulated workers, of which three falsify every message from round 5 on (`gossamer.testing.attacks`). What counts is the
 validation loss of the mean of the five honest workers, less that of the same five (same data, seeds and initial values) training
 alone, seed by seed. The options in `METHODS` were fixed before the seeds were run, by trials with seed 100, which is not counted.
-Each run adds a line to `runs/attacks/runs.jsonl`, and those that have a line are not made again.
+Each run adds a line to `docs/results/attacks/runs.jsonl`, and those that have a line are not made again.
 """
 
 import argparse
@@ -180,7 +180,7 @@ def cases(seeds: Sequence[int]) -> list[Case]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", default="0,1,2,3,4,5,6,7")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "attacks")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "attacks")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results" / "attacks.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
