@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tomli_w
 import torch
+from test_sites import free_port
 
 import generate
 import gossamer
@@ -32,6 +33,7 @@ from gossamer.run.config.run_file import parse
 from gossamer.run.config.user_parts import named
 from gossamer.run.experiments import race
 from gossamer.settings.schema import parse_toml
+from gossamer.transport.processes.local import loopback
 from tiny import TEXT, document
 
 ROOT = Path(__file__).parents[2]
@@ -269,6 +271,40 @@ def test_the_commands_on_the_page_about_data_work_as_written(tmp_path, monkeypat
     said = "".join(capfd.readouterr())
     told = re.search(r"^text of 'fineweb.+$", page, re.MULTILINE)
     assert told and told[0] in said
+
+
+@pytest.mark.timeout(180)
+def test_the_page_about_two_machines_on_ethernet_trains_two_sites_as_written(tmp_path, monkeypatch, capsys):
+    """Two jobs of two processes on loopback, in place of two machines."""
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "how-to" / "ethernet.md").read_text(encoding="utf-8")
+    for kind, name, text in re.findall(r"```(toml|python) title=\"(.+?)\"\n(.*?)```", page, re.DOTALL):
+        Path(name).write_text(text, encoding="utf-8")
+        assert kind in name or name == "train.py"
+    [plans] = re.findall(r"^gossamer plan .+$", page, re.MULTILINE)
+    assert main(shlex.split(plans)[1:]) == 0
+    computing = {
+        row.split()[0]: float(share) for row, share in re.findall(r"^(.+?)\s+([\d.]+)%", capsys.readouterr().out, re.M)
+    }
+    assert computing["data"] < 15 < 90 < computing["DiLoCo"]
+    [line] = re.findall(r"^SITE=0 .+$", page, re.MULTILINE)
+    given, words = line.split(" torchrun ")
+    sites = []
+    first, *ports = [free_port() for _ in range(3)]
+    for site, port in enumerate(ports):
+        named = dict(one.split("=") for one in given.split()) | {"SITE": str(site), "FIRST": f"127.0.0.1:{first}"}
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--master-port", str(port)]
+        sites.append(
+            subprocess.Popen(
+                [*launcher, *shlex.split(words)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, **named, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback()},
+            )
+        )
+    ends = [(one.communicate(timeout=120)[0], one.returncode) for one in sites]
+    assert all(code == 0 and f"site {site}: 3 rounds, loss" in said for site, (said, code) in enumerate(ends)), ends
 
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
