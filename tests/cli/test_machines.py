@@ -4,7 +4,6 @@ Each process gets a rank, the number of all and an address, and neither a launch
 """
 
 import ctypes
-import itertools
 import json
 import os
 import socket
@@ -129,8 +128,13 @@ def test_machines_with_keys_join_the_first_over_encrypted_connections(machines: 
 
     first = started(0, "--listen", "10.78.0.1:29500")
     assert first.stdout is not None
-    said = list(itertools.takewhile(lambda line: "worker 0 listens on 10.78.0.1:29500" not in line, first.stdout))
-    others = [started(i, "--join", "10.78.0.1:29500") for i in (2, 1)]
+    said = []
+    while "worker 0 listens on 10.78.0.1:29500" not in (line := first.stdout.readline()):
+        assert line, said
+        said.append(line)
+    words = line.partition("takes a free slot with ")[2].split()  # what it says, and nothing else
+    assert words == ["--join", "10.78.0.1:29500"]
+    others = [started(i, *words) for i in (2, 1)]
     ends = [(one.communicate(timeout=150)[0], one.returncode) for one in (first, *others)]
     assert [code for _, code in ends] == [0] * 3, (said, ends)
     for i, (told, _) in zip((2, 1), ends[1:], strict=True):  # the slot of its own key, whoever comes first
