@@ -91,14 +91,18 @@ class Relay:
         self._sock, self._port, self._change = socket.create_server(("127.0.0.1", 0)), port, change
         self.seen = bytearray()
         self.address = f"127.0.0.1:{self._sock.getsockname()[1]}"
-        threading.Thread(target=self._serve, daemon=True).start()
+        self._carried: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._serve, daemon=True)]
+        self._threads[0].start()
 
     def _serve(self) -> None:
         with contextlib.suppress(OSError):
             while True:
-                near, far = self._sock.accept()[0], socket.create_connection(("127.0.0.1", self._port))
-                threading.Thread(target=self._carry, args=(near, far, True), daemon=True).start()
-                threading.Thread(target=self._carry, args=(far, near, False), daemon=True).start()
+                self._carried += (near := self._sock.accept()[0],)
+                self._carried += (far := socket.create_connection(("127.0.0.1", self._port)),)
+                for ends in ((near, far, True), (far, near, False)):
+                    self._threads.append(threading.Thread(target=self._carry, args=ends, daemon=True))
+                    self._threads[-1].start()
 
     def _carry(self, source: socket.socket, sink: socket.socket, forth: bool) -> None:
         place = 0
@@ -112,7 +116,18 @@ class Relay:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self._sock.close()
+        # A thread within `accept` does not wake when another closes its socket, and keeps the sockets of its last connection,
+        # which would be missed as unclosed in whichever later test a signal ends it.
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join(TIMEOUT_S)  # from here on no thread and no socket is added
+        for sock in self._carried:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads[1:]:
+            thread.join(TIMEOUT_S)
+        for sock in (self._sock, *self._carried):
+            sock.close()
 
 
 def until(holds: Callable[[], bool]) -> None:

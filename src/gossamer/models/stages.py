@@ -13,7 +13,16 @@ from gossamer.models.bottleneck import narrow, widen
 from gossamer.models.llama import Decoder, Llama
 from gossamer.models.sizes import in_subspace
 
-__all__ = ["OwnLayers", "Stage", "cutting_faults", "minimax", "piece_of", "stages_of", "work_of_pieces"]
+__all__ = [
+    "OwnLayers",
+    "Stage",
+    "cutting_faults",
+    "minimax",
+    "must_be_enough",
+    "piece_of",
+    "stages_of",
+    "work_of_pieces",
+]
 
 
 class _Part(nn.Module):
@@ -155,6 +164,14 @@ def stages_of(model: Llama, cuts: Sequence[int]) -> list[Stage]:
     return [Stage(model, a, b) for a, b in pairwise(places)]
 
 
+def must_be_enough(layers: int, stages: int) -> None:
+    """Raises ConfigError when there are more stages than layers."""
+    if stages > layers:
+        raise ConfigError(
+            f"pipeline.stages is {stages} and the model has {layers} layers, but each stage needs one; take at most {layers}"
+        )
+
+
 def minimax(costs: Sequence[float], speeds: Sequence[float], most: Sequence[int] | None = None) -> tuple[int, ...]:
     """The layers before which to cut so that the slowest stage is as fast as possible; one layer per stage at least.
 
@@ -172,11 +189,8 @@ def minimax(costs: Sequence[float], speeds: Sequence[float], most: Sequence[int]
     (4,)
     """
     layers, stages = len(costs), len(speeds)
+    must_be_enough(layers, stages)
     limits = [layers] * stages if most is None else [*most]
-    if stages > layers:
-        raise ConfigError(
-            f"pipeline.stages is {stages} and the model has {layers} layers, but each stage needs one; take at most {layers}"
-        )
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)

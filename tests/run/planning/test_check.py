@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -291,4 +292,39 @@ def test_a_simulation_that_does_not_fit_into_memory_is_refused_before_it_starts(
         ConfigError, match=r"of 3 workers holds at least 0.0017 GB .* this machine has 0.001 GB; take fewer"
     ):
         simulate(tiny(), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+HUGE = 10**12
+BOUNDS = {
+    "workers": "whole number from 1 to 1000000",
+    "schedule.fragments": "use at most one fragment per inner step",
+    "schedule.overlap_steps": "use at most",
+    "run.local_steps": "not a multiple of run.local_steps",
+    "pipeline.stages": "each stage needs one; take at most",
+    "pipeline.chunks": "pipeline.chunks",
+}
+
+
+@pytest.mark.parametrize("verb", ["check", "simulate"])
+@pytest.mark.parametrize("key", BOUNDS)
+def test_a_number_too_large_for_a_run_is_refused_before_anything_is_made_for_each(key, verb, tmp_path, capsys):
+    out = ["--out", str(tmp_path / "run")] if verb == "simulate" else []
+    chunks = ["--set", "pipeline.stages=2"] if key == "pipeline.chunks" else []
+    tracemalloc.start()
+    assert main([verb, str(written(tmp_path)), "--set", f"{key}={HUGE}", *chunks, *out]) == 2
+    most_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    shown = capsys.readouterr().err
+    assert BOUNDS[key] in shown and "Traceback" not in shown and most_bytes < 1e8
+
+
+@pytest.mark.parametrize("key", ["run.steps", "run.eval_every", "data.batch_size"])
+def test_a_number_that_only_lengthens_a_run_costs_its_check_nothing(key, tmp_path, capsys):
+    assert main(["check", str(written(tmp_path)), "--set", f"{key}={HUGE}"]) == 0
+
+
+def test_a_batch_that_does_not_fit_into_memory_is_refused_before_it_is_drawn(tmp_path):
+    with pytest.raises(ConfigError, match=r"a batch of 1,000,000,000,000 sequences .* smaller data\.batch_size"):
+        simulate(tiny(data__batch_size=HUGE), tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -16,7 +16,7 @@ from gossamer.data.tokenizer import vocabulary
 from gossamer.errors import ConfigError, DataError, MissingPackageError
 from gossamer.layout import Pattern, fragment_of
 from gossamer.models.sizes import ModelConfig, crossing, in_subspace, tensors
-from gossamer.models.stages import cutting_faults, minimax, piece_of, work_of_pieces
+from gossamer.models.stages import cutting_faults, minimax, must_be_enough, piece_of, work_of_pieces
 from gossamer.rounds.schedule import Schedule
 from gossamer.run.config.choice import Choice, NamedIn
 from gossamer.run.config.document import DIRECTIONS
@@ -155,6 +155,7 @@ def cuts_of(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig) -> t
             f"pipeline.stages is {pipeline.stages} and pipeline.chunks is {pipeline.chunks}, which makes {pipeline.pieces} "
             f"pieces, and the model has {model.shape.layers} layers, but each needs one; take fewer stages or chunks"
         )
+    must_be_enough(model.shape.layers, pipeline.pieces)  # before anything is made for each stage
     work, narrow = work_of_layers(model, data), in_subspace(model)
     # Behind the last layers of a model with a subspace all its numbers would have to cross, so they stay together if they can.
     if narrow and pipeline.pieces - 1 <= narrow < len(work):

@@ -82,11 +82,13 @@ def serve(config: ResolvedRun, folder: Path, host: str, port: int, *, resume: Re
         listener_at(host, port) as listener,
     ):
         endpoint = Endpoint(listener, key, secret, config.run.timeout_s, keys=keys)
-        server = ConnectionServer(endpoint, _WithWorkers(probe, config), settings)
+        protocol = _WithWorkers(probe, config)
+        server = ConnectionServer(endpoint, protocol, settings)
         try:
             server.open()
             session.records.asked = asked.is_set
             server.run(session, session.records.now_s)
+            protocol.compare_batches()  # also where some were too slow to come before the others had taken all steps
         finally:
             server.close()
 
@@ -124,6 +126,7 @@ class _WithWorkers:
         self._payloads = [payload_like(codec, like) for codec, like in zip(self._codecs, self._likes, strict=True)]
         self._begin_with: dict[int, int] = {}
         """The fingerprint of the first batch of each worker that has one to compare."""
+        self._compared = False
 
     def hello(self, peer: int, body: Tensor) -> list[int]:
         """The rounds of which a worker has checkpoints."""
@@ -134,8 +137,14 @@ class _WithWorkers:
             # Threads of several connections come here; a dictionary takes them, and the last of them finds all.
             self._begin_with[peer] = fingerprint
             if len(self._begin_with) == self.limits.workers:
-                warn_of_equal_batches([*self._begin_with.values()])
+                self.compare_batches()
         return owned
+
+    def compare_batches(self) -> None:
+        """Warns once where all workers that have come begin with the same batch."""
+        if not self._compared:
+            self._compared = True
+            warn_of_equal_batches([*self._begin_with.values()])
 
     def letters(self, reply: Reply) -> list[Callable[[], Letter]]:
         """The starting points; copied in the thread that sends them, so that nobody else waits for the copy."""

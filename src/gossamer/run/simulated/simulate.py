@@ -81,14 +81,19 @@ def simulate(
 
 
 def _must_fit(config: ResolvedRun) -> None:
-    """Raises ConfigError where the parameters and inner states of all workers are more than this machine's memory."""
+    """Raises ConfigError where a batch, or what all workers keep between steps, is more than this machine's memory."""
+    data, here = config.data, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if not data.own and (need := 8 * data.batch_size * (data.seq_len + 1)) > here:
+        raise ConfigError(
+            f"a batch of {data.batch_size:,} sequences of {data.seq_len:,} tokens takes at least {need / 1e9:,.3g} GB, and this "
+            f"machine has {here / 1e9:,.3g} GB; take a smaller data.batch_size, with more micro-batches in data.accumulate"
+        )
     known = not config.model.own and config.model.experts is None and one_device(config.run.device).type == "cpu"
     words = vocabulary(config.data.tokenizer) if known else None
     if words is None:
         return
     copies = 1 if config.inner.optimizer == "sgd" else 3  # at least: gradients, outer states and messages come to it
     need = 4 * copies * config.workers * parameter_count(config.model, words)
-    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if need > here:
         raise ConfigError(
             f"a simulation of {config.workers:,} workers holds at least {need / 1e9:,.3g} GB of parameters and inner states, and "
