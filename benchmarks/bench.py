@@ -28,6 +28,7 @@ COMMANDS = {
     "start": ("start.py",),
     "update": ("update.py", "--repeats", "5"),
     "exchange": ("exchange.py",),
+    "shards": ("shards.py",),
     "encryption": ("encryption.py",),
     "memory": ("memory.py",),
     "codecs": ("codecs.py",),
@@ -39,6 +40,7 @@ BETWEEN = {
     "one exchange of 1 MB": "three threads hand over",
     "diloco: a worker of": "a mean over everyone is n² messages in the record, which is read and sorted at the end",
     "dct_topk, ": "four products with 64 × 64 matrices take most of the time",
+    "gasloc: outer step of FSDP2": "four processes on two cores: the shards of a worker wait for the slower of their lanes",
     "outer update of": "without a compiler, an update writes and reads the temporaries of a chunk",
 }
 """What stands between a missed aim and what was reached, by how its line begins."""
