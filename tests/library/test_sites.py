@@ -6,7 +6,9 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,15 +24,20 @@ from torch.distributed.device_mesh import init_device_mesh
 import gossamer
 from commands import Command, in_forks
 from gossamer.errors import GossamerError
+from gossamer.library import sites
 from gossamer.library.lane import Lane
 from gossamer.library.siblings import Siblings
+from gossamer.library.sites import LaneTransport
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import FITTING
 from gossamer.rounds.compatibility.incompatibilities import faults
 from gossamer.rules import RULES
 from gossamer.run.config.recipes import missing
 from gossamer.topologies import make_topology
+from gossamer.transport.contract import Ticket
+from gossamer.transport.elastic import transport as elastic_transport
 from gossamer.transport.processes.local import loopback
+from gossamer.transport.sockets.channel import Channel
 
 TIMEOUT_S = 20.0
 
@@ -38,6 +45,41 @@ TIMEOUT_S = 20.0
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
+
+
+HEARD = list[int]()
+"""Whom this process has counted in its last exchange."""
+LANES = list[LaneTransport]()
+
+
+def told_of_lanes(folder: Path, name: str) -> None:
+    """Notes whom the lane of this process hears, and cuts its connection with site J while there is a file `cut-NAME-J`."""
+    collect, dial = LaneTransport.collect, elastic_transport.dial
+
+    def is_cut(peer: int) -> bool:
+        return (folder / f"cut-{name}-{peer}").exists()
+
+    def counted(self: LaneTransport, ticket: Ticket) -> dict[int, list[torch.Tensor]]:
+        came = collect(self, ticket)
+        HEARD[:], LANES[:] = sorted(came), [self]
+        return came
+
+    def dialled(address: str, secret: bytes, *, whom: int, **more: Any) -> Channel:
+        if is_cut(whom):
+            raise OSError("the lane is cut")
+        return dial(address, secret, whom=whom, **more)
+
+    def keep_cutting() -> None:
+        while True:
+            time.sleep(0.05)
+            for lane in LANES:
+                for peer, links in [*lane._inner._links.items()]:
+                    for link in [*links] if is_cut(peer) else ():
+                        if link.channel is not None:
+                            link.channel.close()
+
+    LaneTransport.collect, elastic_transport.dial = counted, dialled  # type: ignore[method-assign]
+    threading.Thread(target=keep_cutting, daemon=True).start()
 
 
 def process_of_a_site(rank: int, words: Mapping[str, Any]) -> None:
@@ -58,6 +100,7 @@ def process_of_a_site(rank: int, words: Mapping[str, Any]) -> None:
     optimizer = optimizer_of(case, model)
     options = {"elastic": True, "mesh": mesh, "rest": "own", "timeout_s": TIMEOUT_S, **words.get("options", {})}
     name = f"{site}.{rank}"
+    told_of_lanes(folder, name)
     try:
         outer = outer_of(case, model, site=(site, words["sites"]), join=words["join"], **options)
         os.write(1, f"{name} pid {os.getpid()}\n".encode())
@@ -72,7 +115,7 @@ def process_of_a_site(rank: int, words: Mapping[str, Any]) -> None:
             step = outer.steps_taken
             train(case, model, optimizer, outer, turns, range(step, step + 1))
             if not outer.steps:
-                os.write(1, f"{name} round {outer.rounds}\n".encode())
+                os.write(1, f"{name} heard {','.join(map(str, HEARD))} round {outer.rounds}\n".encode())
             if outer.steps_taken == words.get("save"):
                 torch.save(
                     {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "outer": outer.state_dict()},
@@ -129,7 +172,7 @@ class Sites:
         raise AssertionError(f"site {site} ended without {pattern}: {''.join(self.said[site])}")
 
     def until_round(self, site: int, round: int) -> int:
-        while (now := int(self.until(site, r"\.0 round (\d+)")[1])) < round:
+        while (now := int(self.until(site, r"\.0 heard \S* round (\d+)")[1])) < round:
             pass
         return now
 
@@ -151,11 +194,20 @@ class Sites:
         self.until_round(site, after.copy().pop() + 1)
         return after.pop()
 
-    def end_soon(self) -> None:
-        """Lets all end after a round that none has come to."""
+    def end_soon(self, sites: Collection[int] = ()) -> None:
+        """Lets all end, or those that are left, after a round that none has come to."""
         scratch = self.folder / "scratch"
-        scratch.write_text(str(max(map(self.newest_round, self.running)) + 12))
+        scratch.write_text(str(max(map(self.newest_round, sites or self.running)) + 12))
         scratch.rename(self.folder / "end")
+
+    def cut(self, site: int, shard: int, other: int) -> None:
+        """Lets the lane of one process of a site lose its connection with another site, and find none again."""
+        for one, peer in ((site, other), (other, site)):
+            (self.folder / f"cut-{one}.{shard}-{peer}").touch()
+
+    def mend(self, site: int, shard: int, other: int) -> None:
+        for one, peer in ((site, other), (other, site)):
+            (self.folder / f"cut-{one}.{shard}-{peer}").unlink()
 
     def ended(self, *sites: int) -> None:
         for site in sites:
@@ -225,6 +277,62 @@ def test_a_site_that_gossips_goes_on_alone_and_takes_the_first_site_in_again(sit
     assert 0 < apart < 0.1
 
 
+def heard_by(run: Sites, site: int, shard: int) -> list[tuple[str, str]]:
+    """Whom a process has counted in which round."""
+    return re.findall(rf"{site}\.{shard} heard (\S*) round (\d+)", "".join(run.running[site]._output))
+
+
+def test_a_lane_that_is_cut_keeps_an_exchange_from_all_shards_of_both_sites_until_it_is_whole(
+    sites_of: Callable[..., Sites],
+) -> None:
+    run = sites_of(2, "gasloc, sgd", options={"timeout_s": 3.0})
+    run.start(0, 1)
+    run.until_round(0, 2)
+    run.cut(0, 1, 1)
+    run.until(0, r"0\.0 heard  round")
+    run.goes_on(0)
+    run.mend(0, 1, 1)
+    run.until(0, r"0\.0 heard 1 round")
+    run.end_soon()
+    run.ended(0, 1)
+    for site in range(2):
+        assert heard_by(run, site, 0) == heard_by(run, site, 1) != []
+
+
+@pytest.mark.parametrize("others", [(0, 1), (1,)])
+def test_a_site_leaves_whose_lane_is_cut_so_that_the_others_can_close_a_mean(
+    sites_of: Callable[..., Sites], others: tuple[int, ...]
+) -> None:
+    run = sites_of(3, "diloco, adamw", in_parts=True, options={"timeout_s": 3.0})
+    run.start(0, 1, 2)
+    run.until_round(0, 2)
+    for other in others:
+        run.cut(2, 1, other)
+    code, output = run.running[2].finish(60)
+    assert code and len(re.findall(r"2\.\d PeerError: site 2 has not heard site .*1 for 3 s or longer", output)) == 2
+    run.goes_on(0)
+    run.end_soon({0, 1})
+    run.ended(0, 1)
+
+
+def test_a_shard_that_stands_still_holds_up_its_site_alone_which_then_takes_the_others_state(
+    sites_of: Callable[..., Sites],
+) -> None:
+    run = sites_of(3, "diloco, adamw", in_parts=True, options={"timeout_s": 4.0})
+    run.start(0, 1, 2)
+    run.until_round(2, 2)
+    os.kill(run.pids[2, 1], signal.SIGSTOP)
+    run.until_round(0, run.newest_round(0) + 2)  # its sibling waits for it three times as long as the other sites
+    os.kill(run.pids[2, 1], signal.SIGCONT)
+    after = [run.until(2, r"goes on with the state of site \d after round (\d+)")[1] for _ in range(2)]
+    assert after[0] == after[1]
+    run.end_soon()
+    run.ended(0, 1, 2)
+    for shard in range(2):
+        for name, one in run.weights(0, shard).items():
+            assert all(torch.equal(one, run.weights(site, shard)[name]) for site in (1, 2)), (shard, name)
+
+
 def test_a_mean_over_half_of_the_sites_waits_for_the_other_half_to_come_back(sites_of: Callable[..., Sites]) -> None:
     run = sites_of(2, "diloco, adamw", shards=1)
     run.start(0, 1)
@@ -236,6 +344,26 @@ def test_a_mean_over_half_of_the_sites_waits_for_the_other_half_to_come_back(sit
     run.end_soon()
     run.ended(0, 1)
     assert all(torch.equal(one, run.weights(1)[name]) for name, one in run.weights(0).items())
+
+
+def test_losses_of_the_sites_that_are_alive_are_heard_without_waiting_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sites, "_LOOK_S", 0.05)
+    for elastic in (False, True):
+        join = f"127.0.0.1:{free_port()}"
+        outers = in_threads(*(partial(small, site, 2, join, "gossip", elastic=elastic) for site in range(2)))
+        in_threads(*(outer.step for outer in outers))
+        assert outers[0].losses(0.5) == {0: 0.5}, "the other has said nothing"
+        deadline = time.monotonic() + 20
+        while (heard := outers[1].losses(float("inf"))) != {0: 0.5, 1: float("inf")}:
+            assert time.monotonic() < deadline, heard
+        assert outers[0].losses(0.25) == {0: 0.25}, "what is not finite is not told"
+        outers[1].close()
+        if elastic:
+            outers[0].step()
+            assert outers[0].losses(0.125) == {0: 0.125}
+        with pytest.raises(GossamerError, match="losses got mine = 'low'"):
+            outers[0].losses("low")  # type: ignore[arg-type]
+        outers[0].close()
 
 
 # --- bits -------------------------------------------------------------------------------------------------------------

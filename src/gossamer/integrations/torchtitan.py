@@ -1,12 +1,14 @@
 """Gossamer in torchtitan: each unmodified torchtitan job is a site, and two words of its command line join it to the others.
 
     --override.imports 'gossamer.integrations.torchtitan.outer={"rule": "gasloc", "local_steps": 30, "join": "HOST:PORT"}' \\
-        gossamer.integrations.torchtitan.data
+        gossamer.integrations.torchtitan.data gossamer.integrations.torchtitan.metrics
 
 GOSSAMER_SITE="0/3" in the environment says which site of how many a job is, so that all have one command line.
 """
 
+import atexit
 import os
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from typing import Any
 
 from torch import nn
 from torchtitan.components.dataloader import BaseDataLoader  # pyright: ignore
+from torchtitan.components.metrics import MetricsProcessor  # pyright: ignore
 from torchtitan.components.optimizer import OptimizersContainer  # pyright: ignore
 from torchtitan.config.override import derive, override  # pyright: ignore
 from torchtitan.tools.logging import logger  # pyright: ignore
@@ -21,7 +24,7 @@ from torchtitan.tools.logging import logger  # pyright: ignore
 from gossamer.errors import ConfigError
 from gossamer.library import Outer
 
-__all__ = ["data", "outer", "site_of"]
+__all__ = ["data", "metrics", "outer", "site_of"]
 
 SITE = "GOSSAMER_SITE"
 
@@ -55,7 +58,7 @@ class _Optimizers(OptimizersContainer):
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         super().__init__(config, model_parts=model_parts)
         self._asked, self._outer = config, None
-        self._seconds = 0.0
+        self._seconds, self._bytes = 0.0, 0
 
     @property
     def outer(self) -> Outer[nn.Module]:
@@ -68,6 +71,8 @@ class _Optimizers(OptimizersContainer):
                 topology=one.topology, seed=one.seed, timeout_s=one.timeout_s, site=site_of(os.environ.get(SITE)), join=one.join,
                 elastic=one.elastic,
             )  # fmt: skip
+            atexit.register(self._outer.close)  # torchtitan ends without a word to its optimizers
+            _MADE.append(self._outer)
         return self._outer
 
     def step(self, closure: None = None) -> None:
@@ -79,10 +84,22 @@ class _Optimizers(OptimizersContainer):
         self._seconds += time.perf_counter() - began
         if ended:
             found = outer.metrics()
+            self._bytes += found.bytes_sent
             logger.info(
                 "gossamer: site %d of %d, round %d, %d bytes sent, %.3f s in exchanges",
                 outer.worker, outer.n, outer.rounds, found.bytes_sent, self._seconds,
             )  # fmt: skip
+
+    def said_of_sites(self, loss: float) -> dict[str, float]:
+        """What torchtitan's metrics get: of this process, and the mean of what the sites have told last of their losses."""
+        losses = self.outer.losses(loss)
+        return {
+            "outer/rounds": float(self.outer.rounds),
+            "outer/bytes_sent": float(self._bytes),
+            "outer/exchange(s)": self._seconds,
+            "outer/sites": float(len(losses)),
+            "outer/loss_over_sites": statistics.fmean(losses.values()),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the optimizers and of the outer loop, under flat names."""
@@ -95,6 +112,10 @@ class _Optimizers(OptimizersContainer):
         self.outer.load_shared_state_dict(ours)
 
 
+_MADE = list[Outer[nn.Module]]()
+"""The outer loop of this process, for the loader and the metrics, which torchtitan makes by themselves."""
+
+
 class _SiteLoader(BaseDataLoader):
     """Any loader of torchtitan, with the sites as further data-parallel ranks."""
 
@@ -102,13 +123,20 @@ class _SiteLoader(BaseDataLoader):
     class Config(BaseDataLoader.Config):
         inner: Any = None
         same: bool = False
+        rounds: int = 0
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **options: Any) -> None:
         (site, sites), (n, rank) = site_of(os.environ.get(SITE)), (1, 0) if config.same else (dp_world_size, dp_rank)
-        self._inner = config.inner.build(dp_world_size=n * sites, dp_rank=n * site + rank, **options)
+        self._inner, self._rounds = (
+            config.inner.build(dp_world_size=n * sites, dp_rank=n * site + rank, **options),
+            config.rounds,
+        )
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._inner)
+        for batch in self._inner:
+            if self._rounds and _MADE and _MADE[0].rounds >= self._rounds:
+                return  # on all processes of the site, which are after the same round
+            yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is."""
@@ -117,6 +145,31 @@ class _SiteLoader(BaseDataLoader):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues there."""
         self._inner.load_state_dict(state_dict)
+
+
+class _Metrics(MetricsProcessor):
+    """torchtitan's metrics, with those of the outer loop among them."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):
+        pass
+
+    def log(
+        self, step: int, global_avg_loss: float, global_max_loss: float, grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """What torchtitan logs, and `outer/...`."""
+        if not isinstance(self.optimizers, _Optimizers):
+            raise ConfigError(
+                "gossamer.integrations.torchtitan.metrics is among --override.imports without gossamer.integrations.torchtitan."
+                "outer, so that there are no rounds to tell of; name both"
+            )
+        found = self.optimizers.said_of_sites(global_avg_loss)
+        logger.info(
+            "gossamer: loss %.5f over %d sites after round %d",
+            found["outer/loss_over_sites"], found["outer/sites"], found["outer/rounds"],
+        )  # fmt: skip
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, {**(extra_metrics or {}), **found})
 
 
 @override(target=OptimizersContainer.Config)
@@ -131,9 +184,18 @@ def outer(config: Any, **options: Any) -> Any:
 
 
 @override(target=BaseDataLoader.Config)
-def data(config: Any, same: bool = False) -> Any:
+def data(config: Any, same: bool = False, rounds: int = 0) -> Any:
     """The loader of a job that reads its site's part of the data.
 
-    Args: `same` gives all processes of a site the same batches, for tests of bits.
+    Args:
+        same: gives all processes of a site the same batches, for tests of bits.
+        rounds: the round of the run after which there are no more batches, so that a site that has come back, whose own steps are
+            fewer, ends with the others; 0 for no end.
     """
-    return derive(config, _SiteLoader.Config, inner=config, same=same)
+    return derive(config, _SiteLoader.Config, inner=config, same=same, rounds=rounds)
+
+
+@override(target=MetricsProcessor.Config)
+def metrics(config: Any) -> Any:
+    """The metrics of a job that is one of several sites, with rounds, bytes, seconds in exchanges and the loss over sites."""
+    return derive(config, _Metrics.Config)

@@ -416,6 +416,25 @@ class Outer(Generic[M]):
         self._loop.compare = self._meter.compare
         return self._meter.read()
 
+    def losses(self, mine: float) -> dict[int, float]:
+        """Tells the others this worker's loss, and returns what each of them has told last, by worker; waits for nobody.
+
+            mean = statistics.fmean(outer.losses(loss.item()).values())
+
+        What they have told may be of an earlier step. With `elastic=True` it is some seconds old and of those that are alive, and
+        while site 0 is away nothing is heard. Of workers of several processes let the same ones call it, such as the first.
+
+        Raises: ConfigError for what is no number. One that is not finite is not told.
+        Cost: two messages to the store of the workers; with `elastic=True` none, and every two seconds two by a thread.
+
+        >>> import gossamer, torch
+        >>> gossamer.Outer(torch.nn.Linear(2, 1), "gossip").losses(0.5)
+        {0: 0.5}
+        """
+        self._must_be_open("losses")
+        check_option("losses", "mine", mine, Annotated[float, Field(allow_inf_nan=True)])
+        return self._peers.losses(mine) if self._site is None else self._site.losses(mine)
+
     @contextlib.contextmanager
     def mean_model(self) -> Iterator[M]:
         """The model with the mean of all workers' parameters in it, `(1/n) Σ_i x_i`, to evaluate, save or export it.

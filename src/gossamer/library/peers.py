@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import secrets
 import time
@@ -29,9 +30,10 @@ from gossamer.transport.processes.backend import Backend, backend_of, gloo_group
 from gossamer.transport.processes.group import GroupTransport, all_reduce
 from gossamer.transport.processes.launch import agree
 from gossamer.transport.processes.member import Member
+from gossamer.transport.processes.store import Entries
 from gossamer.transport.secret import environment_secret
 
-__all__ = ["Common", "Peers", "common_of", "must_agree"]
+__all__ = ["Common", "Peers", "common_of", "must_agree", "read_losses"]
 
 log = logging.getLogger("gossamer")
 _LONGEST = 160  # characters of a peer's words in an error
@@ -94,6 +96,17 @@ def _said(theirs: object, place: int) -> str:
 
 def _codec(codec: Codec) -> str:
     return in_words(codec.name, codec.options)
+
+
+def read_losses(entries: Entries, workers: int) -> dict[int, float]:
+    """The losses that are told in a store, by worker; what is no finite number counts as nothing."""
+    said = dict[int, float]()
+    for worker, text in entries.several([str(worker) for worker in range(workers)]).items():
+        with contextlib.suppress(ValueError, RecursionError):
+            loss = json.loads(text)
+            if type(loss) in (int, float) and math.isfinite(loss):
+                said[int(worker)] = float(loss)
+    return said
 
 
 class Peers:
@@ -201,6 +214,17 @@ class Peers:
                     with contextlib.suppress(ValueError, RecursionError):
                         said[int(worker)] = json.loads(text)
         return said
+
+    def losses(self, mine: float) -> dict[int, float]:
+        """What the others have told last of their losses, and this one's."""
+        if self._member is None:
+            return {0: mine}
+        if math.isfinite(mine):
+            self.tell("loss", mine)
+        with contextlib.suppress(RuntimeError):
+            entries = self._member.entries.under("loss")
+            return {**read_losses(entries, self._member.workers), self._member.worker: mine}
+        return {self._member.worker: mine}
 
     def timed_reduce(self, add: Callable[[float], None]) -> Reduce | None:
         """The all-reduce, which reports the seconds of each call; None where none was asked for."""

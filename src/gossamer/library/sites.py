@@ -9,10 +9,12 @@ Sites meet at a board, a store that the first process of site 0 hosts. After tha
 more. Where site 0 has died, the others look for it at the same place, to tell one that comes back what is under way.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
 import logging
+import math
 import secrets
 import threading
 import time
@@ -22,11 +24,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from gossamer.errors import GossamerError, PeerError, first_line
 from gossamer.library.guard import fingerprints, must_be_alike
 from gossamer.library.lane import Lane, board, claimed, must_have_equal_shards, taken, unequal_shards
-from gossamer.library.peers import Common, must_agree
+from gossamer.library.peers import Common, must_agree, read_losses
 from gossamer.library.siblings import Siblings
 from gossamer.record.packed import cold, frozen, unpacked
 from gossamer.rounds.loop import OuterLoop
@@ -168,6 +171,11 @@ class ElasticSite:
         self.transport = LaneTransport(self._inner, siblings, self.lane, closes=closes)
         self._tell = f"under way/{self.lane.worker}/{self.lane.shard}", json.dumps(mine)
         self._join = join
+        self._board, self._told_at = self.lane.joint, None
+        """The newest board that was reached, and that at which losses are told."""
+        self._loss, self._losses = 0.0, dict[int, float]()
+        self._unheard_s = dict[int, float]()
+        """Since when means with each of these fail, whom a lane of this site does not hear."""
         if self.lane.joint is not None:
             Entries(self.lane.joint, endpoint.secret).set(*self._tell)
         threading.Thread(target=self._look_for_board, daemon=True, name="gossamer board").start()
@@ -220,18 +228,47 @@ class ElasticSite:
         return attempt, self._alive
 
     def committed(self, attempt: int, *, whole: bool) -> bool:
-        """See `gossamer.transport.contract.Closes`: whole where it is in all lanes of the site. Raises: as `proposed`."""
-        whole = self._siblings.all_have([whole], f"round {self._round}")[0]
+        """See `gossamer.transport.contract.Closes`: whole where it is in all lanes of the site.
+
+        Raises: as `proposed`; PeerError where a lane has been cut for so long that this site leaves.
+        """
+        # Not whose messages it lacks: a mean that fails between two others is one that this site lacks too.
+        silent_s, limit_s = self._inner.view().silent_s, self._endpoint.timeout_s / 2
+        hears = [j not in self._alive or silent_s.get(j, 0.0) < limit_s for j in range(self.lane.n)]
+        whole, *hears = self._siblings.all_have([whole, *hears], f"round {self._round}")
 
         def said() -> list[int] | None:
+            if self._is_cut_off([j for j, heard in enumerate(hears) if not (whole or heard)]):
+                return [2, 0]
             found = self._for_a_while(lambda: self._inner.committed(attempt, whole=whole))
             if found is None or isinstance(found, LeftOutError):
                 return found and [1, 0 if found.source is None else found.source + 1]
             return [0, int(found)]
 
         left_out, *numbers = self._siblings.said_by_first(said, f"round {self._round}")
+        if left_out == 2:
+            unheard = ", ".join(str(j) for j, heard in enumerate(hears) if not heard)
+            raise PeerError(
+                f"site {self.lane.worker} has not heard site {unheard} for {self._endpoint.timeout_s:g} s or longer in the lane "
+                f"of one of its {self.lane.shards} processes, while their first processes reach each other, and leaves so that "
+                "the others can go on; look at the network of each of its processes, and start it again"
+            )
         self._must_not_be_left_out(left_out, numbers)
         return bool(numbers[0])
+
+    def _is_cut_off(self, unheard: Sequence[int]) -> bool:
+        """Whether this site leaves, as means with those that it does not hear in a lane fail again and again.
+
+        Who leads sees the first processes alone, and proposes all of them each time. One that is cut off from most goes after one
+        timeout; of two that are cut off from each other alone the one with the higher number, after another.
+        """
+        now, n, limit_s = time.monotonic(), self.lane.n, self._endpoint.timeout_s
+        self._unheard_s = {j: self._unheard_s.get(j, now) for j in unheard}
+        if n < 3:  # the other would wait for it
+            return False
+        since_s = self._unheard_s
+        most = 2 * sum(now - since >= limit_s for since in since_s.values()) > n
+        return most or any(j < self.lane.worker and now - since >= 2 * limit_s for j, since in since_s.items())
 
     def _must_not_be_left_out(self, left_out: int, numbers: Sequence[int]) -> None:
         if left_out:
@@ -391,6 +428,25 @@ class ElasticSite:
 
     # --- its place at the board ---------------------------------------------------------------------------------------
 
+    def losses(self, mine: float) -> dict[int, float]:
+        """What the sites that are alive have told last of their losses, and this one's; a thread tells it and looks."""
+        self._loss, store = mine, self._board
+        if store is not None and store is not self._told_at:
+            # One thread for each board: where the machine of site 0 has vanished, that of the old one waits for it for long.
+            self._told_at = store
+            threading.Thread(target=self._tell_losses, args=(store,), daemon=True, name="gossamer losses").start()
+        said = {site: loss for site, loss in self._losses.items() if site in self._alive}
+        return {**said, self.lane.worker: mine}
+
+    def _tell_losses(self, store: Store) -> None:
+        entries = Entries(store, self._endpoint.secret).under(f"loss/{self.lane.shard}")
+        with contextlib.suppress(RuntimeError):
+            while not self.transport.closed and self._board is store:
+                if math.isfinite(loss := self._loss):
+                    entries.set(str(self.lane.worker), json.dumps(loss))
+                self._losses = read_losses(entries, self.lane.n)
+                time.sleep(_LOOK_S)
+
     def _look_for_board(self) -> None:
         """Tells a site 0 that comes back, and whoever waits there, what is under way."""
         known = self._inner.members.entries.get(0)
@@ -409,6 +465,7 @@ class ElasticSite:
                 Entries(store, self._endpoint.secret).set(*self._tell)
             except (OSError, RuntimeError):
                 continue
+            self._board = store
             if is_there and first is not None:
                 told = first.nonce
 
@@ -527,7 +584,13 @@ class _Meets:
     def come_back(self, donor: int) -> _Start:
         """How this process begins where its site comes back."""
         way = self._read(donor)
-        offer = self._offer or self._slot_from(donor, way)
+        try:
+            offer = self._offer or self._slot_from(donor, way)
+        except OSError as error:  # the first process has reached that site, and this one has not
+            raise PeerError(
+                f"process {self._lane.shard} of site {self._lane.worker} cannot reach site {donor} at '{way.address}' "
+                f"({first_line(error)}); look whether that site runs and a firewall lets this through, and start this site again"
+            ) from error
         return _Start(self._lane, way.run, Members(self._limits, self._lane.worker, offer.entries), donor)
 
     def _slot_from(self, site: int, way: _UnderWay) -> Offer:
