@@ -130,3 +130,13 @@ def test_a_topology_in_which_everybody_meets_everybody_is_refused_where_no_plan_
     shown = capsys.readouterr().err
     assert f"topology '{name}' got 1,000,000 workers and can be planned for 100,000 at most" in shown
     assert f"topology '{name}' got 100,001 workers" in shown
+
+
+def test_a_grid_of_more_axes_than_workers_is_that_of_as_many_as_there_can_be() -> None:
+    many, enough = make_topology("grid", 100, dimension=10**12), make_topology("grid", 100, dimension=7)
+    assert many.period == enough.period == 7
+    assert [many.mixing(t) for t in range(7)] == [enough.mixing(t) for t in range(7)]
+
+
+def test_a_period_of_many_rounds_is_not_predicted() -> None:
+    assert too_large(make_topology("pga", 3, every=10**6)) and not too_large(make_topology("pga", 3, every=1_000))

@@ -1,11 +1,10 @@
 """`gossamer check`: what a run file will do, or all its errors, before anything is trained."""
 
-import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gossamer.cli.output import Json, print_json
+from gossamer.cli.output import Json, print_json, uncollected
 from gossamer.cli.run_file_options import NO_CHANGES, Changes, File
 from gossamer.errors import ConfigError
 
@@ -25,11 +24,8 @@ def command(file: File = None, /, *, changes: Changes = NO_CHANGES, json: Json =
 
     if file is None:
         raise ConfigError("no run file was given (got none, need one); name a TOML file such as configs/gasloc.toml")
-    gc.disable()  # it would look again and again at the plan of a million workers, and free nothing
-    try:
+    with uncollected():
         results, wrong = checked(load(file, settings([*changes.words])))
-    finally:
-        gc.enable()
     for sentence in wrong:
         print(f"gossamer: {sentence}", file=sys.stderr)
     if wrong:

@@ -3,6 +3,7 @@
 Results go to stdout, everything else to stderr. With `--json` stdout has one line: an object, whose keys `docs/json.md` explains.
 """
 
+import gc
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -15,7 +16,7 @@ from cyclopts import Parameter
 if TYPE_CHECKING:
     from gossamer.report.terminal import Terminal
 
-__all__ = ["PLAIN", "Json", "Output", "plain", "print_json", "working"]
+__all__ = ["PLAIN", "Json", "Output", "plain", "print_json", "uncollected", "working"]
 
 Json = Annotated[bool, Parameter(name="--json", help="print the result as one JSON object on one line (docs/json.md)")]
 """Of a verb that shows no progress."""
@@ -60,6 +61,16 @@ def working(sentence: str) -> Iterator[None]:
 
     with Console(stderr=True).status(sentence):
         yield
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """In here the garbage collector does not look again and again at the plan of a million workers, to free nothing."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def print_json(result: Any) -> None:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from gossamer.cli.output import Json, print_json
+from gossamer.cli.output import Json, print_json, uncollected
 
 __all__ = ["command"]
 
@@ -32,7 +32,9 @@ def command(
     from gossamer.topologies.draw import draw_round
 
     topology = make_topology(name, workers, seed=seed, **settings([*overrides]))
-    found = outlook(topology, alpha=alpha, gamma=momentum)
+    with uncollected():
+        found = outlook(topology, alpha=alpha, gamma=momentum)
+        drawn = draw_round(topology, round)
     if json:
         rows = [dict(row) for row in topology.mixing(round).rows]
         print_json(
@@ -45,6 +47,6 @@ def command(
             }
         )
         return
-    print(draw_round(topology, round))
+    print(drawn)
     print()
     print(gossip_table(topology, found))

@@ -50,6 +50,13 @@ SIZES: dict[str, Shape] = {
 """Shapes by name: up to 30m the name counts a byte vocabulary, from 134m on one of 32,000 tokens."""
 
 
+# Beyond what anybody trains, and few enough that names and sizes of all tensors are listed within a second.
+_Several = Annotated[int, Field(ge=1, le=2_000)]
+_Width = Annotated[int, Field(ge=1, le=1_000_000)]
+_MOST_EXPERTS = 50_000
+"""Of all layers together."""
+
+
 @settings("model.bottleneck")
 class BottleneckConfig:
     """An architecture whose hidden states cross the cuts of a pipeline in few numbers. It is part of the model, cut or not."""
@@ -82,7 +89,7 @@ class ExpertsConfig:
     Each is as wide as `model.intermediate_size` says.
     """
 
-    count: Annotated[int, Field(ge=2)]
+    count: Annotated[int, Field(ge=2, le=10_000)]
     """Experts of a layer (E)."""
     active: Annotated[int, Field(ge=2)] = 2
     """Experts that a token is sent to. Their gates sum to one, so a single one would teach the router nothing."""
@@ -111,15 +118,15 @@ class ModelConfig:
     loss: CodeName | None = None
     """"package.module:name" of a function `loss(model, batch)` that returns a scalar; None for the mean cross-entropy of the
     next token."""
-    hidden_size: Count | None = None
+    hidden_size: _Width | None = None
     """Width of the model."""
-    layers: Count | None = None
+    layers: _Several | None = None
     """Transformer blocks."""
     heads: Count | None = None
     """Attention heads."""
     kv_heads: Count | None = None
     """Heads of keys and values (grouped-query attention when fewer than `heads`)."""
-    intermediate_size: Count | None = None
+    intermediate_size: _Width | None = None
     """Width of the feed-forward layer."""
     bottleneck: BottleneckConfig | None = None
     """An architecture for slow links between the stages of a pipeline."""
@@ -145,6 +152,11 @@ class ModelConfig:
                 "remove model.options"
             )
         hidden, layers, heads, kv_heads, _ = self.shape
+        if self.experts is not None and self.experts.count * layers > _MOST_EXPERTS:
+            yield (
+                f"model.experts.count is {self.experts.count:,} in each of {layers:,} layers, which makes more than "
+                f"{_MOST_EXPERTS:,} experts; take fewer experts or layers"
+            )
         if self.experts is not None and self.bottleneck is not None:
             yield (
                 f"model.experts has {self.experts.count} experts and model.bottleneck is '{self.bottleneck.name}', but a model "

@@ -46,6 +46,8 @@ Array = NDArray[Any]
 
 _MOST_WORK, _MOST_SEARCHED = 5e8, 1e7
 """Of one analysis, in products of numbers, which takes up to ten seconds, and of one that a search may repeat."""
+_OF_A_ROUND = 2e4
+"""Products of numbers that take as long as the other work for one round of a period, however few workers there are."""
 
 
 class _Analysis(NamedTuple):
@@ -305,7 +307,8 @@ def too_large(topology: Topology) -> bool:
     if topology.n == 1 or topology.exchangeable or topology.everyone or not topology.doubly_stochastic:
         return False
     rounds, n = topology.period or _DRAWS * 100, topology.n  # sampled rounds are gone through again and again
-    return rounds * n**3 > _MOST_WORK and (rounds * n > 100_000 or not _all_circulant(topology))
+    work = rounds * n**3 + (topology.period or 0) * _OF_A_ROUND
+    return work > _MOST_WORK and (rounds * n > 100_000 or not _all_circulant(topology))
 
 
 def mean_gap(topology: Topology) -> float | None:
@@ -408,7 +411,11 @@ def _traces(topology: Topology) -> tuple[float, float]:
     if (found := _traces_of.get(topology.mixing)) is None:
         rows = topology.mixing(0).rows
         own = Counter([w for i, row in enumerate(rows) for j, w in row if j == i])
-        squares = Counter([w * w for row in rows for _, w in row])
+        shared = Counter(map(id, rows))  # the members of a group have one row
+        squares = Counter[float]()
+        for key, row in {id(row): row for row in rows}.items():
+            for _, w in row:
+                squares[w * w] += shared[key]
         found = _traces_of[topology.mixing] = _total(own), _total(squares)
     return found
 
@@ -455,6 +462,8 @@ def _all_circulant(topology: Topology) -> bool:
 
 def _is_circulant(mixing: Mixing) -> bool:
     first = mixing.rows[0]
+    if mixing.everyone:  # a million numbers of a thousand workers need not be looked at one by one
+        return len({w for _, w in first}) == 1
     return all(row == tuple(sorted(((j + i) % mixing.n, w) for j, w in first)) for i, row in enumerate(mixing.rows))
 
 
@@ -507,7 +516,7 @@ def _periodic(parts: Array) -> _Analysis:
             total += float(np.trace(s[:, :b, :b], axis1=1, axis2=2).real.mean()) / b
         return found._replace(variance=total / period)
 
-    return _Analysis(analysis, period * (b**3.0 if b > 1 else 2e3 * len(parts)))
+    return _Analysis(analysis, period * max(_OF_A_ROUND, b**3.0 if b > 1 else 2e3 * len(parts)))
 
 
 def _sampled(mixings: Array) -> _Analysis:

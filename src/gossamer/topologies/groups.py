@@ -9,7 +9,7 @@ from pydantic import Field
 from gossamer.errors import ConfigError
 from gossamer.rng import numpy_rng
 from gossamer.settings.options import Count, factory
-from gossamer.topologies.contract import Seed, Topology, Workers, planned_topology
+from gossamer.topologies.contract import MOST_WORKERS, Seed, Topology, Workers, planned_topology
 from gossamer.topologies.mixing import Mixing, in_groups
 
 __all__ = ["grid", "groups"]
@@ -39,6 +39,7 @@ def grid(n: Workers, *, seed: Seed = 0, side: Size | None = None, dimension: Cou
     >>> [grid(9).mixing(t).receives_from(5) for t in range(3)]
     [(3, 4), (2, 8), (3, 4)]
     """
+    dimension = min(dimension, MOST_WORKERS.bit_length())  # beyond, even two cells along each axis are enough for all
     if side is not None and n > side**dimension:
         raise ConfigError(
             f"topology 'grid' got side = {side} and dimension = {dimension} for n = {n}; allowed are at most {side**dimension} "

@@ -19,6 +19,7 @@ from gossamer.layout import layout_of
 from gossamer.models.llama import build_model
 from gossamer.models.sizes import ModelConfig, parameter_count
 from gossamer.network.links import Network, from_options
+from gossamer.rules import WRAPPERS
 from gossamer.run.config.document import EXPERIMENT, flat, load
 from gossamer.run.config.experiment_file import drafts
 from gossamer.run.config.layouts import layout_for
@@ -30,6 +31,7 @@ from gossamer.run.simulated.simulate import simulate
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import task_of
 from gossamer.settings.user_code import is_code
+from gossamer.transport.memory import MemoryTransport
 from tiny import PARAMETERS, document, single, tiny
 
 ROOT = Path(__file__).parents[3]
@@ -281,7 +283,7 @@ def test_check_plays_a_few_of_many_workers_and_says_what_it_does_not_price(topol
     whole = examine(run)
     monkeypatch.setattr("gossamer.run.planning.traffic.MOST_PLAYED", 3)
     few = examine(run)
-    assert few.networks[0].note.startswith("unknown: only runs of up to") and whole.networks[0].round_s
+    assert few.networks[0].note.startswith("unknown: a round of so many") and whole.networks[0].round_s
     alike = {"networks": (), "sent_bytes": 0.0} if topology == "star" else {"networks": ()}  # whose hub is one of few
     assert few._replace(**alike) == whole._replace(**alike)
 
@@ -303,6 +305,10 @@ BOUNDS = {
     "run.local_steps": "not a multiple of run.local_steps",
     "pipeline.stages": "each stage needs one; take at most",
     "pipeline.chunks": "pipeline.chunks",
+    "model.layers": "whole number from 1 to 2000",
+    "model.hidden_size": "whole number from 1 to 1000000",
+    "model.intermediate_size": "whole number from 1 to 1000000",
+    "model.experts.count": "whole number from 2 to 10000",
 }
 
 
@@ -328,3 +334,26 @@ def test_a_batch_that_does_not_fit_into_memory_is_refused_before_it_is_drawn(tmp
     with pytest.raises(ConfigError, match=r"a batch of 1,000,000,000,000 sequences .* smaller data\.batch_size"):
         simulate(tiny(data__batch_size=HUGE), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("topology", ["complete", "pga", "exponential", "star"])
+def test_check_plays_few_messages_however_many_workers_and_rounds_there_are(topology, monkeypatch):
+    posted, post = list[int](), MemoryTransport.post
+    monkeypatch.setattr(MemoryTransport, "post", lambda one, *rest: (posted.append(rest[1]), post(one, *rest))[1])
+    monkeypatch.setattr("gossamer.run.planning.traffic._MOST_MESSAGES", 2_000)
+    rule = {"name": "diloco"} if topology == "complete" else {"name": "gasloc"}
+    assert examine(tiny(workers=200, topology__name=topology, run__steps=24, rule=rule)).sent_bytes
+    assert 0 < len(posted) <= 2_000
+
+
+def test_check_says_which_rounds_it_has_counted_where_a_period_is_too_long(monkeypatch):
+    run = tiny(topology={"name": "pga", "every": 50}, run__steps=200)
+    assert not any("first" in sentence for sentence in examine(run).warnings)
+    monkeypatch.setattr("gossamer.run.planning.traffic._MOST_ROWS", 30)
+    assert "what is sent was counted in the first 10 of 50 rounds alone" in examine(run).warnings
+
+
+@pytest.mark.parametrize("wrapped", WRAPPERS)
+def test_check_counts_what_a_wrapped_rule_sends(wrapped):
+    rule = "gasloc" if wrapped in ("anchored", "restarted") else "diloco"
+    assert examine(tiny(rule={"name": rule, wrapped: {}}, topology__name="complete")).sent_bytes

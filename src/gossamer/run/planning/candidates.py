@@ -143,7 +143,7 @@ def _candidate(method: str, local_steps: int, made: RunPlan, layout: Layout) -> 
     """The price of a method with these local steps. Raises ConfigError where it cannot run, or its network has no price."""
     config = parse(_document(method, local_steps, made, made.options.rounds))
     run = resolve(config)
-    sent_bytes, _, _, (priced,) = counted(run, layout, _ROUNDS)
+    sent_bytes, _, _, (priced,), _ = counted(run, layout, _ROUNDS)
     if priced.round_s is None or priced.utilisation is None or priced.between_stages is None:
         raise ConfigError(f"{priced.name} gives it no price: {priced.note}")
     codec = run.method.codec

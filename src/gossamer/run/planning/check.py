@@ -28,7 +28,7 @@ from gossamer.run.config.resolve import document_faults, faults, resolve, settin
 from gossamer.run.config.resolved import InPairs, ResolvedRun, RunSettings, WithServer
 from gossamer.run.config.run_file import RunConfig, parse
 from gossamer.run.config.user_parts import named
-from gossamer.run.planning.traffic import MOST_PLAYED, period_of, played, some_of, traffic
+from gossamer.run.planning.traffic import extent, period_of, played, traffic
 from gossamer.run.worker.stages.timing import in_stages
 from gossamer.settings.user_code import is_code
 from gossamer.transport.keys import dealt, keys_for
@@ -187,7 +187,7 @@ def examine(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None = No
     layout, (text, missing) = _layout(run, vocab_size), _text(run, vocab_size)
     topology = None if isinstance(m, WithServer) else m.topology
     predicted = stability.stability_of(m.rule, m.topology, m.schedule.merge) if isinstance(m, Method) else None
-    sent, most, kept, networks = counted(run, layout) if layout else (None, None, (), ())
+    sent, most, kept, networks, partly = counted(run, layout) if layout else (None, None, (), (), ())
     return Examined(
         name=run.name,
         kind=run.kind,
@@ -205,7 +205,7 @@ def examine(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None = No
         disagreement=None if predicted is None else predicted.radius,
         rounds=run.rounds,
         tokens=_steps(run) * run.step_tokens,
-        warnings=(*run.warnings, *_endless(documents, run.data.tokenizer)),
+        warnings=(*run.warnings, *_endless(documents, run.data.tokenizer), *partly),
         processes=sum(run.pipeline.processes(run.workers)),
         stages=_stages(run, layout, kept) if layout else (),
         refused={verb: (*sentences,) for verb, sentences in refused.items() if sentences},
@@ -410,6 +410,7 @@ class Counted(NamedTuple):
     most_bytes: float
     kept: tuple[Copies, ...]
     networks: tuple[OnNetwork, ...]
+    warnings: tuple[str, ...] = ()
 
 
 def counted(config: ResolvedRun, layout: Layout, rounds: int = _ROUNDS) -> Counted:
@@ -436,8 +437,8 @@ def counted(config: ResolvedRun, layout: Layout, rounds: int = _ROUNDS) -> Count
         # Real processes measure their own seconds.
         priced = () if config.network is None else (_on_a_clock(config, sent.sent_bytes, size),)
         return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), priced)
-    few = some_of(config, m)
-    sent, entries = played(config, m, layout, _rounds(config, m, rounds), few)
+    rounds, few = extent(config, m, whole := _rounds(config, m, rounds))
+    sent, entries = played(config, m, layout, rounds, few)
     rows += [
         kept("outer state", sent.state_copies),
         kept("messages", (_message_bytes(entries) + sent.flight_copies * size) / size),
@@ -445,10 +446,15 @@ def counted(config: ResolvedRun, layout: Layout, rounds: int = _ROUNDS) -> Count
     networks = tuple(
         _priced(config, name, entries, m, layout)
         if len(few) == config.workers
-        else OnNetwork(name, None, None, None, f"unknown: only runs of up to {MOST_PLAYED:,} workers are priced here")
+        else OnNetwork(
+            name, None, None, None, "unknown: a round of so many workers and messages takes too long to price"
+        )
         for name in config.networks
     )
-    return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), networks)
+    warnings = (
+        () if rounds == whole else (f"what is sent was counted in the first {rounds:,} of {whole:,} rounds alone",)
+    )
+    return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), networks, warnings)
 
 
 def _rounds(config: RunSettings, m: Method, some: int) -> int:

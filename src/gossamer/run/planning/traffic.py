@@ -22,7 +22,7 @@ from gossamer.run.worker.worker import parts_of
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import Tree, leaves, nbytes
 
-__all__ = ["MOST_PLAYED", "Traffic", "period_of", "played", "some_of", "traffic"]
+__all__ = ["MOST_PLAYED", "Traffic", "extent", "period_of", "played", "traffic"]
 
 
 class Traffic(NamedTuple):
@@ -50,7 +50,7 @@ def traffic(config: ResolvedRun, layout: Layout, rounds: int = 0) -> Traffic:
     if isinstance(m, WithServer | InPairs):
         return _of_phases(config, m, layout)
     # Without waiting, what is published after a phase is what would be sent in a round.
-    return played(config, m, layout, rounds or period_of(config, m), some_of(config, m))[0]
+    return played(config, m, layout, *extent(config, m, rounds or period_of(config, m)))[0]
 
 
 def period_of(config: RunSettings, m: Method) -> int:
@@ -60,16 +60,28 @@ def period_of(config: RunSettings, m: Method) -> int:
 
 MOST_PLAYED = 1_000
 """Workers whose part in a round is played, where each one's is not asked for."""
+_MOST_MESSAGES, _OF_A_ROUND = 250_000, 10
+"""Messages that are played, which takes some seconds, and those that take as long as the rest of a worker's round."""
+_MOST_ROWS = 1_000_000
+"""Rows of mixing matrices of the rounds that are played; they are made twice."""
 
 
-def some_of(config: RunSettings, m: Method) -> Sequence[int]:
-    """The workers to play: all of them, or so many, spread evenly from worker 0 on, that their messages are few."""
+def extent(config: RunSettings, m: Method, rounds: int) -> tuple[int, Sequence[int]]:
+    """How many of so many rounds to play, and the workers: all of them, or so many, spread evenly from worker 0 on, that their
+    messages are few."""
     n = config.workers
-    if n <= MOST_PLAYED:
-        return range(n)
-    peers = max(len(m.topology.mixing(0).rows[i]) for i in (0, n // 2, n - 1))
-    count = max(2, min(MOST_PLAYED, 200_000 // peers))
-    return [k * n // count for k in range(count)]
+    rounds = min(rounds, max(1, _MOST_ROWS // n))
+    sizes = [[len(row) for row in m.topology.mixing(t).rows] for t in range(rounds)]
+
+    def messages(peers: float) -> float:
+        return m.sends_per_round * (_OF_A_ROUND + peers)
+
+    if n <= MOST_PLAYED and rounds * n * messages(sum(map(sum, sizes)) / len(sizes) / n) <= _MOST_MESSAGES:
+        return rounds, range(n)
+    most = messages(sum(map(max, sizes)) / len(sizes))
+    rounds = min(rounds, max(1, int(_MOST_MESSAGES / (2 * most))))
+    count = min(n, MOST_PLAYED, max(2, int(_MOST_MESSAGES / (rounds * most))))
+    return rounds, [k * n // count for k in range(count)]
 
 
 def played(
@@ -132,7 +144,10 @@ def played(
 
 
 def _once(rule: Rule) -> Rule:
-    """A rule for tensors without data, whose first states and messages of a round look alike for all workers, made once."""
+    """A rule for tensors without data, whose first states and messages of a round look alike for all workers, made once.
+
+    It counts nobody whom it distrusts: where there is no data there are no counts to read.
+    """
 
     def kept(make: Callable[..., Tree]) -> Callable[..., Tree]:
         made: dict[Hashable, Tree] = {}
@@ -147,7 +162,7 @@ def _once(rule: Rule) -> Rule:
 
         return of
 
-    return rule._replace(init=kept(rule.init), send=kept(rule.send))
+    return rule._replace(init=kept(rule.init), send=kept(rule.send), distrusts=None)
 
 
 def _of_phases(config: RunSettings, method: WithServer | InPairs, layout: Layout) -> Traffic:
