@@ -157,6 +157,7 @@ class Stage(NamedTuple):
     rank: int
     mesh: DeviceMesh
     two: dist.ProcessGroup
+    alone: dist.ProcessGroup
     folder: Path
 
     def keep(self, what: str, worker: int, found: object) -> None:
@@ -293,6 +294,61 @@ def reshared(stage: Stage) -> None:
             stage.keep("shared", outer.worker, whole(model))
 
 
+def resharded(stage: Stage) -> None:
+    """A worker of two processes is continued by four, and then by one: the outer state under flat names stays what it was."""
+    case, folder, tensors = Case(same=True), stage.folder, list[dict[str, torch.Tensor]]()
+    four = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+    for turn, (processes, mesh) in enumerate(((2, stage.mesh["shard"]), (4, four), (1, None))):
+        group = dist.group.WORLD if processes == 4 else stage.two if processes == 2 else stage.alone
+        if stage.rank >= processes:
+            continue
+        model = made(case, mesh)
+        with outer_of(case, model, process_group=group) as outer:
+            state = {"model": model.state_dict(), **outer.shared_state_dict()}
+            if turn:
+                dcp.load(state, checkpoint_id=folder / f"as-of-{turn - 1}", process_group=group, no_dist=processes == 1)
+                model.load_state_dict(state["model"])
+                outer.load_shared_state_dict(state)
+            else:
+                train(case, model, optimizer_of(case, model), outer, [0], range(6))
+            state = {"model": model.state_dict(), **outer.shared_state_dict()}
+            dcp.save(state, checkpoint_id=folder / f"as-of-{turn}", process_group=group, no_dist=processes == 1)
+            flat = {**state.pop("model"), **state}
+            whole = {name: t for name, t in flat.items() if isinstance(t, torch.Tensor)}
+            whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in whole.items()}
+            tensors.append({name: t.detach().clone() for name, t in whole.items()})
+            if turn:
+                train(case, model, optimizer_of(case, model), outer, [0], range(6, 9))
+                stage.say(f"resharded {turn}: after {outer.rounds} rounds and {outer.steps} steps")
+    if stage.rank == 0:
+        for turn, found in enumerate(tensors):
+            stage.keep("resharded", turn, found)
+
+
+def lossy(stage: Stage) -> None:
+    """A codec that looks at several numbers sees one shard: the oracle is an Outer of its own around the part of a process."""
+    lane = stage.mesh.get_group("worker")
+    for codec in LOSSY:
+        case = Case("diloco", options={"codec": codec})
+        model = made(case, stage.mesh["shard"])
+        parts = nn.ParameterList([nn.Parameter(local(p).clone(), p.requires_grad) for p in model.parameters()])
+        with outer_of(case, model) as outer, outer_of(case, parts, process_group=lane) as oracle:
+            for step in range(3 * LOCAL_STEPS):
+                draw = torch.Generator().manual_seed(10 * step + stage.rank)
+                with torch.no_grad():
+                    for p, part in zip(model.parameters(), parts, strict=True):
+                        change = torch.randn(part.shape, generator=draw)
+                        local(p).add_(change)
+                        part.add_(change)
+                outer.step()
+                oracle.step()
+            alike = [torch.equal(local(p), part) for p, part in zip(model.parameters(), parts, strict=True)]
+            stage.say(f"{codec}: {outer.rounds} rounds, {alike.count(False)} of {len(alike)} differ from the oracle")
+
+
+LOSSY = ("topk", "int8", "sign")
+
+
 def lent(stage: Stage) -> None:
     """The mean model is evaluated, and everything is as it was, although FSDP2 has gathered the mean."""
     case = Case(half=("layers.1",))
@@ -387,12 +443,12 @@ def one_of_four(rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=PrefixStore("four", store), rank=rank, world_size=4)
-    two = dist.new_group([0, 1])
+    two, alone = dist.new_group([0, 1]), dist.new_group([0])
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("worker", "shard"))
-    stage = Stage(rank, mesh, two, folder)
+    stage = Stage(rank, mesh, two, alone, folder)
     for name, case in {**CASES, **NEAR}.items():
         same_as_two(stage, name, case)
-    for act in (tensor_parallel, pipeline, resumed, reshared, lent, torn, unlike, dying):
+    for act in (tensor_parallel, pipeline, resumed, reshared, resharded, lossy, lent, torn, unlike, dying):
         act(stage)
         dist.barrier()
 
@@ -472,6 +528,22 @@ def test_a_state_saved_under_flat_names_continues_on_another_number_of_processes
             assert "outer state under flat names does not fit" in told.of(worker, what)
 
 
+def test_the_outer_state_of_two_processes_is_loaded_by_four_and_by_one_to_the_last_bit(told):
+    first, *others = [told.kept("resharded", turn) for turn in range(3)]
+    assert sum("outer." in name for name in first) > 10
+    for other in others:
+        assert (
+            other.keys() == first.keys() and [name for name in first if not torch.equal(first[name], other[name])] == []
+        )
+    assert told.of(3, "resharded 1") == told.of(0, "resharded 2") == "after 2 rounds and 1 steps"
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_a_codec_of_several_numbers_sees_one_shard_at_a_time(told, codec):
+    for rank in range(4):
+        assert told.of(rank, codec).startswith("3 rounds, 0 of ")
+
+
 def test_the_mean_model_of_shards_is_that_of_all_and_leaves_nothing_gathered(told):
     one, other, mean = told.kept("before the mean", 0), told.kept("before the mean", 1), told.kept("mean", 3)
     for name in one:
@@ -543,7 +615,11 @@ def one_of_two_sites(rank: int, port: int, meetings: list[int], folder: Path) ->
     world = PrefixStore(f"world {site}", TCPStore("127.0.0.1", port, is_master=False))
     dist.init_process_group("gloo", store=world, rank=shard, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
-    stage, case, join = Stage(rank, mesh, dist.group.WORLD, folder), CASES["diloco, adamw"], f"127.0.0.1:{meetings[0]}"
+    stage, case, join = (
+        Stage(rank, mesh, dist.group.WORLD, dist.group.WORLD, folder),
+        CASES["diloco, adamw"],
+        f"127.0.0.1:{meetings[0]}",
+    )
     model = made(case, mesh)
     with outer_of(case, model, site=(site, 2), join=join) as outer:
         train(case, model, optimizer_of(case, model), outer, [outer.shard], range(LOCAL_STEPS * case.rounds))
