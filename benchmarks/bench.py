@@ -25,6 +25,7 @@ COMMANDS = {
         "240", "--repeats", "5",
     ),
     "many_workers": ("many_workers.py",),
+    "prices": ("prices.py",),
     "start": ("start.py",),
     "update": ("update.py", "--repeats", "5"),
     "exchange": ("exchange.py",),

@@ -13,7 +13,7 @@ from gossamer.errors import ConfigError
 from gossamer.network import pricing
 from gossamer.network.fluid import max_min_rates
 from gossamer.network.links import Change, Network, Route, Site, jitter_factors
-from gossamer.network.pricing import price
+from gossamer.network.pricing import price, price_everyone
 from gossamer.network.timeline import Timeline, legs_of
 from gossamer.record.logs.trace import KINDS, Entry, Kind, Operation, Trace, from_entries, from_targets
 
@@ -688,3 +688,31 @@ def test_what_is_no_trace_or_no_network_is_refused_with_the_function_that_makes_
         price("runs/a", network)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"price got 'net\.toml', which is no Network"):
         price(swap, "net.toml")  # type: ignore[arg-type]
+
+
+@settings(max_examples=30)
+@given(data=st.data(), kind=st.sampled_from(KINDS), routed=st.booleans())
+def test_what_everyone_sends_everyone_costs_what_its_messages_do_one_by_one(
+    data: st.DataObject, kind: Kind, routed: bool
+) -> None:
+    n = 33  # whose 1,056 messages are too many for a replay
+    network = data.draw(networks(n))
+    if routed:
+        sites = {"a": Site(workers=tuple(range(5))), "b": Site(workers=tuple(range(5, n)))}
+        network = replace(network, sites=sites, routes=(Route(between=("a", "b"), latency_s=2.0),))
+    network = replace(network, step_s=network.step_s or 0.0)
+    steps = data.draw(
+        st.lists(st.lists(st.integers(0, 5), min_size=n, max_size=n), min_size=1, max_size=3).map(np.array)
+    )
+    size = data.draw(st.integers(0, 10**6))
+    others = np.array([[j for j in range(n) if j != i] for i in range(n)])
+    trace = from_targets(np.broadcast_to(others, (len(steps), *others.shape)), size, steps, kind=kind)
+    one_by_one, at_once = price(trace, network), price_everyone(steps, size, network, kind=kind)
+    np.testing.assert_allclose(at_once.end_s, one_by_one.end_s, rtol=1e-12)
+    np.testing.assert_allclose(at_once.communication_s, one_by_one.communication_s, rtol=1e-9, atol=1e-9)
+
+
+def test_messages_that_share_links_are_not_priced_at_once() -> None:
+    shared = Network(uplink_bps=1e6, downlink_bps=1e6, step_s=1.0, changes=(Change(at_s=1.0, factor=0.5, worker=0),))
+    with pytest.raises(ConfigError, match="give price a trace"):
+        price_everyone(np.ones((1, 2), int), 100, shared, kind="mean")

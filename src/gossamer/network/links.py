@@ -250,6 +250,8 @@ class Links(NamedTuple):
     def message_latency_s(self, source: Integers, target: Integers) -> Floats:
         """Seconds that the first bit from each source to each target is under way."""
         ends = np.maximum(self.latency_s[source], self.latency_s[target])
+        if len(self.route_latency_s) == 1:  # which has no latency within
+            return ends
         return ends + self.route_latency_s[self.site[source], self.site[target]]
 
 

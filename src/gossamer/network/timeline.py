@@ -1,14 +1,14 @@
 """When every worker computed, communicated and waited: the result of pricing a run."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from gossamer.network.links import Floats, Links, MeanKind, Network, jitter_factors
 from gossamer.record.logs.trace import Integers, Messages, Trace
 
-__all__ = ["Leg", "Timeline", "compute_seconds", "in_words", "legs_of", "no_rounds", "streams_of"]
+__all__ = ["Leg", "Timeline", "compute_seconds", "in_words", "legs_among", "legs_of", "no_rounds", "streams_of"]
 
 
 class Timeline(NamedTuple):
@@ -69,12 +69,17 @@ def legs_of(mean: MeanKind, messages: Messages) -> Iterator[Leg]:
     [([400.0, 400.0], 1), ([400.0], 1), ([400.0], 1), ([400.0, 400.0], 1)]
     """
     members = np.union1d(messages.source, messages.target)
-    n = len(members)
-    payload = messages.bytes.sum() / (2 * (n - 1))
     if mean == "owners":
         source, target, size = streams_of(messages)
         yield Leg(source, target, size / 2, 2)
-    elif mean == "ring":
+    else:
+        yield from legs_among(mean, members, messages.bytes.sum() / (2 * (len(members) - 1)))
+
+
+def legs_among(mean: Literal["ring", "tree"], members: Integers, payload: float) -> Iterator[Leg]:
+    """The legs of a mean of so many bytes over these workers, along a ring or a tree."""
+    n = len(members)
+    if mean == "ring":
         yield Leg(members, np.roll(members, -1), np.full(n, payload / n), 2 * (n - 1))
     else:
         inwards = []

@@ -35,6 +35,14 @@ def random_matchings(n: int, k: int, seed: int, round: int) -> NDArray[np.int64]
     """
     # Raw bits and a sort: numpy may change how `permutation` uses its bits, and workers may run different versions of it.
     bits = numpy_rng(seed, "topology", round).bit_generator
-    spokes = np.argsort(bits.random_raw(n - 1 + n % 2), kind="stable")[:k]
+    spokes = _least(bits.random_raw(n - 1 + n % 2), k)
     pairs = factors(n, spokes).reshape(-1, 2)
     return np.argsort(bits.random_raw(n), kind="stable")[pairs]
+
+
+def _least(numbers: NDArray[np.uint64], k: int) -> NDArray[np.int64]:
+    """The places of the k least numbers in their order, `argsort(numbers, kind="stable")[:k]`, without sorting all."""
+    if k >= len(numbers):
+        return np.argsort(numbers, kind="stable")
+    among = np.flatnonzero(numbers <= np.partition(numbers, k - 1)[k - 1])
+    return among[np.argsort(numbers[among], kind="stable")[:k]]

@@ -3,6 +3,7 @@
 import json
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from gossamer.cli import main
 from gossamer.errors import ConfigError
 from gossamer.models.sizes import ModelConfig
-from gossamer.network.links import Network, Site, links_of
+from gossamer.network.links import Change, Network, Site, links_of
 from gossamer.record.logs.trace import read_trace
 from gossamer.run.config.document import with_settings
 from gossamer.run.config.recipes import recipes
@@ -24,6 +25,7 @@ from gossamer.run.simulated.simulate import simulate
 
 TINY = ModelConfig(size="0.2m")
 EVEN = Network(uplink_bps=25e6, downlink_bps=25e6, step_s=0.5)
+CHANGING = replace(EVEN, changes=(Change(at_s=60.0, factor=0.5, worker=0),))
 SLOW_UPLINK = Network(uplink_bps=(*[25e6] * 7, 2.5e6), downlink_bps=25e6, step_s=0.5)
 
 
@@ -112,6 +114,8 @@ def test_the_step_time_follows_from_flops_where_nothing_gives_it() -> None:
     [
         (lambda: planned(EVEN), r"none is given beside its \['downlink_bps'.*; give the number of workers"),
         (lambda: planned(EVEN, workers=1), "a plan for 1 workers"),
+        (lambda: planned(EVEN, workers=100_001), "from 2 to 100000; choose"),
+        (lambda: planned(CHANGING, workers=2001), "from 2 to 2000 where links are shared or change; choose"),
         (lambda: planned(EVEN, workers=2, tokens=1e9, hours=2.0), "tokens is 1e[+]09 and hours is 2; give one of them"),
         (lambda: planned(EVEN, workers=2, local_steps=[0]), r"local_steps is \[0\]"),
         (lambda: planned(EVEN, workers=2, codecs={"x": 0.0}), "the size of codec 'x' is 0.0"),
@@ -122,6 +126,29 @@ def test_the_step_time_follows_from_flops_where_nothing_gives_it() -> None:
 def test_a_plan_that_cannot_be_made_is_refused_with_a_sentence(act: Callable[[], object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         act()
+
+
+def test_a_hundred_thousand_workers_are_planned_and_their_gossip_costs_no_more_than_that_of_eight() -> None:
+    few, many = (planned(EVEN, workers=n, local_steps=[30]) for n in (8, 100_000))
+    assert of(many, "GASLoC 1-Peer", 30).round_s == pytest.approx(of(few, "GASLoC 1-Peer", 30).round_s)
+    assert of(many, "GASLoC 2-Peer", 30).round_s == pytest.approx(of(few, "GASLoC 2-Peer", 30).round_s)
+    payload_bits = 32 * many.parameters
+    assert of(many, "DiLoCo", 30).round_s == pytest.approx(15 + 2 * payload_bits / 25e6, rel=0.05)
+    assert of(many, "DiLoCo", 30).round_bytes == pytest.approx(2 * payload_bits / 8, rel=0.05)
+
+
+def test_a_plan_is_the_same_whether_its_means_are_priced_one_message_at_a_time_or_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network = Network(uplink_bps=(*[25e6] * 30, *[2e6] * 10), downlink_bps=25e6, latency_s=0.1, step_s=0.5, jitter=0.2)
+    one_by_one = planned(network, local_steps=[30], keep_all=True)
+    monkeypatch.setattr("gossamer.run.planning.plan._LIMIT_SHARED", 39)
+    at_once = planned(network, local_steps=[30], keep_all=True)
+    for a, b in zip(one_by_one.candidates, at_once.candidates, strict=True):
+        assert a._replace(round_s=0, seconds_per_token=0, utilisation=0) == b._replace(
+            round_s=0, seconds_per_token=0, utilisation=0
+        )
+        assert (a.round_s, a.utilisation) == pytest.approx((b.round_s, b.utilisation), rel=1e-9)
 
 
 def test_two_workers_have_no_second_peer() -> None:

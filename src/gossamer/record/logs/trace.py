@@ -283,14 +283,21 @@ def from_targets(
     """
     rounds, workers = targets.shape[:2]
     assert targets.size == 0 or (targets.min() >= 0 and targets.max() < workers), "targets are worker numbers"
-    ordered = np.sort(targets if targets.ndim == 3 else targets[:, :, None], axis=2).astype(np.int32)
-    at_round, source, place = np.nonzero(ordered != np.arange(workers, dtype=np.int32)[:, None])
+    ordered = (targets if targets.ndim == 3 else targets[:, :, None]).astype(np.int32)
+    ordered.sort(axis=2)
+    per_round, peers = workers * ordered.shape[2], ordered.shape[2]
+    at_round = np.repeat(np.arange(rounds, dtype=np.int32), per_round)
+    source = np.tile(np.repeat(np.arange(workers, dtype=np.int32), peers), rounds)
+    target = ordered.reshape(-1)
+    sent = target != source
+    if not sent.all():
+        at_round, source, target = at_round[sent], source[sent], target[sent]
     count = len(at_round)
     messages = Messages(
-        at_round.astype(np.int32),
+        at_round,
         np.broadcast_to(np.int8(KINDS.index(kind)), count),
-        source.astype(np.int32),
-        ordered[at_round, source, place],
+        source,
+        target,
         np.broadcast_to(np.int32(0), count),
         np.broadcast_to(np.int64(payload_bytes), count),
         np.broadcast_to(np.int32(0), count),

@@ -9,6 +9,7 @@ apart, the one that needs least time (`gossamer.run.planning.choice`).
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,10 +21,10 @@ from gossamer.models.sizes import ModelConfig, parameter_count
 from gossamer.network.estimates.limits import ensure
 from gossamer.network.estimates.utilisation import step_seconds
 from gossamer.network.links import Links, Network, PerWorker, links_of, to_options
-from gossamer.network.pacing import Pace, fitting_steps, uplinks_bps, whole_steps
-from gossamer.network.pricing import price
+from gossamer.network.pacing import Pace, cycle_s, fitting_steps, uplinks_bps, whole_steps
+from gossamer.network.pricing import price, price_everyone
 from gossamer.network.timeline import in_words
-from gossamer.record.logs.trace import Integers, from_targets
+from gossamer.record.logs.trace import Integers, Trace, from_targets
 from gossamer.run.planning.choice import Candidate, Pick, pick
 from gossamer.run.planning.expected_loss import EXACT_CODECS, TOKENS_PER_PARAMETER, LossScale
 from gossamer.run.planning.measured_losses import MEASURED_PARAMETERS, MEASURED_WORKERS, nearest
@@ -60,7 +61,11 @@ _METHODS: dict[str, tuple[str, int | None]] = {
 _BACK_BITS = 16.0
 """Per parameter of the sum of a lossy mean, in bf16."""
 _STEPS, _FAR = 30, 1.1
-_LIMIT_WORKERS = 2000
+_LIMIT_WORKERS = 100_000
+_LIMIT_SHARED = 2000
+"""Workers where links are shared or change, as every message is then replayed."""
+_LIMIT_CELLS = 800_000
+"""Rounds times workers."""
 _LIMIT_MESSAGES = 10**7
 """A mean has a message for each pair of workers; a trace of more messages would take gigabytes."""
 
@@ -182,12 +187,14 @@ def plan(
 
     Args: `computing` is as in `gossamer.network.pricing.price`.
     Raises: ConfigError for what cannot be, or when nothing gives the step time.
-    Cost: some 10 ms per candidate, up to a minute where links are uneven or shared and there are hundreds of workers.
+    Cost: some 10 ms per candidate, up to a minute where links are uneven or shared and there are hundreds of workers, and two
+        minutes for 100,000.
     """
-    n = workers_of(network, options)
-    if not 2 <= n <= _LIMIT_WORKERS:
+    n, most = workers_of(network, options), _LIMIT_SHARED if network.shares else _LIMIT_WORKERS
+    if not 2 <= n <= most:
+        shared = " where links are shared or change" if network.shares else ""
         raise ConfigError(
-            f"a plan for {n} workers was asked for but it needs from 2 to {_LIMIT_WORKERS}; choose another number"
+            f"a plan for {n} workers was asked for but it needs from 2 to {most}{shared}; choose another number"
         )
     parameters = parameter_count(model, options.vocab_size)
     network = stepped(network, parameters, options)
@@ -232,7 +239,8 @@ def slowest(network: Network, n: int, parameters: int) -> tuple[int, ...]:
 
 def network_of(network: Network, n: int, left_out: Sequence[int]) -> Network:
     """The network without what it says of some workers."""
-    kept = [i for i in range(n) if i not in left_out]
+    gone = set(left_out)
+    kept = [i for i in range(n) if i not in gone]
     each = {
         name: tuple(value[i] for i in kept)
         for name in ("uplink_bps", "downlink_bps", "latency_s", "step_s")
@@ -305,26 +313,36 @@ def _priced(
         return None
     if sketch.peers is not None:
         rounds = options.rounds if network.jitter or network.changes else max(16, 8 * options.rounds // n)
-        targets = _gossip_targets(n, sketch.peers, min(rounds, options.rounds), options.seed)
-        trace = from_targets(targets, payload_bytes, own)
+        trace = _gossip(n, sketch.peers, _at_most(min(rounds, options.rounds), n), options.seed)
+        sizes = np.broadcast_to(np.int64(payload_bytes), len(trace.messages.bytes))
+        steps = np.broadcast_to(np.array(own), trace.steps.shape)
+        trace = trace._replace(steps=steps, messages=trace.messages._replace(bytes=sizes))
+        timeline, sent_bytes = price(trace, network, computing), float(trace.sent_bytes.mean()) / trace.rounds
     else:
-        targets = _everyone(n, _rounds_of_means(network, n, options.rounds))
         back = "bf16" if codec not in EXACT and (bits + _BACK_BITS) / n < bits else None
+        kind, message_bytes = "exchange", payload_bytes
         if back or codec in EXACT:
             mean_bytes = math.ceil(parameters * (bits + _BACK_BITS) / 8) if back else 2 * payload_bytes
-            trace = from_targets(targets, round(mean_bytes / n), own, kind="mean")
+            kind, message_bytes = "mean", round(mean_bytes / n)
+        rounds = _rounds_of_means(network, n, options.rounds)
+        if n <= _LIMIT_SHARED:
+            trace = from_targets(_everyone(n, rounds), message_bytes, own, kind=kind)
+            timeline = price(trace, network, computing)
         else:
-            trace = from_targets(targets, payload_bytes, own)
-    timeline = price(trace, network, computing)
+            timeline = price_everyone(
+                np.broadcast_to(np.array(own), (rounds, n)), message_bytes, network, kind=kind, computing=computing
+            )
+        sent_bytes = float((n - 1) * message_bytes)
+    rounds = len(timeline.end_s)
     return Candidate(
         method=method,
         codec=codec,
         back=back,
         local_steps=own,
-        round_s=timeline.total_s / trace.rounds,
-        round_bytes=float(trace.sent_bytes.mean()) / trace.rounds,
+        round_s=timeline.total_s / rounds,
+        round_bytes=sent_bytes,
         utilisation=timeline.mean_utilisation,
-        seconds_per_token=timeline.total_s / (options.step_tokens * int(trace.steps.sum())),
+        seconds_per_token=timeline.total_s / (options.step_tokens * rounds * sum(own)),
         between_stages=timeline.mean_between_stages,
     )
 
@@ -362,7 +380,9 @@ def matched_steps(links: Links, full_steps: int, sent_bytes: float) -> tuple[int
         )
     exchange_s = 8 * sent_bytes / uplinks_bps(links)
     paces = [Pace(*pace) for pace in zip(links.step_s.tolist(), exchange_s.tolist(), strict=True)]
-    return tuple(whole_steps(fitting_steps(pace, paces, full_steps), full_steps) for pace in paces)
+    first = min(paces, key=lambda pace: cycle_s(pace, full_steps))  # of whose end all others need to know
+    fitting = {pace: whole_steps(fitting_steps(pace, [first], full_steps), full_steps) for pace in set(paces)}
+    return tuple(fitting[pace] for pace in paces)
 
 
 def run_toml(
@@ -459,13 +479,24 @@ def _without(chosen: Candidate) -> str:
 def _rounds_of_means(network: Network, n: int, rounds: int) -> int:
     if not network.jitter and not network.changes:
         return 1
-    return max(1, min(rounds, _LIMIT_MESSAGES // n**2))
+    return _at_most(rounds, n) if n > _LIMIT_SHARED else max(1, min(rounds, _LIMIT_MESSAGES // n**2))
+
+
+def _at_most(rounds: int, n: int) -> int:
+    """So many rounds, and of thousands of workers fewer, down to 8: in each round of theirs somebody draws what is rare."""
+    return rounds if n <= _LIMIT_SHARED else min(rounds, max(8, _LIMIT_CELLS // n))
 
 
 def _everyone(n: int, rounds: int) -> Integers:
     """All others as targets of each worker, `[rounds, n, n - 1]`."""
     others = np.array([[j for j in range(n) if j != i] for i in range(n)])
     return np.broadcast_to(others, (rounds, *others.shape))
+
+
+@lru_cache(maxsize=2)  # of one and two peers: candidates differ in what they send and compute, not in who talks to whom
+def _gossip(n: int, peers: int, rounds: int, seed: int) -> Trace:
+    """The trace of a run in the topology "random", with payloads of one byte."""
+    return from_targets(_gossip_targets(n, peers, rounds, seed), 1, steps=0)
 
 
 def _gossip_targets(n: int, peers: int, rounds: int, seed: int) -> Integers:

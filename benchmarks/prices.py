@@ -1,0 +1,65 @@
+"""Gossip among 100,000 workers on a network whose links are not shared: who talks to whom is drawn, made a trace, and priced.
+
+    python benchmarks/prices.py [--workers 100000] [--rounds 1000] [--peers 1 2]
+
+Processor seconds of one process, and its peak memory. Every worker has an uplink of its own speed, so no two rounds are alike.
+"""
+
+import argparse
+import resource
+import time
+
+import numpy as np
+
+from gossamer.network.links import Network
+from gossamer.network.pricing import price
+from gossamer.record.logs.trace import from_targets
+from gossamer.topologies.matching import random_matchings
+
+
+def drawn(n: int, rounds: int, peers: int) -> np.ndarray:
+    """The targets of each worker in the topology "random", `[rounds, n, peers]`."""
+    targets = np.empty((rounds, n, peers), np.int32)
+    targets[:] = np.arange(n, dtype=np.int32)[:, None]
+    for r in range(rounds):
+        pairs = random_matchings(n, peers, 0, r).reshape(peers, -1, 2)
+        for k, (a, b) in enumerate(pairs.transpose(0, 2, 1)):
+            targets[r, a, k], targets[r, b, k] = b, a
+    return targets
+
+
+def main() -> None:
+    """Prints the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--peers", type=int, nargs="+", default=[1, 2])
+    args = parser.parse_args()
+    n, rounds = args.workers, args.rounds
+    uplinks = np.exp(np.random.default_rng(0).normal(np.log(1e8), 0.5, n)).round()
+    network = Network(uplink_bps=tuple(uplinks.tolist()), downlink_bps=1e9, latency_s=0.05, step_s=0.5)
+    for peers in args.peers:
+        times = [time.process_time()]
+        targets = drawn(n, rounds, peers)
+        times.append(time.process_time())
+        trace = from_targets(targets, 4_000_000, steps=30)
+        del targets
+        times.append(time.process_time())
+        timeline = price(trace, network)
+        times.append(time.process_time())
+        seconds = ", ".join(
+            f"{what} {after - before:.1f} s"
+            for what, before, after in zip(("drawn in", "a trace in", "priced in"), times, times[1:], strict=False)
+        )
+        gigabytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9
+        print(
+            f"{peers} of {n:,} workers a round, {len(trace.messages.round):,} messages: {seconds}; {gigabytes:.1f} GB"
+        )
+        print(f"priced seconds of the run: {timeline.total_s:.4g}, {timeline.mean_utilisation:.1%} of them computing")
+        of = f"{n:,} workers, {rounds:,} rounds, {peers} peer{'s' * (peers > 1)}"
+        print(f"{of}, s = {times[-1] - times[0]:.1f}   (aim at most 60)")
+        del trace, timeline
+
+
+if __name__ == "__main__":
+    main()
