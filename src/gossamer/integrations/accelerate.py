@@ -12,14 +12,25 @@
 Start it with `torchrun --nproc-per-node 2 train.py`.
 """
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from gossamer.integrations.begin import let_every_worker_save, must_be_alone, must_resume_alike
+from gossamer.integrations.begin import (
+    let_every_worker_save,
+    load_outer,
+    must_be_alone,
+    must_resume_alike,
+    save_outer,
+    warn_of_copies,
+)
 from gossamer.library import Outer, OuterMethod, OuterOptions, OuterState
+from gossamer.library.dtensors import as_dtensor
 from gossamer.rules import Rule
 
 if TYPE_CHECKING:
@@ -36,18 +47,32 @@ def prepare_outer(
     Call it after `accelerator.prepare`, which moves the model to its device. All workers call `load_state` together, before the
     first step. Accelerate unpickles what was registered with it, so load no checkpoint of a stranger.
 
+    With `site=(0, 2), join="HOST:PORT"` a worker is all processes of one `torchrun`, over which Accelerate shards the model by
+    FSDP2; each process has its outer state in the folder `outer` of the checkpoint.
+
     Args: as of `gossamer.Outer`.
-    Raises: ConfigError if the accelerator counts several processes, and what Outer raises; `load_state` raises CheckpointError
-        if workers resume from different steps or the state does not fit.
+    Raises: ConfigError if the accelerator, without a site, counts several processes, and what Outer raises; `load_state` raises
+        CheckpointError if workers resume from different steps or the state does not fit.
     Cost: that of Outer; `model.state_dict()` copies the parameters from now on, because Accelerate loses tensors that share
         memory.
     """
-    must_be_alone(accelerator.num_processes, "Accelerate")
+    processes = accelerator.num_processes
+    must_be_alone(processes, "Accelerate", options)
     own = accelerator.unwrap_model(model)
-    let_every_worker_save(own)
-    own.register_state_dict_post_hook(_own_memory)
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"  # as Accelerator(fsdp_plugin=...) sets it too
+    warn_of_copies(own, processes, "Accelerate", asked=asked)
+    if processes == 1:
+        let_every_worker_save(own)
+    if not any(as_dtensor(p) is not None for p in own.parameters()):
+        own.register_state_dict_post_hook(_own_memory)
     outer = Outer(own, rule, **options)
-    accelerator.register_for_checkpointing(_Registered(outer, options))
+    if processes == 1:
+        accelerator.register_for_checkpointing(_Registered(outer, options))
+    else:
+        one = _RegisteredProcess(outer, options)
+        accelerator.register_save_state_pre_hook(one.save)
+        accelerator.register_load_state_pre_hook(one.look_in)
+        accelerator.register_for_checkpointing(one)
     return outer
 
 
@@ -78,3 +103,27 @@ class _Registered(NamedTuple):
         outer = self.outer
         outer.load_state_dict(state)
         must_resume_alike(outer.steps_taken, outer.model, self.options.get("process_group"))
+
+
+class _RegisteredProcess:
+    """What one of several processes of a worker saves and loads: a file of its own, as Accelerate writes one for all."""
+
+    def __init__(self, outer: Outer[nn.Module], options: OuterOptions) -> None:
+        self._outer, self._options, self._folder = outer, options, Path()
+
+    def save(self, models: list[nn.Module], weights: list[dict[str, Tensor]], folder: str) -> None:
+        """Called in `save_state`."""
+        save_outer(self._outer, Path(folder) / "outer", self._options)
+
+    def look_in(self, models: list[nn.Module], folder: str) -> None:
+        """Called in `load_state`, before the model may have been loaded."""
+        self._folder = Path(folder) / "outer"
+
+    def state_dict(self) -> dict[str, int]:
+        """What Accelerate writes for all processes."""
+        return {"processes": dist.get_world_size()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Called at the end of `load_state`."""
+        self._outer.load_state_dict(load_outer(self._folder, self._options))
+        must_resume_alike(self._outer.steps_taken, self._outer.model, None)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -11,10 +12,22 @@ from torch import nn
 from gossamer.errors import CheckpointError, ConfigError, PeerError, first_line
 from gossamer.integrations.place import Place
 from gossamer.library import Outer, OuterMethod, OuterOptions
+from gossamer.library.dtensors import as_dtensor
+from gossamer.record import checkpoint
 from gossamer.rules import Rule
 from gossamer.transport.processes.backend import backend_of
 
-__all__ = ["begin", "let_every_worker_save", "must_be_alone", "must_have_rounds", "must_resume_alike", "place_in"]
+__all__ = [
+    "begin",
+    "let_every_worker_save",
+    "load_outer",
+    "must_be_alone",
+    "must_have_rounds",
+    "must_resume_alike",
+    "place_in",
+    "save_outer",
+    "warn_of_copies",
+]
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -44,7 +57,8 @@ def begin(
             "saved with Gossamer's callback, or load the weights alone and begin at step 0"
         )
     must_resume_alike(step, model, options.get("process_group"))
-    let_every_worker_save(model)
+    if options.get("site") is None:  # else the processes that the framework counts are one worker, of which one saves
+        let_every_worker_save(model)
     if saved is None:
         return Outer(model, rule, **options)
     own = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
@@ -104,14 +118,60 @@ def _as_asked(is_main_process: bool) -> bool:
     return is_main_process
 
 
-def must_be_alone(processes: int, framework: str) -> None:
-    """Raises ConfigError when a framework counts several processes, whose gradients it averages in every step."""
-    if processes != 1:
+def must_be_alone(processes: int, framework: str, options: OuterOptions) -> None:
+    """Raises ConfigError when a framework counts several processes that are not one worker, as those of a site are.
+
+    It averages their gradients in every step.
+    """
+    if processes != 1 and options.get("site") is None:
         raise ConfigError(
             f"{framework} counts {processes} processes or GPUs and averages their gradients in every step, so that they train as "
             "one and rounds change nothing; call gossamer.integrations.as_worker() before anything of the framework is made, "
-            "and ask the framework for one process on one device"
+            "and ask the framework for one process on one device; or start each worker of several processes as a world of its "
+            "own, and give site=(0, 2) and join='HOST:PORT'"
         )
+
+
+def warn_of_copies(model: nn.Module, processes: int, framework: str, *, asked: bool) -> None:
+    """Warns where each of several processes of a worker has the whole model, and so exchanges it.
+
+    Args: `asked` is whether the framework was asked to shard it. Accelerate does not on a CPU, and says nothing.
+    """
+    if processes == 1 or any(as_dtensor(p) is not None for p in model.parameters()):
+        return
+    silently = "although it was asked for FSDP, which Accelerate ignores on a CPU without a word; " if asked else ""
+    log.warning(
+        "%s holds the whole model in each of the %d processes of this worker, %sso that each of them exchanges all of it; let "
+        "FSDP2 shard it on GPUs, or shard it with fully_shard in a loop of your own",
+        framework, processes, silently,
+    )  # fmt: skip
+
+
+def save_outer(outer: Outer[Any], folder: Path, options: OuterOptions) -> None:
+    """Saves the outer state of this process beside a checkpoint of the framework; `load_outer` reads it."""
+    checkpoint.save(_own(folder, options), outer.rounds, outer.worker, outer.state_dict(), digest=_digest(outer.n))
+
+
+def load_outer(folder: Path, options: OuterOptions) -> Any:
+    """The outer state of this process. Raises CheckpointError if there is none, or it is damaged."""
+    own, place = _own(folder, options), place_in(options)
+    saved = checkpoint.rounds(own, place.worker, _digest(place.workers))
+    if not saved:
+        raise CheckpointError(
+            f"'{own}' has no outer state of worker {place.worker} of {place.workers}; resume from a checkpoint of this worker "
+            "that was saved with Gossamer, by as many processes, and name it to the framework if it is elsewhere"
+        )
+    return checkpoint.load(own, saved[-1], place.worker, _digest(place.workers))
+
+
+def _own(folder: Path, options: OuterOptions) -> Path:
+    """Of several processes that are one worker each has a folder of its own."""
+    several = options.get("site") is not None and dist.is_initialized() and dist.get_world_size() > 1
+    return folder / f"process-{dist.get_rank()}" if several else folder
+
+
+def _digest(workers: int) -> str:
+    return f"outer state, {workers} workers"
 
 
 def must_resume_alike(step: int, model: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -138,6 +198,9 @@ def must_resume_alike(step: int, model: nn.Module, group: dist.ProcessGroup | No
         )
 
 
-def place_in(group: dist.ProcessGroup | None) -> Place:
-    """Which worker of a process group this process is; the only one without a group."""
+def place_in(options: OuterOptions) -> Place:
+    """Which worker this process is, or belongs to: a site, or one of a process group; the only one without either."""
+    if (site := options.get("site")) is not None:
+        return Place(*site)
+    group = options.get("process_group")
     return Place(dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else Place(0, 1)

@@ -10,6 +10,7 @@
 Start it with `torchrun --nproc-per-node 2 train.py`.
 """
 
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from typing_extensions import Unpack
 
-from gossamer.errors import CheckpointError, ConfigError, require
-from gossamer.integrations.begin import begin, must_be_alone, must_have_rounds, place_in
+from gossamer.errors import ConfigError, require
+from gossamer.integrations.begin import begin, load_outer, must_be_alone, must_have_rounds, save_outer, warn_of_copies
 from gossamer.library import Outer, OuterMethod, OuterOptions
-from gossamer.record import checkpoint
 from gossamer.rules import Rule
 
 if TYPE_CHECKING:
@@ -42,10 +42,13 @@ class TransformersCallback(TrainerCallback):
 
     Let `max_steps` be a multiple of `local_steps`: steps after the last exchange stay with the worker that took them.
 
+    With `site=(0, 2), join="HOST:PORT"` a worker is all processes of one `torchrun`, over which the Trainer shards the model by
+    FSDP2 (`fsdp=True`, `fsdp_config={"version": 2}`). They save to one folder, and `Place(0, 2).shard(dataset)` is their data.
+
     Args: as of `gossamer.Outer`, without the model.
-    Raises: when training begins, ConfigError if the Trainer counts several processes or GPUs, may change the batch size by
-        itself, or takes fewer steps than a round has; CheckpointError if the checkpoint has no outer state that fits, or workers
-        resume from different steps. Later what Outer raises.
+    Raises: when training begins, ConfigError if the Trainer counts several processes without a site, or several GPUs in one,
+        may change the batch size by itself, or takes fewer steps than a round has; CheckpointError if the checkpoint has no outer
+        state that fits, or workers resume from different steps. Later what Outer raises.
     Cost: that of Outer; on resuming one more copy of the parameters for a moment.
     """
 
@@ -59,7 +62,8 @@ class TransformersCallback(TrainerCallback):
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
         """Makes the outer loop, or continues that of a checkpoint."""
-        must_be_alone(max(args.world_size, args.n_gpu), "the Trainer")
+        must_be_alone(args.world_size, "the Trainer", self._options)
+        must_be_alone(max(1, args.n_gpu), "the Trainer", {})
         if args.auto_find_batch_size:
             raise ConfigError(
                 f"auto_find_batch_size = {args.auto_find_batch_size} starts training again on one worker only, while its peers "
@@ -68,6 +72,8 @@ class TransformersCallback(TrainerCallback):
         model: nn.Module = kwargs["model"]
         self._seconds = 0.0
         saved = self._load(args, state.global_step) if state.global_step else None
+        asked = bool(getattr(args, "fsdp", None)) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+        warn_of_copies(model, args.world_size, "the Trainer", asked=asked)
         self.outer = begin(model, self._rule, self._options, step=state.global_step, saved=saved)
         must_have_rounds(self.outer, state.max_steps)
         optimizer = kwargs["optimizer"]
@@ -96,10 +102,9 @@ class TransformersCallback(TrainerCallback):
     ) -> None:
         """Saves the outer state in the checkpoint that the Trainer has just written, unless it holds the model only."""
         if self.outer is not None and not args.save_only_model:
-            checkpoint.save(
-                Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / "outer", self.outer.rounds, self.outer.worker,
-                self.outer.state_dict(), digest=_digest(self.outer.n),
-            )  # fmt: skip
+            save_outer(
+                self.outer, Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / "outer", self._options
+            )
 
     def on_train_end(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
@@ -111,16 +116,6 @@ class TransformersCallback(TrainerCallback):
 
     def _load(self, args: "TrainingArguments", step: int) -> Any:
         """The outer state in the checkpoint of this step."""
-        place = place_in(self._options.get("process_group"))
-        folder = Path(args.resume_from_checkpoint or f"{args.output_dir}/checkpoint-{step}") / "outer"
-        saved = checkpoint.rounds(folder, place.worker, _digest(place.workers))
-        if not saved:
-            raise CheckpointError(
-                f"'{folder}' has no outer state of worker {place.worker} of {place.workers}; resume from a checkpoint of this "
-                "worker, and name it in TrainingArguments(resume_from_checkpoint=...) if it is not in output_dir"
-            )
-        return checkpoint.load(folder, saved[-1], place.worker, _digest(place.workers))
-
-
-def _digest(workers: int) -> str:
-    return f"outer state, {workers} workers"
+        return load_outer(
+            Path(args.resume_from_checkpoint or f"{args.output_dir}/checkpoint-{step}") / "outer", self._options
+        )
