@@ -931,6 +931,27 @@ def uneven_data():
     dist.barrier()
 
 
+def one_finishes_and_stays():
+    """Who has finished and is still there, as one that writes its model, is named to those that wait for it in vain."""
+    rank = dist.get_rank()
+    with gossamer.Outer(net(), "diloco", local_steps=5, timeout_s=5) as loop:
+        train(loop.model, loop, 5, seed=rank)
+        loop.finish()  # all do, and go on, so that nobody has left
+        assert [loop._peers.told("left").get(rank)] == [[1, 0]]
+        train(loop.model, loop, 4 if rank else 2, seed=rank)
+        if rank == 0:
+            loop.finish()
+            dist.barrier()
+        else:
+            said = (
+                r"^worker 0 after round 1 and 2 more steps left the loop .*did not answer for 5 s.*"
+                r"outer\.common_steps\(len\(loader\)\) steps; sites with elastic=True go on"
+            )
+            with pytest.raises(PeerError, match=said):
+                train(loop.model, loop, 1, seed=rank)
+            dist.barrier()
+
+
 def go_through_all(argv):
     dist.init_process_group("gloo")
     for act in (
@@ -938,6 +959,7 @@ def go_through_all(argv):
         states_of_other_steps,
         the_same_data_and_other_rates,
         uneven_data,
+        one_finishes_and_stays,
         one_method_for_one_worker,
         reductions,
         metrics,

@@ -173,7 +173,7 @@ class Outer(Generic[M]):
         self.layout, self.x = self._flat.layout, self._flat.x
         self.rounds: int = 0
         self.steps: int = 0
-        self._closed = self._mean_is_in = False
+        self._closed = self._left = self._mean_is_in = False
         self._failed: Exception | None = None
         self._takes_rest = rest == "broadcast"
         self._watched = True  # until the first round has ended, for a wrapper that is put on later
@@ -274,6 +274,9 @@ class Outer(Generic[M]):
             wrapper that was put around the model, or when its parameters are not what they were.
         """
         self._must_be_open("step")
+        if self._left:  # it has finished and goes on after all
+            self._peers.tell("left", None)
+            self._left = False
         self._watch.called = True
         if self._agree():
             return False
@@ -352,8 +355,8 @@ class Outer(Generic[M]):
     def finish(self) -> None:
         """Finishes the exchanges in flight when training ends, be it within a round; without overlap there are none.
 
-        All workers must call it after the same step. Inner steps since the last exchange stay with each worker.
-        Raises: PeerError; ConfigError as `step` does.
+        All workers must call it after the same step; those that go on are told who has ended when they miss it. Inner steps since
+        the last exchange stay with each worker. Raises: PeerError; ConfigError as `step` does.
         """
         self._must_be_open("finish")
         if self._loop.rest():
@@ -366,6 +369,7 @@ class Outer(Generic[M]):
                         exchange.receive()
             self._loop.end()
             self._flat.write()
+        self._leave()
         self._watch.end(self.steps)
 
     def common_steps(self, mine: int) -> int:
@@ -642,13 +646,18 @@ class Outer(Generic[M]):
         if not self._closed:
             self._forgotten.detach()
             if not self._watch.quiet:
-                # Before the connections end: whoever finds one closed then finds the reason.
-                self._peers.tell("left", [self.rounds, self.steps])
+                self._leave()  # before the connections end: whoever finds one closed then finds the reason
                 self._watch.end(self.steps)
         self._closed = True
         self._loop.in_flight.clear()
         self._peers.close()
         self._siblings.close()
+
+    def _leave(self) -> None:
+        """Tells the others where this worker ends, for those that wait for it later in vain."""
+        if not self._left:
+            self._peers.tell("left", [self.rounds, self.steps])
+            self._left = True
 
     def __enter__(self) -> "Outer[M]":
         return self

@@ -94,5 +94,6 @@ def explained(error: PeerError, left: Mapping[int, Any]) -> PeerError:
         return error
     return PeerError(
         f"{', '.join(words)} left the loop while this one goes on: {error}; give all workers equally many batches, as "
-        "place.shard does, or let all take outer.common_steps(len(loader)) steps"
+        "place.shard does, or let all take outer.common_steps(len(loader)) steps; sites with elastic=True go on without one that "
+        "has left"
     )
