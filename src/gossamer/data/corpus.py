@@ -8,7 +8,7 @@ text decides whether it is for validation, so all workers, machines and formats 
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from gossamer.data.settings import DataConfig
+from gossamer.data.settings import DataConfig, must_fit
 from gossamer.data.streams import StreamCorpus
 from gossamer.data.token_files import FileCorpus, SourceRead
 from gossamer.data.tokenizer import Tokenizer, load_tokenizer
@@ -57,8 +57,10 @@ def open_corpus(config: DataConfig, workers: int, seed: int, *, scored: bool = F
     """Opens the data of a run; the Python standard library as bytes takes a tenth of a second.
 
     Args: `scored`: of files, all text is for validation.
-    Raises: DataError when text is missing, empty, unreadable or too short; ConfigError when a package is missing.
+    Raises: DataError when text is missing, empty, unreadable or too short; ConfigError when a package is missing, and for a
+    batch larger than this machine's memory.
     """
+    must_fit(config)
     tokenizer = load_tokenizer(config.tokenizer)
     if config.streamed:
         return StreamCorpus(config, tokenizer, workers)

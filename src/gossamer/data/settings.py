@@ -1,16 +1,18 @@
 """The [data] settings of a run file."""
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from gossamer.errors import ConfigError
 from gossamer.settings.fields import NEUTRAL, CodeName, Words
 from gossamer.settings.options import Count, Number
 from gossamer.settings.schema import settings
 from gossamer.settings.user_code import is_code
 
-__all__ = ["DataConfig"]
+__all__ = ["DataConfig", "must_fit"]
 
 
 _Text = Annotated[str, Field(min_length=1), Words("text: a path, 'stdlib' or 'hf:NAME'")]
@@ -50,7 +52,7 @@ class DataConfig:
     constant_batch: bool = False
     """Whether the workers of an elastic run that takes means over everyone train on the batches of those that are dead too, so
     that the global batch of a step stays the same. While nobody is dead, it changes no bit."""
-    windows: Count | None = None
+    windows: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
     """How many fixed windows of text each worker trains on, all of them in every epoch, in an order of its own; None draws every
     window at a new place."""
     shards: _Shards = "iid"
@@ -115,3 +117,18 @@ class DataConfig:
     def sources(self) -> tuple[str, ...]:
         """The source as a tuple."""
         return (self.source,) if isinstance(self.source, str) else self.source
+
+
+def must_fit(data: DataConfig, batches: int = 1) -> None:
+    """Raises ConfigError where a batch, or so many for validation, is more than this machine's memory."""
+    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    each = 8 * data.batch_size * (data.seq_len + 1)
+    if data.own or each * batches <= here:
+        return
+    what = f"a batch of {data.batch_size:,} sequences of {data.seq_len:,} tokens"
+    remedy = "take a smaller data.batch_size, with more micro-batches in data.accumulate"
+    if each <= here:
+        what, remedy = f"validation on {batches:,} times {what}", "take a smaller run.eval_batches"
+    raise ConfigError(
+        f"{what} takes at least {each * batches / 1e9:,.3g} GB, and this machine has {here / 1e9:,.3g} GB; {remedy}"
+    )

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gossamer.data.documents import Document, field, held_out, utf8
-from gossamer.data.settings import DataConfig
+from gossamer.data.settings import DataConfig, must_fit
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.errors import DataError, require
 
@@ -29,7 +29,7 @@ class StreamCorpus:
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, workers: int) -> None:
         self.vocab_size, self.tokenizer, self.read = tokenizer.vocab_size, tokenizer, ()
-        self._shape = (config.batch_size, config.seq_len + 1)
+        self._config, self._shape = config, (config.batch_size, config.seq_len + 1)
         open_pass = _open_stream(config.sources[0])
         self._train = [
             _Packed(config, tokenizer, functools.partial(open_pass, worker, workers), held_out=False)
@@ -53,6 +53,7 @@ class StreamCorpus:
 
     def validation(self, num_batches: int) -> list[Tensor]:
         """See `Corpus.validation`. Cost: reads `1 / val_fraction` times as much text from the start of the stream."""
+        must_fit(self._config, num_batches)
         while len(self._val_batches) < num_batches:
             self._val_batches.append(torch.from_numpy(self._val.take().reshape(self._shape)))
         return self._val_batches[:num_batches]

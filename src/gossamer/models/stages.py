@@ -1,6 +1,7 @@
 """A Llama cut into the stages of a pipeline: consecutive layers, which other stages reach by hidden states alone."""
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import cast
@@ -23,6 +24,10 @@ __all__ = [
     "stages_of",
     "work_of_pieces",
 ]
+
+
+_MOST_SPLITS = 5e6
+"""That are compared to find the best one, which takes some seconds."""
 
 
 class _Part(nn.Module):
@@ -124,9 +129,9 @@ def piece_of(name: str, cuts: Sequence[int]) -> int:
     """
     words = name.split(".")
     if words[1] == "cuts":  # what narrows is at the end of a piece, what widens at the beginning of the next
-        return sum(cut < int(words[2]) + (words[3] != "encoder") for cut in cuts)
+        return bisect_left(cuts, int(words[2]) + (words[3] != "encoder"))
     if words[1] == "layers":
-        return sum(cut <= int(words[2]) for cut in cuts)
+        return bisect_right(cuts, int(words[2]))
     return 0 if words[1] == "embed_tokens" else len(cuts)
 
 
@@ -181,7 +186,7 @@ def minimax(costs: Sequence[float], speeds: Sequence[float], most: Sequence[int]
         costs: of each layer, in any unit of work.
         speeds: work per second of each stage, in order.
         most: the most layers that fit each stage; None without a limit.
-    Raises: ConfigError when there are more stages than layers, or the layers do not fit.
+    Raises: ConfigError when there are more stages than layers, they are too many to compare, or the layers do not fit.
     Cost: O(stages · layers²).
     Source: the graph planner of ElasWave, arXiv 2510.00606, by a dynamic programme.
 
@@ -190,6 +195,11 @@ def minimax(costs: Sequence[float], speeds: Sequence[float], most: Sequence[int]
     """
     layers, stages = len(costs), len(speeds)
     must_be_enough(layers, stages)
+    if stages * layers**2 > _MOST_SPLITS:
+        raise ConfigError(
+            f"the best places for {stages:,} stages of {layers:,} layers take too long to find; name the layers before which to "
+            "cut in pipeline.cuts"
+        )
     limits = [layers] * stages if most is None else [*most]
     total = [0.0]
     for cost in costs:

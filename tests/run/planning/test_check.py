@@ -14,6 +14,7 @@ from test_virtual import timed
 from commands import Command
 from gossamer.cli import main
 from gossamer.cli.check import lines
+from gossamer.data.corpus import open_corpus
 from gossamer.errors import ConfigError
 from gossamer.layout import layout_of
 from gossamer.models.llama import build_model
@@ -308,6 +309,8 @@ BOUNDS = {
     "model.layers": "whole number from 1 to 2000",
     "model.hidden_size": "whole number from 1 to 1000000",
     "model.intermediate_size": "whole number from 1 to 1000000",
+    "data.windows": "whole number from 1 to 100000000",
+    "run.threads": "whole number from 0 to 1024",
     "model.experts.count": "whole number from 2 to 10000",
 }
 
@@ -330,10 +333,26 @@ def test_a_number_that_only_lengthens_a_run_costs_its_check_nothing(key, tmp_pat
     assert main(["check", str(written(tmp_path)), "--set", f"{key}={HUGE}"]) == 0
 
 
-def test_a_batch_that_does_not_fit_into_memory_is_refused_before_it_is_drawn(tmp_path):
-    with pytest.raises(ConfigError, match=r"a batch of 1,000,000,000,000 sequences .* smaller data\.batch_size"):
-        simulate(tiny(data__batch_size=HUGE), tmp_path / "run")
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"data__batch_size": HUGE}, r"a batch of 1,000,000,000,000 sequences .* smaller data\.batch_size"),
+        (
+            {"run__eval_batches": HUGE},
+            r"validation on 1,000,000,000,000 times a batch of 2 .* smaller run\.eval_batches",
+        ),
+    ],
+)
+def test_batches_that_do_not_fit_into_memory_are_refused_before_they_are_drawn(settings, words, tmp_path):
+    with pytest.raises(ConfigError, match=words):
+        simulate(tiny(**settings), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+    corpus = open_corpus(tiny().data, 1, 0)
+    with pytest.raises(ConfigError, match=r"smaller run\.eval_batches"):  # as real workers and evaluate read it
+        corpus.validation(HUGE)
+    if "data__batch_size" in settings:
+        with pytest.raises(ConfigError, match=words):
+            open_corpus(tiny(**settings).data, 1, 0)
 
 
 @pytest.mark.parametrize("topology", ["complete", "pga", "exponential", "star"])

@@ -105,7 +105,7 @@ class LoopSettings:
     reduction: Literal["ordered", "all_reduce"] = "ordered"
     """How a real run carries a mean: summed in worker order by chunk owners, or the backend's own all-reduce, whose order
     and last bits are its own."""
-    threads: Annotated[Number, NEUTRAL] = 0
+    threads: Annotated[int, Field(ge=0, le=1024), NEUTRAL] = 0
     """Intra-op threads per worker; 0 takes one in the simulator and an equal share of the cores in real runs."""
     batched: Count = 1
     """How many replicas a simulation trains as one computation. On small models that is faster; their numbers then differ from

@@ -52,6 +52,8 @@ __all__ = [
 
 _ROUNDS, _MANY_WORKERS = 8, 64
 """Rounds that are played for a price, where there are not many workers."""
+_MOST_PRICED = 100_000
+"""Messages whose times on networks are computed, which takes some seconds."""
 _BYTES = 4  # of a number in fp32
 Verb = Literal["simulate", "train"]
 """Who trains: one process for all workers, or real processes."""
@@ -443,9 +445,10 @@ def counted(config: ResolvedRun, layout: Layout, rounds: int = _ROUNDS) -> Count
         kept("outer state", sent.state_copies),
         kept("messages", (_message_bytes(entries) + sent.flight_copies * size) / size),
     ]
+    messages = sum(len(operation.sends) for entry in entries for operation in entry.operations) * len(config.networks)
     networks = tuple(
         _priced(config, name, entries, m, layout)
-        if len(few) == config.workers
+        if len(few) == config.workers and messages <= _MOST_PRICED
         else OnNetwork(
             name, None, None, None, "unknown: a round of so many workers and messages takes too long to price"
         )

@@ -9,6 +9,7 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
+from gossamer.data.settings import must_fit
 from gossamer.data.tokenizer import vocabulary
 from gossamer.errors import ConfigError
 from gossamer.models.sizes import parameter_count
@@ -82,12 +83,9 @@ def simulate(
 
 def _must_fit(config: ResolvedRun) -> None:
     """Raises ConfigError where a batch, or what all workers keep between steps, is more than this machine's memory."""
-    data, here = config.data, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if not data.own and (need := 8 * data.batch_size * (data.seq_len + 1)) > here:
-        raise ConfigError(
-            f"a batch of {data.batch_size:,} sequences of {data.seq_len:,} tokens takes at least {need / 1e9:,.3g} GB, and this "
-            f"machine has {here / 1e9:,.3g} GB; take a smaller data.batch_size, with more micro-batches in data.accumulate"
-        )
+    must_fit(config.data)
+    must_fit(config.data, config.run.eval_batches)
+    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     known = not config.model.own and config.model.experts is None and one_device(config.run.device).type == "cpu"
     words = vocabulary(config.data.tokenizer) if known else None
     if words is None:
