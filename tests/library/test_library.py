@@ -816,9 +816,9 @@ def mean_models():
             loop.finish()
         ends.append(flat(model))
     assert torch.equal(*ends)  # neither the mean model nor the metrics changed a bit
-    with gossamer.Outer(net(), "gasloc", timeout_s=1) as loop:
+    with gossamer.Outer(net(), "gasloc", timeout_s=5) as loop:
         if rank != 1:
-            said = r"not all workers entered mean_model\(\): worker 1 did not answer for 1 s"
+            said = r"not all workers entered mean_model\(\): worker 1 did not answer for 5 s"
             with pytest.raises(PeerError, match=said), loop.mean_model():
                 raise AssertionError("it was made without worker 1")
         dist.barrier()
