@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -313,6 +314,16 @@ def wrapped(rank: int, say: Say) -> None:
         train(model, loop, 1)
         wrapper = DDP(model)
         refused(say, "wrapped within the first round", lambda: train(wrapper, loop, 1))
+    for half, group in [(False, dist.group.WORLD), (False, solo[rank]), (True, solo[rank])]:
+        model = net()
+        engine = engine_of(model, group, half)
+        with contextlib.closing(local_sgd(model)) as loop:
+            refused(say, f"engine, {half}, {group is solo[rank]}", partial(train, engine, loop, 1))
+    refused(say, "engine itself", lambda: local_sgd(engine_of(net(), dist.group.WORLD, False)))
+    for mark in ("ds_id", "_hp_mapping"):
+        model = net()
+        setattr(model[0].weight, mark, 0)
+        refused(say, mark, partial(local_sgd, model))
     model = net()
     wrapper = DDP(model, process_group=solo[rank])
     with local_sgd(model) as loop:
@@ -320,6 +331,18 @@ def wrapped(rank: int, say: Say) -> None:
     say(f"wrapped in a worker: agree {equal(model)}")
     sharded(say)
     for_unlike(rank, say)
+
+
+def engine_of(model: nn.Module, group: Any, half: bool) -> nn.Module:
+    """What DeepSpeed 0.19.8 shows of an engine; it is not installed here."""
+
+    def init(self: Any) -> None:
+        nn.Module.__init__(self)
+        self.module, self.seq_data_parallel_group = model, group
+        self.fp16_enabled, self.bfloat16_enabled = (lambda: half), (lambda: False)
+
+    names = {"__init__": init, "forward": lambda self, x: self.module(x), "__module__": "deepspeed.runtime.engine"}
+    return type("DeepSpeedEngine", (nn.Module,), names)()
 
 
 def sharded(say: Say) -> None:
@@ -386,6 +409,12 @@ def test_wrapped_unlike_and_moved_models_are_refused_or_mended_by_all_workers(li
             assert "averages the gradients of all workers" in said(when)
             for framework in ("Accelerate", "Hugging Face Trainer", "Lightning"):
                 assert framework in said(when)
+        assert "the model is wrapped in DeepSpeedEngine, which averages" in said("engine, False, False")
+        assert said("engine, False, True").endswith("let in")
+        assert "by DeepSpeedEngine in half precision, whose optimizer trains copies" in said("engine, True, True")
+        assert "give Outer its engine.module" in said("engine itself")
+        for mark in ("ds_id", "_hp_mapping"):
+            assert "'0.weight' is held by DeepSpeed's ZeRO, whose optimizer trains copies" in said(mark)
         assert said("wrapped in a worker").endswith("agree True")
         assert f"shard={rank} of 2, worker=0 of 1" in said("sharded over all")
         assert any("all 2 processes hold one model together, so there is one worker" in line for line in lines)

@@ -19,7 +19,14 @@ __all__ = ["Rest", "broadcast", "fingerprints", "must_be_alike", "must_be_traina
 Rest = Literal["compare", "broadcast", "own"]
 """What is done at the start with frozen parameters and buffers, which are never exchanged: compared, taken from worker 0, or
 left as each worker has them."""
-IN_STEP = ("DistributedDataParallel", "DeepSpeedEngine")
+IN_STEP, ENGINE = "DistributedDataParallel", "DeepSpeedEngine"
+ZERO = ("ds_id", "_hp_mapping")
+"""What DeepSpeed's ZeRO-3, and ZeRO-1 and -2, hang on a parameter."""
+COPIES = (
+    "whose optimizer trains copies or parts of its own, so that an outer step would be lost without a word; let DeepSpeed train "
+    "in fp32 with zero_optimization.stage = 0, or shard the model over the processes of one worker with "
+    "torch.distributed.fsdp.fully_shard (FSDP2), which Outer finds by itself"
+)
 SHARDED = "FullyShardedDataParallel"
 UNWRAPPED = (
     "train the module itself; with the Hugging Face Trainer, Accelerate or Lightning, call gossamer.integrations.as_worker() "
@@ -63,7 +70,7 @@ def _not_flat(p: Tensor) -> str:
 
 
 def must_not_be_wrapped(model: nn.Module, workers: Collection[int]) -> None:
-    """Finds a DistributedDataParallel around the model's parameters, whenever and by whomever it was put on.
+    """Finds a DistributedDataParallel, or an engine of DeepSpeed, around the model's parameters, whoever put it on and when.
 
     Args: `workers` are the global ranks of all workers; a wrapper over the processes of one worker alone is in order.
     Raises: ConfigError that says how three frameworks train without it.
@@ -75,16 +82,23 @@ def must_not_be_wrapped(model: nn.Module, workers: Collection[int]) -> None:
     own = {id(p) for p in model.parameters() if p.requires_grad}
     objects = gc.get_objects()
     # Most processes have none, and to ask each of millions of objects whether it is one takes far longer than to see its type.
-    kinds = {kind for kind in {*map(type, objects)} if issubclass(kind, DistributedDataParallel)}
+    kinds = {kind for kind in {*map(type, objects)} if issubclass(kind, DistributedDataParallel) or _is_engine(kind)}
     for wrapper in [o for o in objects if type(o) in kinds] if kinds else []:
-        group = getattr(wrapper, "process_group", None)  # a wrapper whose construction failed has none
+        engine = _is_engine(type(wrapper))
+        group = getattr(wrapper, "seq_data_parallel_group" if engine else "process_group", None)
         if group is None or own.isdisjoint(id(p) for p in wrapper.parameters()):
-            continue
+            continue  # one whose construction failed has no group
+        if engine and (wrapper.fp16_enabled() or wrapper.bfloat16_enabled()):
+            raise ConfigError(f"the model is trained by {ENGINE} in half precision, {COPIES}")
         if len(set(dist.get_process_group_ranks(group)) & set(workers)) > 1:
             raise ConfigError(
-                "the model is wrapped in DistributedDataParallel, which averages the gradients of all workers in every step, "
+                f"the model is wrapped in {type(wrapper).__name__}, which averages the gradients of all workers in every step, "
                 f"so that they train as one and rounds change nothing; {UNWRAPPED}"
             )
+
+
+def _is_engine(kind: type) -> bool:
+    return any(one.__name__ == ENGINE and one.__module__.partition(".")[0] == "deepspeed" for one in kind.__mro__)
 
 
 def _refuse_wrapper_in(model: nn.Module) -> None:
@@ -97,11 +111,20 @@ def _refuse_wrapper_in(model: nn.Module) -> None:
                     f"the model is in {kind.__name__}, whose flat parameters nobody can tell apart; shard it over the processes "
                     "of one worker with torch.distributed.fsdp.fully_shard (FSDP2) instead, which Outer finds by itself"
                 )
-            if kind.__name__ in IN_STEP:
+            if kind.__name__ == ENGINE:
+                raise ConfigError(
+                    f"the model is in {ENGINE}, which trains it and which Outer does not step through; give Outer its "
+                    "engine.module, in fp32 and without ZeRO, in a world of processes that is one worker (site=..., join=...)"
+                )
+            if kind.__name__ == IN_STEP:
                 raise ConfigError(
                     f"the model is in {kind.__name__}, which averages gradients in every step, so that workers would train as "
                     f"one; {UNWRAPPED}"
                 )
+
+    for name, p in model.named_parameters():
+        if any(hasattr(p, mark) for mark in ZERO):
+            raise ConfigError(f"parameter '{name}' is held by DeepSpeed's ZeRO, {COPIES}")
 
 
 def rest_of(model: nn.Module) -> dict[str, Tensor]:
