@@ -25,8 +25,9 @@ __all__ = ["write"]
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 HOW_TO = [
-    "how-to/own-loop.md", "how-to/real-processes.md", "how-to/slow-links.md", "how-to/pipelines.md",
-    "how-to/experts.md", "how-to/own-parts.md", "how-to/when-a-machine-dies.md",
+    "how-to/own-loop.md", "how-to/real-processes.md", "how-to/slow-links.md", "how-to/slow-machine.md",
+    "how-to/when-a-machine-dies.md", "how-to/compare-my-own.md", "how-to/own-parts.md", "how-to/pipelines.md",
+    "how-to/experts.md",
 ]  # fmt: skip
 """The order of the first pages; the others of the folder follow them."""
 EVIDENCE = [

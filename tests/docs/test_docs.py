@@ -7,8 +7,10 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from test_sites import free_port
 
 import generate
 import gossamer
+from commands import Command, run
 from generators.methods import python_of
 from gossamer import topologies
 from gossamer.cli import VERBS, main
@@ -305,6 +308,124 @@ def test_the_page_about_two_machines_on_ethernet_trains_two_sites_as_written(tmp
         )
     ends = [(one.communicate(timeout=120)[0], one.returncode) for one in sites]
     assert all(code == 0 and f"site {site}: 3 rounds, loss" in said for site, (said, code) in enumerate(ends)), ends
+
+
+LOOP_LIKE_NANOGPT = """
+import os
+import torch
+ddp = "RANK" in os.environ
+if ddp:
+    torch.distributed.init_process_group("gloo")
+torch.manual_seed(1337 + int(os.environ["RANK"]))
+device = "cpu"
+model = torch.nn.Linear(4, 1)
+model.to(device)
+scaler = torch.amp.GradScaler(device, enabled=False)
+optimizer = torch.optim.AdamW(model.parameters())
+if ddp:
+    raise SystemExit("DistributedDataParallel would average gradients")
+for iter_num in range(200):
+    scaler.scale(model(torch.randn(8, 4)).square().mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+torch.distributed.barrier()
+os.write(1, f"rounds {outer.rounds} weights {model.weight.tolist()}\\n".encode())
+"""
+
+
+def test_the_lines_on_the_page_about_an_own_loop_make_a_loop_like_that_of_nanogpt_one_of_workers(tmp_path):
+    page = (ROOT / "docs" / "how-to" / "own-loop.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| (?:`(.+?)`)? ?\| `(.+?)` \|$", page.partition("## nanoGPT")[2].partition("\n## ")[0], re.MULTILINE
+    )
+    assert len(rows) == 4
+    code, after = LOOP_LIKE_NANOGPT, ""
+    for line, added in rows:
+        after = line or after
+        assert code.count(f"\n{after}\n") == 1, after
+        code = code.replace(f"\n{after}\n", f"\n{after}\n{added}\n")
+        after = added
+    (tmp_path / "train.py").write_text(code, encoding="utf-8")
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback()}
+    done = subprocess.run(
+        [*words, str(tmp_path / "train.py")], env=environment, capture_output=True, text=True, timeout=120
+    )
+    said = re.findall(r"rounds 2 weights .+", done.stdout)
+    assert len(said) == 2 and len({*said}) == 1, done.stdout + done.stderr
+
+
+def titled(page: str) -> str:
+    """Writes the files that a page has, with their titles, into the working folder; returns the page."""
+    text = (ROOT / "docs" / "how-to" / page).read_text(encoding="utf-8")
+    for name, content in re.findall(r"```\w+ title=\"(.+?)\"\n(.*?)```", text, re.DOTALL):
+        Path(name).write_text(content, encoding="utf-8")
+    return text
+
+
+def test_the_page_about_an_outer_optimizer_of_ones_own_compares_it_as_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = titled("compare-my-own.md")
+    smaller(Path("mine.toml"), run="{ steps = 4, local_steps = 2, eval_every = 4, eval_batches = 1 }")
+    smaller(Path("mine.toml"), model='{ size = "0.2m", layers = 1, hidden_size = 32, intermediate_size = 64 }')
+    smaller(Path("mine.toml"), data=f'{{ source = "{TEXT}", seq_len = 16, batch_size = 2 }}')
+    smaller(Path("mine.toml"), inner="{ lr = 2e-3 }")
+    commands = {words[1]: words[1:] for words in map(shlex.split, re.findall(r"^gossamer .+$", page, re.MULTILINE))}
+    assert [*commands] == ["compare", "check"]
+    for words in (commands["check"], [*commands["compare"], "--quiet"]):
+        assert main(words) == 0, words
+    said = capsys.readouterr().out
+    assert "signed: can start" in said and re.search(r"^signed: .+ over 3 seeds", said, re.MULTILINE)
+    assert Path("runs/mine/report.html").is_file()
+    [line] = re.findall(r"^python -c (.+)$", page, re.MULTILINE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    exec(shlex.split(line)[0], {})
+
+
+def test_the_page_about_a_slow_machine_plans_and_trains_as_written(tmp_path, monkeypatch):
+    """With few and short steps; the four processes are on this machine, so what is slow is the links of the plan."""
+    monkeypatch.chdir(tmp_path)
+    page = titled("slow-machine.md")
+    plan, adapt, train, status = map(shlex.split, re.findall(r"^gossamer .+$", page, re.MULTILINE))
+    code, said = run(*plan[1:])
+    assert code == 0 and all(re.search(rf"^\S.* {row}", said, re.MULTILINE) for row in ("uneven", "less 3")), said
+    assert run(*adapt[1:])[0] == 0
+    few = {"run.steps": 4, "run.local_steps": 2, "model.layers": 1, "data.seq_len": 16, "data.batch_size": 2}
+    few |= {"data.source": str(TEXT), "run.threads": 1}
+    code, said = run(
+        *train[1:], *(word for key, value in few.items() for word in ("--set", f"{key}={value}")), "--quiet"
+    )
+    assert code == 0, said
+    code, said = run(*status[1:])
+    assert code == 0 and "4 finished" in said and all(column in said for column in ("waiting", "waits for")), said
+
+
+def test_the_page_about_machines_that_come_and_go_works_as_written(tmp_path, monkeypatch):
+    """Four processes of one machine, of which one is killed; another takes its place by the line of the page."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "configs"]) == 0
+    page = (ROOT / "docs" / "how-to" / "when-a-machine-dies.md").read_text(encoding="utf-8")
+    first, _, join = re.findall(r"^gossamer train .+run.elastic=true", page, re.MULTILINE)
+    few = document(workers=4, run__steps=120, run__pace_s=0.1, run__timeout_s=5.0)
+    Path("configs/gasloc.toml").write_text(tomli_w.dumps(few), encoding="utf-8")
+    launched = Command(*shlex.split(first)[1:], "--quiet")
+    processes = launched.processes(4)
+    folder = Path("runs/elastic")
+    deadline = time.monotonic() + 60
+    while not any(folder.glob("outcomes-*.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(processes["2"], signal.SIGKILL)
+    while "gone" not in (said := run("status", folder)[1]) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert "gone" in said, said
+    code, said = Command(*shlex.split(join)[1:], "--quiet").finish(120)
+    assert code == 0, said
+    code, told = launched.finish(120)
+    assert code == 0, told
+    assert "4 finished" in run("status", folder)[1]
+    [replay] = re.findall(r"^gossamer simulate .+--replay.+$", page, re.MULTILINE)[:1]
+    assert run(*shlex.split(replay)[1:], "--quiet")[0] == 0
 
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
