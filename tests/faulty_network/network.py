@@ -61,7 +61,7 @@ class FaultReport(NamedTuple):
 
 
 def check_faults(
-    rule: Rule | None = None, *, seed: int, workers: int | None = None, verbose: bool = False
+    rule: Rule | None = None, *, seed: int, workers: int | None = None, verbose: bool = False, keyed: bool = False
 ) -> FaultReport:
     """Runs one elastic run over a network whose faults come from a seed, and checks what must hold whatever fails.
 
@@ -79,6 +79,7 @@ def check_faults(
         seed: of every fault, delay and draw. The same seed gives the same run.
         workers: slots; 3 to 7 of them by the seed if None.
         verbose: whether to print each fault as it happens.
+        keyed: whether workers believe each other about themselves alone, as with keys.
     Returns: what happened, with the list of faults.
     Raises: AssertionError that begins with the seed.
     Cost: some 30 ms; with a rule ten times as much.
@@ -86,15 +87,17 @@ def check_faults(
     >>> check_faults(seed=3) == check_faults(seed=3)
     True
     """
-    return FaultyNetwork(seed, rule=rule, workers=workers, verbose=verbose).run()
+    return FaultyNetwork(seed, rule=rule, workers=workers, verbose=verbose, keyed=keyed).run()
 
 
 class FaultyNetwork:
     """The virtual clock, the processes and the connections of one run; see `check_faults`."""
 
     def __init__(
-        self, seed: int, *, rule: Rule | None = None, workers: int | None = None, verbose: bool = False
+        self, seed: int, *, rule: Rule | None = None, workers: int | None = None, verbose: bool = False,
+        keyed: bool = False,
     ) -> None:  # fmt: skip
+        self.keyed = keyed
         self.seed, self.random, self._verbose = seed, random.Random(f"faults {seed}"), verbose
         draw = self.random
         slots = workers or draw.randint(3, 7)

@@ -103,6 +103,7 @@ class Participant(ABC):
         self._resumed_s = self._posted_s = 0.0
         self._waits_for: Ticket | None = None
         self._dialled_s: dict[int, float] = {}
+        self._looked_s: dict[int, float] = {}
         self._blocked: tuple[float, Ticket] | None = None
         self._origins: deque[tuple[Letter, int]] = deque(maxlen=40)
 
@@ -124,6 +125,8 @@ class Participant(ABC):
         """Fills a slot, with parameters from somebody who has so many rounds behind it."""
         plan, self.members = self.plan, members
         self.slot = self.worker = members.me
+        if self.network.keyed:
+            members.believe_only(lambda worker, slot: worker == slot)
         self.core = ElasticCore(members, timeout_s=plan.timeout_s, deadline_s=plan.deadline_s, beat_s=plan.beat_s)
         self.x = torch.full((NUMEL,), x, dtype=torch.float64) if plan.rule else [x] * NUMEL
         self.s: Tree = ()
@@ -230,6 +233,7 @@ class Participant(ABC):
         if letter.kind == LetterKind.PAYLOAD:
             self._origins.append((letter, end.connection.processes[1 - end.side].uid))
         end.nonce = self.core.heard(letter, self.network.now, end.nonce)
+        self._look_for_claimed()
         if not self.core.is_filled_by(end.peer, end.nonce):
             end.send(self._greeting())
         else:
@@ -258,6 +262,31 @@ class Participant(ABC):
 
     def _ends_to(self, slot: int) -> list[End]:
         return [end for end in self.links.get(slot, []) if self.core.is_filled_by(slot, end.nonce)]
+
+    def _look_for_claimed(self) -> None:
+        claims, self.core.claims = self.core.claims, []
+        for entry in claims:
+            found = any(end.nonce == entry.nonce for end in self.links.get(entry.slot, []))
+            waited_s = self.network.now - self._looked_s.get(entry.slot, -1e9)
+            if found or not entry.address or waited_s < self.plan.beat_s:
+                continue
+            self._looked_s[entry.slot] = self.network.now
+            if entry.slot == self.slot:
+                self.network.after(
+                    2 * self.network.latency_s(), lambda entry=entry: self._look_for_namesake(entry), self
+                )
+            else:
+                self._dial(entry).nonce = entry.nonce
+
+    def _look_for_namesake(self, entry: SlotEntry) -> None:
+        there = self.network.process_at(entry.address)
+        if there is not None and not there.closed and not self.network.heals_in_s(self, there):
+            self.members.replaced = True
+        else:
+            self.members.outbid(entry)
+            self.core.spread()
+        self.flush()
+        self._poll()
 
     def _dial(self, entry: SlotEntry) -> End:
         self._dialled_s[entry.slot] = self.network.now

@@ -40,6 +40,13 @@ def test_a_hundred_runs_over_faulty_networks_keep_what_is_promised(part: int, re
     assert all(counts[kind] >= 5 for kind in FAULT_KINDS), counts
 
 
+@pytest.mark.parametrize("part", range(2))
+def test_workers_that_believe_each_other_about_themselves_alone_keep_what_is_promised(part: int) -> None:
+    for seed in range(part, SEEDS // 2, 2):
+        found = check_faults(seed=seed, keyed=True)
+        assert found.made or found.closed
+
+
 def test_a_seed_repeats_its_faults_and_other_seeds_have_others() -> None:
     first, again, other = (check_faults(seed=seed) for seed in (6, 6, 8))
     assert first == again and first.faults != other.faults

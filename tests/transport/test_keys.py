@@ -18,7 +18,7 @@ import torch
 from gossamer.errors import ConfigError, PeerError, RefusedError
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.core import Outcome
-from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
+from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry, membership_update
 from gossamer.transport.elastic.newcomer import Applicant, Handover, ask, host
 from gossamer.transport.elastic.transport import ElasticTransport
 from gossamer.transport.keys import Keys, Peer, certificate_of, keys_for, new_key
@@ -305,8 +305,9 @@ def test_floods_and_slow_connections_cost_no_descriptor_for_good(keys: list[Keys
 
 
 @contextlib.contextmanager
-def crew(keys: list[Keys]) -> Iterator[list[ElasticTransport]]:
-    """Workers of an elastic run that know each other."""
+def crew(keys: list[Keys], absent: int | None = None) -> Iterator[list[ElasticTransport]]:
+    """Workers of an elastic run that know each other; one of the keys may have none yet."""
+    keys = [key for i, key in enumerate(keys) if i != absent]
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in keys]
     entries = [
         SlotEntry(i, 0, secrets.randbits(40), MemberStatus.ALIVE, 0, f"127.0.0.1:{sock.getsockname()[1]}")
@@ -337,6 +338,120 @@ def test_workers_exchange_over_encrypted_connections(keys: list[Keys]) -> None:
             heard = worker.collect(ticket)
             assert all(frames[0].tolist() == [float(peer)] * 4 for peer, frames in heard.items())
             assert set(worker.outcomes()[ticket].values()) == {Outcome.MADE}
+
+
+FORGED = {
+    "is suspected": {"status": MemberStatus.SUSPECT},
+    "has left": {"status": MemberStatus.LEFT},
+    "has come back for the last round": {"incarnation": 1, "since": limits(3).rounds},
+    "listens elsewhere": {"incarnation": 1, "address": "127.0.0.1:9"},
+    "is given to another process": {
+        "incarnation": 1,
+        "nonce": 7,
+        "status": MemberStatus.JOINING,
+        "address": "127.0.0.1:9",
+    },
+    "is filled by another process": {"incarnation": 9, "nonce": 7, "address": "127.0.0.1:9"},
+    "is filled by the liar": {"incarnation": 9, "nonce": 7, "address": ""},
+    "has the highest incarnation": {"incarnation": 1 << 16, "nonce": (1 << 62) - 1, "address": "127.0.0.1:9"},
+    "is in the last round": {"round": limits(3).rounds, "steps": limits(3).steps},
+}
+"""What a listed peer may say of another one's slot."""
+
+
+def exchanged(workers: list[ElasticTransport], round: int) -> list[set[Outcome]]:
+    """A round in which each exchanges with all others; what became of it, by worker."""
+    ticket, like = Ticket(round), [torch.empty(4)]
+    for worker in workers:
+        others = [one.worker for one in workers if one is not worker]
+        worker.enter(round, lambda alive, others=others: others, 15 * (round + 1))
+        for other in others:
+            worker.expect(ticket, other, like)
+            worker.post(ticket, other, [torch.full((4,), float(worker.worker))])
+    for worker in workers:
+        worker.wait(ticket)
+        worker.collect(ticket)
+    return [set(worker.outcomes()[ticket].values()) for worker in workers]
+
+
+@contextlib.contextmanager
+def liar(workers: list[ElasticTransport], keys: list[Keys], slot: int = 2) -> Iterator[Callable[[SlotEntry], None]]:
+    """A peer that is listed, and tells worker 0 what its test wants; returns once that has been read."""
+    own = SlotEntry(slot, 0, 1234, MemberStatus.JOINING, 0, "127.0.0.1:9")
+    with dial(
+        workers[0]._listener.address, b"", run=RUN, me=slot, timeout_s=TIMEOUT_S, keys=keys[slot], whom=0
+    ) as near:
+
+        def say(entry: SlotEntry) -> None:
+            nonlocal own
+            own = own._replace(incarnation=own.incarnation + 1)
+            known = {own.slot: own, entry.slot: entry}
+            send_letter(near, Letter(LetterKind.MEMBERSHIP, slot, body=body_of(membership_update(known))), RUN)
+            until(lambda: slot in workers[0].members.entries and workers[0].members.entries[slot] == own)
+
+        yield say
+        near.interrupt()
+
+
+@pytest.mark.parametrize("about", [0, 1], ids=["the one that hears it", "a third one"])
+def test_what_a_listed_peer_makes_up_about_another_slot_changes_nothing(keys: list[Keys], about: int) -> None:
+    with crew(keys, absent=2) as workers:
+        assert exchanged(workers, 0) == [{Outcome.MADE}] * 2
+        with liar(workers, keys) as say:
+            before = [worker.members.entries[about] for worker in workers]
+            for wrong in FORGED.values():
+                say(workers[0].members.entries[about]._replace(**wrong))
+            # Old news that was true once: an entry of an earlier incarnation.
+            with workers[1].changed:
+                workers[1].members.declare(MemberStatus.ALIVE)
+            say(before[0])
+            for worker, was in zip(workers, before, strict=True):
+                entry = worker.members.entries[about]
+                said = ("nonce", "status", "since", "address", "round", "steps")
+                assert [getattr(entry, one) for one in said] == [getattr(was, one) for one in said]
+            assert exchanged(workers, 1) == [{Outcome.MADE}] * 2
+        assert not any(worker.members.replaced for worker in workers)
+        assert exchanged(workers, 2) == [{Outcome.MADE}] * 2
+
+
+def test_a_slot_is_its_own_keys_whatever_others_have_said_of_it(keys: list[Keys]) -> None:
+    with crew(keys[:2], absent=1) as workers, liar(workers, keys, slot=1) as say:
+        known = workers[0].members.entries
+        say(SlotEntry(2, 1 << 16, 5, MemberStatus.ALIVE, 0, "127.0.0.1:9"))
+        assert 2 not in known, "no process has been in so many"
+        say(SlotEntry(2, 9, 5, MemberStatus.ALIVE, 0, "127.0.0.1:9"))
+        given = workers[0].give_slot(99, "127.0.0.1:9", keys[0].numbers(keys[2].certificate))
+        assert given is not None and (given.slot, given.nonce) == (2, 99)
+        own = SlotEntry(2, 0, 100, MemberStatus.ALIVE, 0, "127.0.0.1:9")
+        with dial(workers[0]._listener.address, b"", run=RUN, me=2, timeout_s=TIMEOUT_S, keys=keys[2], whom=0) as near:
+            send_letter(near, Letter(LetterKind.MEMBERSHIP, 2, body=body_of(membership_update({2: own}))), RUN)
+            until(lambda: known[2].nonce == 100)
+
+
+def test_who_hears_that_another_one_is_gone_finds_out_itself(keys: list[Keys]) -> None:
+    with crew(keys) as workers:
+        assert exchanged(workers, 0) == [{Outcome.MADE}] * 3
+        ended = workers[1]
+        ended.close(leaves=False)
+        until(lambda: all(one.members.entries[1].status == MemberStatus.SUSPECT for one in (workers[0], workers[2])))
+
+
+def test_a_process_gives_way_to_another_one_of_its_own_key_and_to_no_other(keys: list[Keys]) -> None:
+    with crew(keys[:2], absent=1) as workers, socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        own = workers[0].members.own
+        second = ElasticTransport(
+            Members(limits(3), 0, [own._replace(incarnation=1, nonce=own.nonce + 1, address=address)]),
+            Endpoint(listener, RUN, b"", TIMEOUT_S, keys=keys[0]),
+        )
+        with liar(workers, keys, slot=1) as say:
+            say(own._replace(incarnation=1, nonce=own.nonce + 2, address="127.0.0.1:9"))
+            until(lambda: workers[0].members.own.incarnation == 2)
+            assert not workers[0].members.replaced, "nobody listens there"
+            until(
+                lambda: workers[0].members.replaced or bool(say(own._replace(incarnation=5, nonce=7, address=address)))
+            )
+        second.close()
 
 
 def test_a_newcomer_gets_a_slot_of_its_own_key_and_no_other(files: dict[str, Path], keys: list[Keys]) -> None:

@@ -90,6 +90,7 @@ class Keys:
             )
             for name, numbers in dealt(peers).items()
         }
+        self._whose = {number: listed.name for listed in self._peers.values() for number in listed.numbers}
         self.certificate = certificate_of(path)
         """That of this machine, as DER."""
         if self.certificate not in self._peers:
@@ -106,6 +107,10 @@ class Keys:
         """The numbers of workers, and of the server, that the owner of a certificate may have."""
         found = self._peers.get(certificate or b"")
         return frozenset() if found is None else found.numbers
+
+    def are_one(self, number: int, other: int) -> bool:
+        """Whether two numbers belong to one key, so that one may speak for the other."""
+        return number == other or (number in self._whose and self._whose[number] == self._whose.get(other))
 
     def name(self, certificate: bytes | None) -> str:
         """What the run file calls the owner of a certificate."""

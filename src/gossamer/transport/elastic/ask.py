@@ -57,14 +57,17 @@ def show(channel: Channel, view: View, run: int) -> None:
 
 
 def look(
-    address: str, secret: bytes, *, run: int, limits: Limits, timeout_s: float, keys: Keys | None = None
+    address: str, secret: bytes, *, run: int, limits: Limits, timeout_s: float, keys: Keys | None = None,
+    whom: int | None = None,
 ) -> View:  # fmt: skip
     """The view of the worker that listens at `address`; `run` and `limits` are those of its run.
+
+    With keys and `whom` it must be that worker.
 
     Raises: OSError when nobody answers in time, PeerError when the other end refuses or its answer is none.
     """
     deadline = time.monotonic() + timeout_s
-    with dial(address, secret, run=run, me=WATCHER, timeout_s=timeout_s, keys=keys) as channel:
+    with dial(address, secret, run=run, me=WATCHER, timeout_s=timeout_s, keys=keys, whom=whom) as channel:
         header = decode(channel.read(HEADER_BYTES, deadline), run, limits)
         if header.kind is not LetterKind.VIEW or header.size > SMALL_BYTES:
             raise RefusedError(

@@ -119,6 +119,10 @@ class ElasticCore:
         self._told: dict[int, int] = {}
         self._sizes: dict[tuple[int, int], int] = {}
         self._held_steps: dict[int, int] = {}
+        self._doubted_s: dict[int, float] = {}
+        """Since when a worker is asked whether it lives because others say something else of it than it has said itself."""
+        self.claims: list[SlotEntry] = []
+        """Processes that are said to fill a slot, and of which nothing has been heard: they are to be looked for."""
         self.replaced: dict[int, SlotEntry] = {}
         """The last process of each slot that another one has replaced: it may live, with others whom nobody here knows."""
 
@@ -184,7 +188,7 @@ class ElasticCore:
         """
         peer = letter.sender
         if letter.kind == LetterKind.MEMBERSHIP:
-            nonce = self._merge(letter, nonce)
+            nonce = self._merge(letter, nonce, now)
         if not self.is_filled_by(peer, nonce):
             return nonce
         self._heard_s[peer] = now
@@ -252,10 +256,16 @@ class ElasticCore:
         planned = {entry.slot for entry in self.members.with_status(MemberStatus.ALIVE)} & self._planned
         # They are asked too, so that one that dies frees its slot.
         ghosts = {entry.slot for entry in self.members.with_status(MemberStatus.GHOST)}
+        self._doubted_s = {
+            peer: since_s for peer, since_s in self._doubted_s.items()
+            if self._heard_s.get(peer, -1e9) < since_s and self._may_be_suspected(peer)
+        }  # fmt: skip
         # A worker that was itself stopped has not listened: who was silent then may live.
         before = self._watched_s if now - self._ticked_s < 4 * self._beat_s else {}
         self._ticked_s = now
-        self._watched_s = {peer: before.get(peer, now) for peer in waits | planned | ghosts | self._awaited}
+        self._watched_s = {
+            peer: before.get(peer, now) for peer in waits | planned | ghosts | self._awaited | {*self._doubted_s}
+        }
         for peer in sorted(self._watched_s):
             if now - max(self._heard_s.get(peer, -1e9), self._asked_s.get(peer, -1e9)) >= self._beat_s:
                 self._asked_s[peer] = now
@@ -362,7 +372,7 @@ class ElasticCore:
             self._told[peer] = self.members.version
             self._send(peer, LetterKind.MEMBERSHIP, body=body_of(membership_update(self.members.entries)))
 
-    def _merge(self, letter: Letter, nonce: int | None) -> int | None:
+    def _merge(self, letter: Letter, nonce: int | None, now: float) -> int | None:
         entries, limits = read_membership_update(letter.content, self.members.limits), self.members.limits
         if entries is None or not self.members.admits(entries):
             raise RefusedError(
@@ -371,16 +381,29 @@ class ElasticCore:
                 f"{limits.rounds} rounds and {limits.steps} inner steps; test its memory, and start all with the same gossamer",
             )
         version, known = self.members.version, self.members.entries
-        for before, after in self.members.merge(entries):
+        for before, after in self.members.merge(entries, letter.sender):
             if before is not None and (after.nonce != before.nonce or after.status == MemberStatus.LEFT):
                 self._give_up(after.slot)
             if before is not None and after.nonce != before.nonce and before.status != MemberStatus.LEFT:
                 self.replaced[after.slot] = before
         if self.members.version != version:
             self.spread()
-        if self.members.version != version or any(known[entry.slot].rank > entry.rank for entry in entries):
+        more = any(entry.slot in known and known[entry.slot].rank > entry.rank for entry in entries)
+        if self.members.version != version or more:
             self.tell(letter.sender)
+        self._ask_the_doubted(now)
         return next((entry.nonce for entry in entries if entry.slot == letter.sender), nonce)
+
+    def _ask_the_doubted(self, now: float) -> None:
+        doubts, self.members.doubts = self.members.doubts, {}
+        for slot, said in doubts.items():
+            known = self.members.entries.get(slot)
+            if known is None or known.nonce != said.nonce:
+                self.claims.append(said)
+            elif known.status <= MemberStatus.ALIVE and slot not in self._doubted_s:
+                self._doubted_s[slot] = now
+                self.tell_again(slot)  # it answers if it has more to say of itself
+                self._send(slot, LetterKind.PING)
 
     def _give_up(self, peer: int) -> None:
         """Closes what can only fail: the peer has left, or another process fills its slot."""

@@ -6,7 +6,7 @@ equal, whatever the order in which they came.
 """
 
 import json
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
@@ -33,6 +33,8 @@ _JUMP = 1 << 16
 Each takes a loss and an answer, so a part of a network that is cut off for a day has counted fewer. It leaves room above whatever
 a single letter says: a worker that somebody calls suspect can always answer with a later incarnation.
 """
+_MOST_OUTBID = 1 << 10
+"""How far a worker follows the incarnation of a process that is not found: letters that were made up shall not use them up."""
 _LONGEST_ADDRESS = 100
 _FEW = 32
 """Updates that are kept as they were read or written: everybody sends the same to everybody."""
@@ -116,6 +118,11 @@ class Members:
         """Counts the changes that others should hear of."""
         self.replaced = False
         """Whether another process has taken this worker's slot."""
+        self.doubts: dict[int, SlotEntry] = {}
+        """What others have said of slots for which they do not speak; whoever fills the slot is to be asked."""
+        self._speaks_for: Callable[[int, int], bool] | None = None
+        self._unproven = set[int]()
+        self._promised = set[int]()
         for entry in entries:
             self.entries[entry.slot] = entry
         assert me in self.entries and all(0 <= slot < self.slots for slot in self.entries), (me, limits)
@@ -145,21 +152,50 @@ class Members:
         """Whether nobody else lives, as far as is known, nor may come back."""
         return not self.with_status(MemberStatus.JOINING, MemberStatus.GHOST, MemberStatus.ALIVE, MemberStatus.SUSPECT)
 
-    def merge(self, theirs: Iterable[SlotEntry]) -> list[tuple[SlotEntry | None, SlotEntry]]:
+    def believe_only(self, speaks_for: Callable[[int, int], bool]) -> None:
+        """From now on believes a worker about those slots alone for which it speaks: `speaks_for(worker, slot)`.
+
+        Of a slot that has said nothing of itself yet, or was lost since, others are believed until it does, which counts in any
+        case: two workers that cannot reach each other know each other by a third. Else what others say of a slot becomes one of
+        `doubts`, if it would change anything.
+        """
+        self._speaks_for, self._unproven = speaks_for, set(self.entries) - {self.me}
+
+    def merge(self, theirs: Iterable[SlotEntry], source: int | None = None) -> list[tuple[SlotEntry | None, SlotEntry]]:
         """Takes over what another worker knows; returns what changed of others, before and after, but for rounds and steps.
 
         A worker that reads that it is suspected answers with its next incarnation, which takes part from the round after the
         newest that it knows of, so that nobody waits for it in a round that it has missed.
+
+        Args: `source` is the worker that says so; None where it is to be believed.
         """
         changed: list[tuple[SlotEntry | None, SlotEntry]] = []
         for entry in theirs:
-            if entry.slot == self.me:
+            told = source is not None and self._speaks_for is not None and not self._speaks_for(source, entry.slot)
+            before = self.entries.get(entry.slot)
+            unproven = self._speaks_for is not None and (before is None or entry.slot in self._unproven)
+            if told and (entry.slot == self.me or not unproven):
+                self._hearsay(entry)
+                continue
+            if told:
+                if entry.incarnation - (before.incarnation if before else 0) > _MOST_OUTBID:
+                    continue
+                self._unproven.add(entry.slot)
+                entry = entry._replace(round=0)
+            elif entry.slot == self.me:
                 self._about_me(entry)
                 continue
-            before = self.entries.get(entry.slot)
+            else:
+                self._unproven.discard(entry.slot)
+                self._promised.discard(entry.slot)
             if before == entry:
                 continue
-            after = entry if before is None else merged(before, entry)
+            if before is None:
+                after = entry
+            elif unproven and not told and before.rank > entry.rank:  # nobody who fills the slot has ever said so
+                after = entry._replace(steps=max(before.steps, entry.steps))
+            else:
+                after = merged(before, entry)
             self.entries[entry.slot] = after
             if before is None or before.rank != after.rank:
                 changed.append((before, after))
@@ -177,6 +213,7 @@ class Members:
         if entry is None or entry.status > MemberStatus.ALIVE:
             return False
         self.entries[slot] = entry._replace(status=MemberStatus.SUSPECT)
+        self._unproven.add(slot)
         self.version += 1
         return True
 
@@ -212,12 +249,52 @@ class Members:
 
     def _is_free(self, slot: int) -> bool:
         entry = self.entries.get(slot)
+        if self._speaks_for is not None and slot in self._unproven:
+            return True  # else whoever says that it is filled would keep its owner out
         return entry is None or entry.status not in (MemberStatus.ALIVE, MemberStatus.GHOST)
 
     def _is_promised(self, slot: int) -> bool:
         """Whether somebody has been given the slot, who may still come."""
         entry = self.entries.get(slot)
-        return entry is not None and entry.status == MemberStatus.JOINING
+        return slot in self._promised or (entry is not None and entry.status == MemberStatus.JOINING)
+
+    def _hearsay(self, entry: SlotEntry) -> None:
+        """What a worker says of a slot that is not its own: at most a reason to ask whoever fills the slot."""
+        before = self.entries.get(entry.slot)
+        if entry.slot == self.me:
+            own = self.own
+            if own.status < MemberStatus.ALIVE:
+                # One that comes back goes on after the steps of its slot that anybody holds; one that trains knows its own.
+                self.entries[self.me] = own._replace(steps=max(own.steps, entry.steps))
+            if entry.rank[:2] == own.rank[:2] and own.status <= MemberStatus.ALIVE and entry.status > own.status:
+                self._answer()
+            elif entry.nonce != own.nonce and entry.rank > own.rank:
+                self.doubts[self.me] = entry
+            # A later incarnation of this process than it has given itself was made up by whoever says so.
+        elif before is not None and entry.rank <= before.rank:
+            return
+        elif entry.status == MemberStatus.JOINING:
+            self._promised.add(entry.slot)  # so comes last when slots are given; it speaks for itself once it is there
+        else:
+            self.doubts[entry.slot] = entry
+
+    def _answer(self) -> None:
+        """Says that this worker lives to one that cannot reach it: with no other round, unless others are ahead.
+
+        Were it to wait for a later round each time, whoever says so again and again would keep it out.
+        """
+        own = self.own
+        ahead = own.status == MemberStatus.ALIVE and self.newest_round > own.round
+        since = self.newest_round + 1 if ahead else own.since
+        self.entries[self.me] = own._replace(incarnation=own.incarnation + 1, since=since)
+        self.version += 1
+
+    def outbid(self, entry: SlotEntry) -> None:
+        """Takes this worker's slot back from a process that nobody has found where it is said to be."""
+        own = self.own
+        if entry.rank > own.rank and entry.incarnation - own.incarnation <= _MOST_OUTBID:
+            self.entries[self.me] = own._replace(incarnation=entry.incarnation + 1)
+            self.version += 1
 
     def _about_me(self, entry: SlotEntry) -> None:
         own = self.own

@@ -18,7 +18,7 @@ from torch import Tensor
 from gossamer.errors import PeerError, RefusedError
 from gossamer.transport import wire
 from gossamer.transport.contract import Delivery, Sound, Ticket, Wait
-from gossamer.transport.elastic.ask import View, show
+from gossamer.transport.elastic.ask import View, look, show
 from gossamer.transport.elastic.closing import Closing, LeftOutError
 from gossamer.transport.elastic.core import ElasticCore, Outcome, Outgoing
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry, SlotTakenError, membership_update
@@ -59,6 +59,8 @@ class ElasticTransport:
         device: torch.device | None = None, limit_bytes: int | None = None, closings: int = 1, led: bool = False,
     ) -> None:  # fmt: skip
         self.worker, self._endpoint, self._host = members.me, endpoint, host
+        if endpoint.keys is not None:
+            members.believe_only(endpoint.keys.are_one)
         self._device = device or torch.device("cpu")
         self._beat_s = min(1.0, endpoint.timeout_s / 8)
         self.core = ElasticCore(
@@ -99,6 +101,8 @@ class ElasticTransport:
         It can be taken again by the thread that holds it: what the core asks of a connection may fail at once, and tell the core.
         """
         self._closed, self._tried = False, -1
+        self._looked_s: dict[int, float] = {}
+        """When a process that is said to fill a slot was last looked for."""
         self._listener = Listener(
             endpoint.listener, endpoint.secret, endpoint.run, self._arrived, self.refusals, keys=endpoint.keys
         )
@@ -384,7 +388,48 @@ class ElasticTransport:
         """The connections with the process that fills a slot, the oldest first."""
         return [link for link in self._links.get(slot, []) if self.core.is_filled_by(slot, link.nonce)]
 
-    def _open(self, entry: SlotEntry) -> PeerConnection:
+    def _look_for_claimed(self) -> None:
+        """Looks for the processes that others say fill a slot, where they are said to be; what counts is their own word.
+
+        Each slot once a beat, however many letters say so.
+        """
+        claims, self.core.claims = self.core.claims, []
+        now = time.monotonic()
+        for entry in claims:
+            found = any(link.nonce == entry.nonce for link in self._links.get(entry.slot, []))
+            if found or not entry.address or now < self._looked_s.get(entry.slot, -1e9) + self._beat_s:
+                continue
+            self._looked_s[entry.slot] = now
+            if entry.slot == self.worker:
+                threading.Thread(
+                    target=self._look_for_namesake, args=(entry,), daemon=True, name="gossamer look"
+                ).start()
+            else:
+                self._open(entry, known=False).nonce = entry.nonce
+
+    def _look_for_namesake(self, entry: SlotEntry) -> None:
+        """Whether another process, which has this worker's key, fills its slot; in a thread of its own."""
+        endpoint = self._endpoint
+        try:
+            seen = look(
+                entry.address, endpoint.secret, run=endpoint.run, limits=self.members.limits,
+                timeout_s=min(10.0, endpoint.timeout_s), keys=endpoint.keys, whom=self.worker,
+            )  # fmt: skip
+            theirs = next((one for one in seen.entries if one.slot == seen.worker), None)
+            there = theirs is not None and theirs.slot == self.worker and theirs.nonce != self.members.own.nonce
+        except (PeerError, OSError):
+            there = False
+        with self.changed:
+            if there:
+                self.members.replaced = True
+            else:
+                self.members.outbid(entry)
+                self.core.spread()
+            if not self._closed:
+                self._flush()
+            self.changed.notify_all()
+
+    def _open(self, entry: SlotEntry, *, known: bool = True) -> PeerConnection:
         endpoint, me = self._endpoint, self.worker
         self.redial.dialled(entry.slot, time.monotonic())
 
@@ -396,7 +441,8 @@ class ElasticTransport:
                     whom=entry.slot,
                 )  # fmt: skip
             except ConnectionRefusedError:  # its machine says that nobody listens there, which silence does not
-                self.redial.ended.add(entry.nonce)
+                if known:
+                    self.redial.ended.add(entry.nonce)
                 raise
 
         return self._add(entry.slot, opened)
@@ -448,6 +494,7 @@ class ElasticTransport:
                 size, came_s = letter.body.numel(), time.perf_counter()
                 self._deliveries.append(Delivery(letter.ticket, letter.sender, size, 0.0, came_s))
             link.nonce = self.core.heard(letter, time.monotonic(), link.nonce)
+            self._look_for_claimed()
             if not self.core.is_filled_by(link.peer, link.nonce):
                 # It reads that another process fills its slot. Nothing else that it says counts.
                 link.send(self._greeting())
