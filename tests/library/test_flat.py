@@ -24,10 +24,11 @@ import gossamer
 from commands import Command, in_forks
 from gossamer.errors import GossamerError, PeerError
 from gossamer.library.dtensors import local
+from gossamer.library.flat import flat_of
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.incompatibilities import faults
 from gossamer.rounds.exchange import Exchange
-from gossamer.rules import RULES
+from gossamer.rules import RULES, clipped, trusted
 from gossamer.run.config.recipes import missing
 from gossamer.transport.processes.local import loopback
 
@@ -66,7 +67,7 @@ class Model(nn.Module):
 class Case(NamedTuple):
     """What is trained, and how it is exchanged."""
 
-    rule: str = "diloco"
+    rule: str | gossamer.Rule = "diloco"
     optimizer: str = "adamw"
     same: bool = False
     """Whether both processes of a worker train on the same samples."""
@@ -95,8 +96,12 @@ CASES = {
     "replicas of shards": Case(mesh=(2, 1), same=True),
 }
 """These end with the bits of two workers of one process each."""
-NEAR = {"clipped": Case("gasloc", "sgd", clip=0.1, rounds=10)}
-"""The norm of gradients is summed in another order."""
+NEAR = {
+    "clipped": Case("gasloc", "sgd", clip=0.1, rounds=10),
+    "messages that are clipped": Case(clipped(gossamer.gasloc(), at=1.0, decline=9.0, window=4), "sgd", rounds=8),
+    "trusted directions": Case(trusted(gossamer.diloco(lr=0.3, momentum=0.0)), "sgd", rounds=5),
+}
+"""Norms, of gradients or of messages, are summed in another order."""
 
 
 def shard(model: Model, mesh: DeviceMesh) -> None:
@@ -439,6 +444,20 @@ def dying(stage: Stage) -> None:
     os._exit(0)
 
 
+def written(stage: Stage) -> None:
+    """A forward pass without a backward, and then other parameters, as where a site takes another's state."""
+    model, plain, x = made(Case(), stage.mesh["shard"]), made(Case()), torch.ones(1, 13)
+    with torch.no_grad():
+        model(x)  # the parameters of the root stay gathered
+        held = flat_of(model, stage.mesh["shard"], gossamer.Schedule())
+        model(x)
+        held.x.mul_(2)
+        held.write()
+        for p in [p for p in plain.parameters() if p.requires_grad]:
+            p.mul_(2)
+        stage.say(f"written: {torch.equal(model(x), plain(x))}")
+
+
 def one_of_four(rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
@@ -448,7 +467,7 @@ def one_of_four(rank: int, port: int, folder: Path) -> None:
     stage = Stage(rank, mesh, two, alone, folder)
     for name, case in {**CASES, **NEAR}.items():
         same_as_two(stage, name, case)
-    for act in (tensor_parallel, pipeline, resumed, reshared, resharded, lossy, lent, torn, unlike, dying):
+    for act in (tensor_parallel, pipeline, resumed, reshared, resharded, lossy, written, lent, torn, unlike, dying):
         act(stage)
         dist.barrier()
 
@@ -544,6 +563,10 @@ def test_a_codec_of_several_numbers_sees_one_shard_at_a_time(told, codec):
         assert told.of(rank, codec).startswith("3 rounds, 0 of ")
 
 
+def test_what_is_written_after_an_evaluation_is_what_the_next_forward_pass_sees(told):
+    assert [told.of(rank, "written") for rank in range(4)] == ["True"] * 4
+
+
 def test_the_mean_model_of_shards_is_that_of_all_and_leaves_nothing_gathered(told):
     one, other, mean = told.kept("before the mean", 0), told.kept("before the mean", 1), told.kept("mean", 3)
     for name in one:
@@ -595,7 +618,7 @@ def test_what_cannot_be_sharded_is_refused_in_a_sentence(told, what, sentence):
 def test_every_rule_runs_on_shards_or_is_refused_by_its_name(name):
     rule = RULES[name]()
     said = [one for one in faults(Combination(driver="library", rule=rule, shards=2)) if "mesh of 2 processes" in one]
-    assert bool(said) == (not rule.elementwise)
+    assert bool(said) == (not rule.elementwise and not rule.sums_over_shards)
     assert all(f"rule '{name}'" in one for one in said)
 
 

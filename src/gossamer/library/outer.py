@@ -209,6 +209,7 @@ class Outer(Generic[M]):
         self._loop = OuterLoop(
             self.method, self._peers.transport, parts, local_steps=self.local_steps, full_steps=self.local_steps,
             seed=seed, reduce=self._peers.timed_reduce(self._meter.add_waiting), shard=self.shard,
+            over_shards=self._siblings.total,
         )  # fmt: skip
         if self._site is not None:
             self._site.attach(self._loop, seed)

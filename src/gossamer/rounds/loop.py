@@ -68,8 +68,9 @@ class OuterLoop:
     def __init__(
         self, m: Method, transport: Transport, parts: Sequence[tuple[Tensor, Layout]], *, local_steps: int, full_steps: int,
         seed: int, reduce: Reduce | None = None, together: Together | None = None, shard: int = 0,
+        over_shards: Callable[[float], float] = float,
     ):  # fmt: skip
-        self.method, self.worker = m, transport.worker
+        self.method, self.worker, self._over_shards = m, transport.worker, over_shards
         self.local_steps, self.full_steps = local_steps, full_steps
         self._updates, self._topology_of = topology_of_updates(m.rule, m.topology.n, seed), m.topology_of(seed)
         draws = rng.key(seed, shard, "shard") if shard else seed
@@ -341,6 +342,7 @@ class OuterLoop:
     def _context(self, round: int, part: Part, mixing: Mixing) -> Context:
         i, adapted = self.worker, self._adapted
         ctx = Context(i, mixing.n, round, self.local_steps, mixing.weight(i), part.layout, self.full_steps)
+        ctx = ctx._replace(over_shards=self._over_shards)
         return ctx if adapted is None or part.s == () else ctx._replace(rank=adapted(part.s).rank)
 
     def _place(self, round: int, p: int) -> tuple[Mixing, Context]:

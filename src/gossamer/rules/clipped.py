@@ -106,10 +106,10 @@ def clipped(
 
     def recv(x: Tensor, s: _State, own_decoded: Tree, combined: "_Heard", ctx: Context) -> tuple[Tensor, _State]:
         own, others = combined
-        lengths = [_length(tree) for _, _, tree in others]
+        lengths = [_length(tree, ctx) for _, _, tree in others]
         if gossips:
             start = s.start if kept is None else kept(s.inner)
-            drifted = _length(map_leaves(lambda one: widen(one) - start, own))
+            drifted = _length(map_leaves(lambda one: widen(one) - start, own), ctx)
             s = s._replace(drift=_REMEMBERED * s.drift + drifted**2)
             unit = math.sqrt(s.drift.item())
         else:
@@ -132,6 +132,7 @@ def clipped(
         mean_preserving=False,
         compiles=False,
         elementwise=False,
+        sums_over_shards=rule.elementwise or rule.sums_over_shards,
         state_copies=rule.state_copies + keeps_start,
         reset=reset_inside(rule.reset),
         start=(lambda s: s.start) if keeps_start else inside(kept),
@@ -159,9 +160,9 @@ def _from_zero(own_decoded: Tree, received: Mapping[int, Tree], i: int, row: Row
     return _Heard(own_decoded, tuple((j, w, map_leaves(widen, tree)) for j, w, tree in each))
 
 
-def _length(tree: Tree) -> float:
+def _length(tree: Tree, ctx: Context) -> float:
     """The Euclidean norm of all tensors together, infinite where it is too long for a number."""
-    return math.sqrt(sum(total(leaf.double().square()) for leaf in leaves(tree)))
+    return math.sqrt(ctx.over_shards(sum(total(leaf.double().square()) for leaf in leaves(tree))))
 
 
 def _judged(

@@ -1,6 +1,6 @@
 """Messages of all workers combined in ways that a few of them cannot move far, with the same bits on every worker."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -75,6 +75,6 @@ def total(x: Tensor) -> float:
     return float(x.sum())
 
 
-def norm(x: Tensor) -> float:
-    """The Euclidean norm, of `total`."""
-    return total(x.square()) ** 0.5
+def norm(x: Tensor, over_shards: Callable[[float], float] = float) -> float:
+    """The Euclidean norm, of `total`, over the shards of a worker where it has several (`Context.over_shards`)."""
+    return over_shards(total(x.square())) ** 0.5

@@ -83,6 +83,9 @@ class Context(NamedTuple):
     """The workers it receives from in this round, ascending, also derived from the mixing; constant on a static topology."""
     rank: int = 0
     """The rank of this round's messages, for a rule that adapts it (`Rule.adapted`); 0 is the one it begins with."""
+    over_shards: Callable[[float], float] = float
+    """The sum of a number over the processes of this worker, in a fixed order and the same on all, which must call it equally
+    often; the number itself where the worker is one process."""
 
 
 class Consensus(NamedTuple):
@@ -148,6 +151,9 @@ class Rule(NamedTuple):
     """Whether it acts on the parameters after the local phase, or on the gradients before an inner step."""
     elementwise: bool = True
     """Whether parts of `x` may be updated separately, so that shards and cache-sized chunks are safe."""
+    sums_over_shards: bool = False
+    """Whether all that it needs of whole tensors are sums over their elements, as norms are, which it takes by
+    `Context.over_shards`: then a worker may be several processes that each have a shard."""
     compiles: bool = True
     """Whether an elementwise update may be compiled; its scalars must be the same in every round."""
     mean_preserving: bool = False

@@ -63,7 +63,12 @@ def robust(
 
     by_coordinate = by in ("trimmed", "median")
     return rule._replace(
-        combine=each, recv=recv, mean_preserving=False, compiles=False, elementwise=rule.elementwise and by_coordinate
+        combine=each,
+        recv=recv,
+        mean_preserving=False,
+        compiles=False,
+        elementwise=rule.elementwise and by_coordinate,
+        sums_over_shards=rule.sums_over_shards and by_coordinate,
     )
 
 

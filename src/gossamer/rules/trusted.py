@@ -60,10 +60,11 @@ def trusted(rule: Given[Rule], keep: Decay = 0.9, temperature: Positive = 0.1) -
     ) -> tuple[Tensor, _State]:
         messages = [widen(one) for one in by_worker(own_decoded, received, ctx)]
         workers = sorted((ctx.worker, *ctx.peers))
-        lengths = [norm(one) for one in messages]
-        before, scores = norm(s.last), s.scores.tolist()
+        lengths = [norm(one, ctx.over_shards) for one in messages]
+        before, scores = norm(s.last, ctx.over_shards), s.scores.tolist()
         for k, message, length in zip(workers, messages, lengths, strict=True):
-            scores[k] = keep * scores[k] + (1.0 - keep) * total(message * s.last) / max(length * before, 1e-30)
+            product = ctx.over_shards(total(message * s.last))
+            scores[k] = keep * scores[k] + (1.0 - keep) * product / max(length * before, 1e-30)
         if ctx.round == 0:
             d = weighted_sum(messages, [1.0 / len(messages)] * len(messages))
         else:
@@ -71,7 +72,7 @@ def trusted(rule: Given[Rule], keep: Decay = 0.9, temperature: Positive = 0.1) -
                 torch.tensor([scores[k] for k in workers], dtype=torch.float64) / temperature, 0
             ).tolist()
             u = weighted_sum(messages, [w / max(length, 1e-30) for w, length in zip(shares, lengths, strict=True)])
-            d = (sum(lengths) / len(lengths) / max(norm(u), 1e-30)) * u
+            d = (sum(lengths) / len(lengths) / max(norm(u, ctx.over_shards), 1e-30)) * u
         d = d.to(x.dtype)
         x, inner = rule.recv(x, s.inner, own_decoded, d, ctx)
         return x, _State(inner, s.scores.new_tensor(scores), d)
@@ -84,6 +85,7 @@ def trusted(rule: Given[Rule], keep: Decay = 0.9, temperature: Positive = 0.1) -
         mean_preserving=False,
         compiles=False,
         elementwise=False,
+        sums_over_shards=rule.elementwise or rule.sums_over_shards,
         state_copies=rule.state_copies + 1,
         reset=reset_inside(rule.reset),
         start=inside(rule.start),

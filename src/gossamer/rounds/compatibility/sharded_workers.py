@@ -12,10 +12,10 @@ def _where(c: Combination) -> str:
 SHARDS = (
     Incompatibility(
         "shards and rule",
-        lambda c: c.shards > 1 and not c.rule.elementwise,
+        lambda c: c.shards > 1 and not (c.rule.elementwise or c.rule.sums_over_shards),
         lambda c: (
             f"{_where(c)}, and rule '{c.rule.name}' looks at whole tensors or at all of them, of which each process has its "
-            "shard; use an elementwise rule such as 'gasloc' or 'diloco'"
+            "shard, for more than sums over them; use an elementwise rule such as 'gasloc' or 'diloco'"
         ),
     ),
     Incompatibility(
