@@ -194,6 +194,10 @@ def test_a_machine_on_which_the_name_of_the_first_leads_to_itself_says_so(machin
         (["--rank", 0, "--of", 3, "--address", "m0", "--join", "m1:1"], "was given with --join m1:1"),
         (["--rank", 0, "--of", 3, "--address", "m0", "--worker", 1], "was given with --worker 1"),
         (["--rank", 2, "--of", 3, "--address", "m0", "--local", 2], "--rank 2 --of 3 with --local 2"),
+        (
+            ["--rank", 1, "--of", 3, "--address", "m0", "--set", "run.steps=1"],
+            "run.steps is 1, which is not a multiple of",
+        ),
     ],
 )
 def test_a_place_that_does_not_fit_is_refused_in_a_sentence(

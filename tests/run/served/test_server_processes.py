@@ -596,6 +596,22 @@ def test_a_server_that_gets_sigterm_saves_after_its_round_and_goes_on_from_it(tm
     assert torch.equal(model(tmp_path / "replay", config), model(real, config))
 
 
+@pytest.mark.timeout(60)
+def test_a_server_that_gets_sigterm_while_nobody_is_there_ends_and_says_what_is_not_saved(tmp_path):
+    config = served(workers=2, server__name="heloco", run__steps=4)
+    (tmp_path / "run.toml").write_text(dump(config))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    server = Command("train", tmp_path / "run.toml", "--out", tmp_path / "real", "--server", address)
+    assert any("serving 2 workers on" in line for line in server.lines())
+    os.kill(server.pid, signal.SIGTERM)
+    code, output = server.finish(50)
+    assert code == 130 and "Traceback" not in output, output
+    assert (
+        f"and 0 of 8 inner steps are done; go on from the newest checkpoint with --resume {tmp_path / 'real'}" in output
+    )
+
+
 @pytest.mark.timeout(240)
 def test_the_workers_of_a_killed_server_join_the_resumed_one_and_both_its_lives_replay_to_the_same_bits(tmp_path):
     config = served(

@@ -60,7 +60,7 @@ def serve(config: ResolvedRun, folder: Path, host: str, port: int, *, resume: Re
 
     Args: `resume` goes on from the newest sound checkpoint of the server; "auto" starts where there is none.
     Raises: ConfigError, CheckpointError; PeerError when no worker is left and none comes within `run.timeout_s`;
-        KeyboardInterrupt when SIGTERM has asked it to stop, once the round under way is over and saved.
+        KeyboardInterrupt when SIGTERM has asked it to stop, once the round under way is over and saved, or no worker is there.
     Cost: the rule's state; one message and one starting point per worker in flight.
     """
     use_threads(config)
@@ -87,7 +87,12 @@ def serve(config: ResolvedRun, folder: Path, host: str, port: int, *, resume: Re
         try:
             server.open()
             session.records.asked = asked.is_set
-            server.run(session, session.records.now_s)
+            server.run(session, session.records.now_s, asked.is_set)
+            if not session.over:
+                raise KeyboardInterrupt(
+                    f"stopped without a worker that could end the round under way, and {session.progress}; go on from the newest "
+                    f"checkpoint with --resume {folder}, or auto where there is none"
+                )
             protocol.compare_batches()  # also where some were too slow to come before the others had taken all steps
         finally:
             server.close()

@@ -40,6 +40,10 @@ class _Reply(Protocol):
 R = TypeVar("R", bound=_Reply)
 
 
+_ALONE_S = 2.0
+"""How long a server that is asked to stop waits for somebody to come back."""
+
+
 class Session(Protocol[R]):
     """What decides and computes. Each input has its seconds since the run began, and returns what peers are told."""
 
@@ -181,8 +185,8 @@ class ConnectionServer:
             keys=endpoint.keys,
         )
 
-    def run(self, session: Session[Any], begin_s: float) -> None:
-        """Passes all that comes to a session, until it is over.
+    def run(self, session: Session[Any], begin_s: float, asked: Callable[[], bool] = lambda: False) -> None:
+        """Passes all that comes to a session, until it is over, or this is asked to stop and nobody is there.
 
         Raises: PeerError when nobody is there and nobody comes within `timeout_s`.
         """
@@ -197,6 +201,8 @@ class ConnectionServer:
             self._send(session.tick(now_s))
             if self._connections:
                 alone_since_s = now_s
+            elif asked() and now_s - alone_since_s > _ALONE_S:
+                return  # nobody will end the round after which it would stop
             elif now_s - alone_since_s > timeout_s:
                 raise PeerError(
                     f"no worker has been here for {timeout_s:g} s and {session.progress}; check the workers' logs, then resume"
