@@ -6,7 +6,7 @@ PROCESSES ?= 6  # two cores have idle time for twice as many: tests wait for dis
 
 export PYTHONDONTWRITEBYTECODE :=  # tests start many processes, each of which would compile the package anew
 
-.PHONY: help demo test types tests parity bench chaos survival injuries methods results pictures docs release titan
+.PHONY: help demo test types tests parity bench chaos survival injuries methods results pictures docs release titan gpu
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile | expand -t 10
@@ -32,6 +32,11 @@ parity: .venv/.installed  ## simulator against real processes, bit for bit, over
 
 bench: .venv/.installed  ## the benchmarks, as ratios against a limit or a peer; writes docs/results/benchmarks.md; an hour
 	$(BIN)/python benchmarks/bench.py
+
+GPU ?= $(BIN)/python
+ON_GPU := test_gpu.py run/synchronous/test_parity.py run/elastic run/asynchronous run/served run/replay run/simulated/test_simulate.py run/simulated/test_virtual.py run/worker/test_adapt.py run/worker/test_pipeline.py run/worker/test_stages.py integrations
+gpu:  ## what needs a GPU, and runs of every kind on one, simulated and real, bit for bit; GPU is a Python with a torch for CUDA and what tests need
+	GOSSAMER_TEST_DEVICE=cuda PYTHONPATH=src $(GPU) -m pytest --numprocesses $(PROCESSES) --dist loadfile $(ON_GPU:%=tests/%)
 
 chaos: .venv/.installed  ## kill, stop and cut off workers of elastic runs; an hour or two, partitions need root; writes docs/results/chaos.md
 	$(BIN)/python benchmarks/chaos.py

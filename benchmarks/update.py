@@ -28,16 +28,16 @@ ROWS = {
 }
 
 
-def update(rule: Rule, kernel: Kernel, numel: int) -> tuple[Callable[[], None], int]:
+def update(rule: Rule, kernel: Kernel, numel: int, device: str = "cpu") -> tuple[Callable[[], None], int]:
     """One outer update of a worker with one peer, and the bytes it must touch."""
-    x = torch.randn(numel)
+    x = torch.randn(numel, device=device)
     ctx = Context(0, 8, 0, 15, 0.5, Layout((), 0))
     s = rule.init(x, ctx)
     message = rule.send(x, s, ctx)
-    other = torch.randn(numel)
+    other = torch.randn(numel, device=device)
     own = 0 if message is x or rule.combine is not pull else 1
     touched = x.element_size() * numel * (2 + 2 * len(leaves(s)) + own + 1)
-    row, chunk = ((0, 0.5), (1, 0.5)), min(kernel.chunk, numel)
+    row, chunk = ((0, 0.5), (1, 0.5)), min(kernel.chunk_on(x.device), numel)
 
     def run() -> None:
         for a in range(0, numel, chunk):

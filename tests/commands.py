@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import queue
 import signal
+import socket
 import sys
 import threading
 import time
@@ -64,6 +65,12 @@ def _enter(work: Work | None, words: list[str], folder: str, environment: dict[s
     faulthandler.enable()  # where it hangs, it tells by SIGABRT
     sys.modules["__main__"] = types.ModuleType("__main__")  # else each process that it starts imports pytest
     sys.exit((work or main)(words))
+
+
+def free_port() -> int:
+    """A port of loopback that nobody had a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def in_forks(n: int, work: Callable[[int], object]) -> int:

@@ -12,7 +12,6 @@ from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -21,6 +20,7 @@ from gossamer.run.config.run_file import parse
 from gossamer.run.synchronous.train import train_member
 from gossamer.transport.processes.launch import join, leave
 from gossamer.transport.processes.member import Member
+from tiny import DEVICE
 
 TIMEOUT_S = 60
 
@@ -28,7 +28,7 @@ TIMEOUT_S = 60
 def train_cases(argv: Sequence[str]) -> int:
     """Trains the cases in this file, and returns the exit code."""
     cases = sorted(json.loads(Path(argv[0]).read_text()), key=lambda case: -case[1]["workers"])
-    first = join(cases[0][1]["workers"], backend="gloo", device="cpu", threads=1, timeout_s=TIMEOUT_S)
+    first = join(cases[0][1]["workers"], backend="gloo", device=DEVICE, threads=1, timeout_s=TIMEOUT_S)
     rank = first.rank
     for n, some in groupby(cases, key=lambda case: case[1]["workers"]):
         if n < first.workers:
@@ -40,7 +40,7 @@ def train_cases(argv: Sequence[str]) -> int:
                 "gloo", store=store, rank=rank, world_size=n, timeout=timedelta(seconds=TIMEOUT_S)
             )  # fmt: skip
         for folder, document, resume in some:
-            member = Member.at(rank, n, torch.device("cpu"), PrefixStore(folder, first.store))
+            member = Member.at(rank, n, first.device, PrefixStore(folder, first.store))
             train_member(resolve(parse(document), real=True), Path(folder), member, resume=resume)
     leave()
     return 0

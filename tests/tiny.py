@@ -1,5 +1,6 @@
 """Run documents that train in a second."""
 
+import os
 import wsgiref
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from gossamer.run.config.document import with_settings
 from gossamer.run.config.run_file import RunConfig, parse
 from gossamer.transport.sockets.header import Limits
 
+DEVICE = os.environ.get("GOSSAMER_TEST_DEVICE", "cpu")
+"""Where tiny runs train; `make gpu` says cuda."""
 PARAMETERS = 47_328
 """Of the tiny run's model, whose tokens are bytes."""
 OF_ONE_LAYER = 26_720
@@ -25,9 +28,17 @@ def document(**overrides: Any) -> dict[str, Any]:
         "topology": {"name": "random"},
         "model": {"size": "0.2m", "hidden_size": 32, "intermediate_size": 64},
         "data": {"source": str(TEXT), "seq_len": 16, "batch_size": 2},
-        "run": {"steps": 12, "local_steps": 2, "eval_every": 6, "eval_batches": 2, "checkpoint_every": 2, "threads": 1},
+        "run": {
+            "steps": 12,
+            "local_steps": 2,
+            "eval_every": 6,
+            "eval_batches": 2,
+            "checkpoint_every": 2,
+            "threads": 1,
+            "device": DEVICE,
+        },
         "record": {"tensorboard": False, "export": False},
-    }
+    }  # fmt: skip
     if "model__size" in overrides:
         base["model"] = {}
     return with_settings(base, {key.replace("__", "."): value for key, value in overrides.items()})

@@ -57,7 +57,7 @@ class Crash(Exception):
 
 
 def flat(model):
-    return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+    return torch.cat([p.detach().flatten().clone() for p in model.parameters()]).cpu()
 
 
 class Recorder:
@@ -117,7 +117,8 @@ def script(name, schedule):
 
 def plain(model, calls, loss, optimizer, schedule, before=lambda: None, after=lambda: None):
     """The parameters before each batch, and at the end, of a plain loop."""
-    trace = []
+    trace, (args, kwargs) = [], calls[0]
+    model.to(next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)).device)
     with gossamer.Outer(model, "diloco", local_steps=3, schedule=schedule) as outer:
         for i, (args, kwargs) in enumerate(calls, 1):
             trace.append(flat(model))
@@ -446,7 +447,7 @@ def test_a_framework_that_counts_two_processes_is_refused_in_a_sentence(found, n
 
 def test_accelerate_exports_all_parameters_though_they_share_one_buffer(found):
     for each in found:
-        exported = torch.cat([t.flatten() for t in each["accelerate"]["exported"].values()])
+        exported = torch.cat([t.flatten() for t in each["accelerate"]["exported"].values()]).cpu()
         assert torch.equal(exported.sort().values, each["accelerate"]["trace"][-1].sort().values)
 
 

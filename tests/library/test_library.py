@@ -35,6 +35,7 @@ from gossamer.run.config.recipes import missing, recipes
 from gossamer.topologies import make_topology
 from gossamer.transport.memory import MemoryNetwork, MemoryTransport
 from gossamer.transport.processes.local import run_local
+from tiny import DEVICE
 
 
 def train(model, outer, steps, seed=0):
@@ -42,7 +43,7 @@ def train(model, outer, steps, seed=0):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     draw = torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        x = torch.randn(8, 3, generator=draw)
+        x = torch.randn(8, 3, generator=draw).to(DEVICE)
         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
         loss.backward()
         optimizer.step()
@@ -53,7 +54,7 @@ def train(model, outer, steps, seed=0):
 
 def net():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(DEVICE)
 
 
 def flat(model):
@@ -327,7 +328,7 @@ def test_a_loop_inside_outer_loop_trains_to_the_bits_of_outer(schedule):
         draw = torch.Generator().manual_seed(3)
 
         def one_step(model=model, optimizer=optimizer, draw=draw):
-            model(torch.randn(8, 3, generator=draw)).square().mean().backward()
+            model(torch.randn(8, 3, generator=draw).to(DEVICE)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -900,7 +901,7 @@ def the_same_data_and_other_rates():
         draw = torch.Generator().manual_seed(own_data * rank)
         with Heard() as lines, gossamer.outer_loop(model, optimizer, rule, local_steps=2, timeout_s=60):
             for _ in range(8):
-                model(torch.randn(8, 3, generator=draw)).square().mean().backward()
+                model(torch.randn(8, 3, generator=draw).to(DEVICE)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
         same = [

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gossamer.asynchronous import ServerRule, Slack
@@ -19,7 +20,7 @@ from gossamer.clock.server_worker import ServerWorker, ServerWorkerState
 from gossamer.network.links import Network
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.incompatibilities import check
-from gossamer.tree import must_fit, nbytes
+from gossamer.tree import map_leaves, must_fit, nbytes
 
 __all__ = ["ServerRun"]
 
@@ -108,7 +109,7 @@ class ServerRun:
         self, rule: ServerRule, learners: Sequence[Learner], network: Network, *,
         spans: Sequence[tuple[int, int]] | None = None, overlap: bool = False, options: LoopOptions = DEFAULTS,
     ) -> None:  # fmt: skip
-        x, layout = learners[0].x, learners[0].layout
+        x, layout = learners[0].x.cpu(), learners[0].layout  # the server computes on the host, as real ones do
         self.spans = ((0, layout.numel),) if spans is None else spans
         check(Combination(kind="server", server=rule.name, fragments=len(self.spans), overlap=overlap))
         self.learners = learners
@@ -197,7 +198,7 @@ class ServerRun:
                 steps = worker.learner.local_steps
                 reply_s = self._transfer_s(SERVER, i, nbytes(push.message))
                 slack = Slack(steps, (self.time_s - start_s) / steps, push_s + reply_s)
-            epoch, push = self._phases.epoch[i], push._replace(message=message)
+            epoch, push = self._phases.epoch[i], push._replace(message=map_leaves(torch.Tensor.cpu, message))
             self._agenda.plan(arrives_s, ARRIVAL, i, _Arrival(i, epoch, push, slack, size, self.time_s))
         if worker.waits_for is None:
             self._phases.begin(i)

@@ -102,13 +102,18 @@ class ServerWorker:
             must_fit([start.x], [self._held[p].start.x])
         if len(state.held) != len(self.spans) or state.waits_for not in (None, *self._held):
             raise ValueError(f"{len(state.held)} starting points, and it waits for fragment {state.waits_for}")
-        self._held = {p: _Held(*one) for p, one in state.held.items()}
+        self._held = {p: _Held(self._here(one.start), *one[1:]) for p, one in state.held.items()}
         self._inbox, self.waits_for = dict(state.inbox), state.waits_for
 
     def _start_from(self, p: int, start: StartingPoint) -> _Held:
         a, b = self.spans[p]
+        start = self._here(start)
         self.learner.x[a:b].copy_(start.x)
         return _Held(start)
+
+    def _here(self, start: StartingPoint) -> StartingPoint:
+        """With its numbers on the device of the learner; messages and checkpoints have them on the host."""
+        return start._replace(x=start.x.to(self.learner.x.device))
 
     def _push(self, p: int) -> Push:
         held, (a, b) = self._held[p], self.spans[p]

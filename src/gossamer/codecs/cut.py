@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gossamer.codecs.blocks import SLAB, num_blocks, spans
+from gossamer.codecs.blocks import num_blocks, slab_on, spans
 from gossamer.layout import Layout
 
 __all__ = ["Cut", "runs", "tiles"]
@@ -56,7 +56,7 @@ def tiles(layout: Layout, chunk: int) -> Cut:
     def views(x: Tensor) -> Iterator[Tensor]:
         for start, stop, columns, (top, left, m, n, height, across) in () if x.is_meta else blocks:
             matrix = x[start:stop].reshape(-1, columns or stop - start)
-            step = max(1, SLAB // (height * n * across))
+            step = max(1, slab_on(x.device) // (height * n * across))
             for first in range(0, m, step):
                 few = min(step, m - first)
                 begin = top + first * height

@@ -180,8 +180,9 @@ def _linear(ratio: Tensor, levels: int, generator: torch.Generator | None) -> Te
 
 def _draws(like: Tensor, generator: torch.Generator) -> Tensor:
     """Whole numbers (int32) from 0 to 2²³ - 1, as many as there are elements."""
-    words = torch.empty(like.numel() // 2, dtype=torch.int64).random_(-(1 << 63), None, generator=generator)
-    return (words.view(torch.int32) & ((1 << _MANTISSA) - 1)).view(like.shape).to(like.device)
+    words = torch.empty(like.numel() // 2, dtype=torch.int64, device=like.device)
+    words.random_(-(1 << 63), None, generator=generator)
+    return (words.view(torch.int32) & ((1 << _MANTISSA) - 1)).view(like.shape)
 
 
 def _contraction(rounding: Rounding, block: int, h: float, relative: float) -> float | None:
@@ -234,7 +235,7 @@ def _block_codec(
                     own[:] = scale(x[start:stop].view(own.numel(), -1))
                 passes(name, x[start:stop], stop - start, block, here, own)
             return Quantized(codes, scales)
-        generator = torch.Generator().manual_seed(key) if draws else None
+        generator = torch.Generator(x.device).manual_seed(key) if draws and not x.is_meta else None
         for start, stop in spans(x, block):
             blocks = as_blocks(x[start:stop], block)
             own = scale(blocks[:, : stop - start])  # the last block comes alone: its padding does not count

@@ -15,7 +15,7 @@ from gossamer.tree import Tree, leaves
 
 __all__ = ["Meter", "OuterMetrics"]
 
-_PIECE = 1 << 17  # elements that are compared at a time, so that their differences stay in the cache
+_PIECE = 1 << 17  # elements that are compared at a time on a CPU, so that their differences stay in the cache
 
 
 class OuterMetrics(NamedTuple):
@@ -72,7 +72,8 @@ class Meter:
         """Adds up `(received - own)²`, as `Setup.compare` asks for; without a wait for the device."""
         for theirs in received:
             for mine, other in zip(leaves(own), leaves(theirs), strict=True):
-                for a, b in zip(mine.split(_PIECE), other.split(_PIECE), strict=True):
+                piece = _PIECE if mine.is_cpu else max(1, mine.numel())
+                for a, b in zip(mine.split(piece), other.split(piece), strict=True):
                     apart = widen(b) - widen(a)
                     squares = apart.dot(apart).to(torch.float64)
                     self._squares = squares if self._squares is None else self._squares + squares

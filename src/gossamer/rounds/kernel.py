@@ -51,7 +51,7 @@ class Kernel(NamedTuple):
     def chunk_on(self, device: torch.device) -> int:
         """How many elements at a time on this device; all of them beside a CPU, where every piece would cost its own launches.
 
-        Pieces of 2^15 would be 30,000 calls of Python for 10^9 parameters. Never run on a GPU.
+        Pieces of 2^15 would be 30,000 calls of Python for 10^9 parameters.
         """
         return self.chunk if device.type == "cpu" else sys.maxsize
 

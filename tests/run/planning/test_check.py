@@ -194,6 +194,10 @@ def test_text_that_is_not_on_this_machine_is_warned_of():
     ("settings", "sentence"),
     [
         ({"run__device": "cuda"}, "run.device = 'cuda' but torch sees 0 GPUs"),
+        (
+            {"pipeline__stages": 2, "data__accumulate": 2},
+            "pipeline.stages in several processes needs torch 9.0 and this is",
+        ),
         ({"record__wandb_project": "x"}, "record.wandb_project needs the package 'wandb'"),
         ({"record__trackio_project": "x"}, "record.trackio_project needs the package 'trackio'"),
         ({"record__tensorboard": True}, "record.tensorboard needs the package 'tensorboard'"),
@@ -203,6 +207,7 @@ def test_text_that_is_not_on_this_machine_is_warned_of():
 )
 def test_what_this_machine_lacks_for_a_run_is_said(settings, sentence, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("gossamer.run.worker.stages.torch_stage.SINCE", "9.0")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert any(one.startswith(sentence) for one in examine(tiny(**settings)).here)
 

@@ -26,7 +26,7 @@ from gossamer.run.config.run_file import digest, dump
 from gossamer.run.simulated import threads as lanes
 from gossamer.run.simulated.simulate import simulate
 from gossamer.transport.processes.launch import available_cores
-from tiny import single, tiny
+from tiny import DEVICE, single, tiny
 
 
 def vectors(folder, config, finished=None):
@@ -223,7 +223,8 @@ def test_the_exported_model_is_the_mean_of_the_workers_and_opens_with_transforme
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     mean = mean_of(vectors(tmp_path / "run", config))
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
-    assert torch.equal(torch.sort(flat).values, torch.sort(mean).values)
+    last_bit = 0 if DEVICE == "cpu" else 1e-7  # a GPU rounds a mean otherwise than the CPU that computes it here
+    torch.testing.assert_close(flat.sort().values, mean.sort().values, rtol=last_bit, atol=last_bit)
     assert (tmp_path / "run" / "sample.txt").read_text().startswith("def ")
 
 

@@ -28,6 +28,7 @@ from gossamer.topologies.mixing import pull
 from gossamer.transport.processes.local import run_local
 from gossamer.tree import leaves
 from parity_worker import train_cases
+from tiny import DEVICE
 
 SIZES, FEW, STOP = (5, 4, 3), (4, 3), 2
 ROUNDS, FEWER = 4, 2  # of each run with `--full`, and of the cover, see `rounds_of`
@@ -37,7 +38,7 @@ TINY = {  # the least that has heads, and a layer more where there are fragments
     "data": {"source": str(Path(__file__)), "seq_len": 8, "batch_size": 2},
     "record": {"tensorboard": False, "export": False},
 }
-ONCE = {"threads": 1, "eval_every": 0, "eval_batches": 1}
+ONCE = {"device": DEVICE, "threads": 1, "eval_every": 0, "eval_batches": 1}
 VARIANTS = {  # options beside the defaults that take another path through the update
     "gasloc": [
         {},

@@ -38,7 +38,7 @@ class MessageForm:
         name = f"the message of worker {self._worker} in its phase {number}"
         must_be_finite({name: message})
         payload = encode(self._codec, message, rng.key(self._seed, self._worker, number, fragment, "codec"))
-        packed = wire.pack_frames(leaves(payload)).cpu()
+        packed = wire.on_host(wire.pack_frames(leaves(payload)))
         if self._codec.exact:
             return message, packed
         decoded = decode(self._codec, payload, message)

@@ -33,6 +33,7 @@ from gossamer.run.config.user_parts import BUILT_IN, UserParts
 from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.run.worker.task import Task, buffers_of, moved, task_of
 from gossamer.settings.user_code import is_code
+from gossamer.transport.processes.launch import one_device
 
 __all__ = [
     "SCORED_TOKENS",
@@ -310,7 +311,9 @@ def evaluate(
         state["x"] if task.holding is None else task.holding.alone(owner, state["x"])
         for owner, state in zip(owners, states, strict=True)
     ]
-    probe = Probe(config, task, torch.device("cpu"))
+    # As the run was scored, where that is possible here: servers do it on the host, and a run of GPUs may be scored anywhere.
+    host = config.kind == "server" or not torch.cuda.is_available()
+    probe = Probe(config, task, one_device("cpu" if host else config.run.device))
     result = assess(vectors, Probes([probe]), buffers)
     if source is None:
         _note(config, folder, finished, states, result)

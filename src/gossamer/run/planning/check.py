@@ -371,6 +371,12 @@ def _lacking(run: RunSettings) -> Iterator[str]:
     """What this machine lacks for a run, which may be meant for another."""
     try:
         device_of(run.run.device)
+        if run.pipeline.stages > 1:
+            from gossamer.run.worker.stages.torch_stage import (
+                must_have_schedules,
+            )  # which imports the pipelines of torch
+
+            must_have_schedules()
     except ConfigError as error:
         yield str(error)
     needed = {key: packages for key, packages in _PACKAGES.items() if attrgetter(key)(run)}

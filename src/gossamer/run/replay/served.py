@@ -28,6 +28,7 @@ from gossamer.run.replay.stretches import Stretch, stretches
 from gossamer.run.served.served_worker import ServedWorker, Trained
 from gossamer.run.served.session import Reply, ServerSession, open_session
 from gossamer.run.worker.task import Task, task_of
+from gossamer.transport.processes.launch import one_device
 
 __all__ = ["replay_server"]
 
@@ -102,6 +103,8 @@ class _Server(Actor[ServerInput]):
     ) -> None:  # fmt: skip
         super().__init__("server", "the server", file, lines)
         self._session, self._config, self._task, self._folder = session, config, task, folder
+        self._device = one_device(config.run.device)
+        """Of the workers; the server computes on the host."""
         self._options = LoopOptions(codec=config.with_server.codec, seed=config.seed)
         self._workers: dict[int, ServedWorker] = {}  # those that are present
         self._restored = {(item.worker, item.checkpoint) for item in inputs if item.event == "join"}
@@ -145,7 +148,7 @@ class _Server(Actor[ServerInput]):
 
     def _join(self, item: ServerInput) -> None:
         worker, owned = item.worker, [item.checkpoint] if item.checkpoint else []
-        served = ServedWorker(worker, self._config.unpaced(), self._folder, self._task, torch.device("cpu"))
+        served = ServedWorker(worker, self._config.unpaced(), self._folder, self._task, self._device)
         self._workers[worker], self._joins[worker] = served, item
         self._receive(self._session.join(worker, owned, item.time_s), item.time_s)
 

@@ -66,7 +66,10 @@ class Events:
         self.task, self._lanes = task_of(config), Lanes(device, config)
         self._learners = [_Learner(i, config, self.task, device, self._tally) for i in range(config.workers)]
         must_start_alike(self._learners)
-        self._run, probe = _loop(config, config.network, self._learners), Probe(config, self.task, device)
+        self._run = _loop(config, config.network, self._learners)
+        self._device = torch.device("cpu") if isinstance(self._run, ServerRun) else device
+        """Of all but the learners: a server computes and is scored on the host, as real ones are."""
+        probe = Probe(config, self.task, self._device)
         self._pending: deque[Record] = deque()
         newest, line = _found(config, folder, auto=resume == "auto") if resume else (0, config.line)
         save = saver(line, folder, lambda: _snapshots(self._run, config.workers, self._state()))
@@ -74,7 +77,7 @@ class Events:
         self._events = EventJournal(self._journal, lambda: self._log, EventSeconds(config.workers, self._name))
         self._busy_s, self.finished, self._cut = 0.0, newest, newest if resume else None
         if newest:
-            self._restore(checkpoint.load(folder / "checkpoints", newest, config.owners[0], line), device)
+            self._restore(checkpoint.load(folder / "checkpoints", newest, config.owners[0], line))
         self._tokens_before = self._events.tokens
 
     @contextmanager
@@ -138,10 +141,10 @@ class Events:
             "pending": [[type(record).__name__, plain(record)] for record in self._pending],
         }
 
-    def _restore(self, saved: Any, device: torch.device) -> None:
+    def _restore(self, saved: Any) -> None:
         """Continues from a checkpoint. Raises CheckpointError when it does not fit."""
         try:
-            state = moved(saved["run"], device)
+            state = moved(saved["run"], self._device)
             self._run.restore(state["loop"])
             for learner, theirs in zip(self._learners, state["learners"], strict=True):
                 learner.restore(theirs)

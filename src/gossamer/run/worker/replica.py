@@ -283,7 +283,7 @@ class Replica:
             for own, saved in zip(self.buffers, state.get("buffers", ()), strict=True):
                 own.copy_(saved)
             if self.staged is not None:
-                self.staged.restore(state.get("boundaries", {}))
+                self.staged.restore(moved(state.get("boundaries", {}), self.device))
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"the checkpoint of worker {self.index} does not fit this model and inner optimizer ({error}); use the run file "

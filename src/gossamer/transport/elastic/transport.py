@@ -211,8 +211,11 @@ class ElasticTransport:
 
     def post(self, ticket: Ticket, peer: int, frames: Sequence[Tensor]) -> None:
         """Queues this worker's payload."""
-        payload = wire.pack_frames(frames).cpu()
-        if len(frames) == 1:  # which is no copy: the caller writes into it while a slow peer still reads
+        packed = wire.pack_frames(frames)
+        payload = wire.on_host(packed)
+        if (
+            len(frames) == 1 and payload is packed
+        ):  # no copy yet: the caller writes into it while a slow peer still reads
             payload = payload.clone()
         with self.changed:
             if self.taken is not None:

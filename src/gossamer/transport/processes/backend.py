@@ -1,6 +1,6 @@
 """Where gloo and NCCL differ: which carries the messages of a group, how the end of a transfer is learnt, and how all end.
 
-What is said of NCCL here comes from its documentation: nothing in this package was ever run on a GPU.
+What is said of NCCL here comes from its documentation, and of it only a group of one process was ever run.
 """
 
 import contextlib
@@ -122,7 +122,7 @@ def gloo_group(store: Store, rank: int, size: int, timeout_s: float, address: st
 
 
 def nccl_group(store: Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
-    """As `gloo_group`, of NCCL; never run.
+    """As `gloo_group`, of NCCL; run with one process only.
 
     torch's `new_group` would split the communicator of the default group where that is bound to a device, and then all processes
     of the world must take part, also those of other lanes and those that make no Outer: the others would hang. This one makes a
@@ -144,7 +144,7 @@ def carrier_in(config: str) -> Backend:
     """What carries messages in a group of these backends: gloo where it serves the CPU, else NCCL.
 
     gloo comes first because it names a peer that is gone and obeys a deadline; messages of a GPU then pass through the host.
-    A group with NCCL was never run.
+    Between workers, NCCL was never run.
 
     Raises: ConfigError when there is neither.
 
@@ -195,7 +195,7 @@ def block(work: dist.Work) -> None:
 
 
 def poll(work: dist.Work) -> None:
-    """Waits for work on a device without blocking its stream. Its NCCL was never run.
+    """Waits for work on a device without blocking its stream.
 
     On NCCL `is_success` is not implemented and `exception` is deprecated; `wait` raises what went wrong, and returns at once
     when the work is complete.

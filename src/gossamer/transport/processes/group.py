@@ -90,6 +90,14 @@ class _Landing(NamedTuple):
             )
 
 
+class _Packed(NamedTuple):
+    """A message as it is sent."""
+
+    frames: tuple[Tensor, ...]
+    payload: Tensor
+    checksum: int | None
+
+
 class _Transfer(NamedTuple):
     """One tensor on its way."""
 
@@ -110,6 +118,8 @@ class _Exchange:
         """Transfers that will start together; `batch` has their operations."""
         self.failure: tuple[int, Exception] | None = None
         """The peer of the first transfer that failed, and its error."""
+        self.packed: _Packed | None = None
+        """The message posted last, which may go to further peers."""
 
 
 class GroupTransport:
@@ -175,12 +185,12 @@ class GroupTransport:
 
         Raises: TransportError when the message is larger than `wire.LIMIT_BYTES`.
         """
-        payload = wire.pack_frames(frames, self._allocate if self._device == self._carrier else None).to(self._carrier)
-        checksum = wire.checksum(payload) if self._checksum else None
+        exchange = self._exchange(ticket)
+        _, payload, checksum = exchange.packed = self._pack(frames, exchange.packed)
         raw = bytearray(wire.encode_header(wire.Header(self._run, ticket, self.worker, payload.numel(), checksum)))
         header = torch.frombuffer(raw, dtype=torch.uint8).to(self._carrier)
         self.sent = self.sent.plus(frames, payload.numel())
-        self._begin(self._exchange(ticket), ticket, "to", peer, header, payload)
+        self._begin(exchange, ticket, "to", peer, header, payload)
 
     def ready(self, ticket: Ticket) -> bool:
         """Whether everything expected under the ticket has come and everything posted has left.
@@ -233,13 +243,21 @@ class GroupTransport:
         """Forgets all tickets; transfers in flight end with the process group (`hang_up`), which others may still use."""
         self._exchanges.clear()
 
+    def _pack(self, frames: Sequence[Tensor], before: _Packed | None) -> _Packed:
+        """The message, which has to stay unchanged; it is packed, copied to the host and summed once for all its peers."""
+        if before is not None and [*map(id, before.frames)] == [*map(id, frames)]:
+            return before
+        packed = wire.pack_frames(frames, self._allocate if self._device == self._carrier else None)
+        payload = packed if self._batched else wire.on_host(packed)
+        return _Packed((*frames,), payload, wire.checksum(payload) if self._checksum else None)
+
     def _exchange(self, ticket: Ticket) -> _Exchange:
         return self._exchanges.setdefault(ticket, _Exchange())
 
     def _allocate(self, size: int) -> Tensor:
-        if self._carrier.type == "cpu":
-            return self._memory.take(size)
-        return torch.empty(size, dtype=torch.uint8, device=self._carrier)
+        if self._batched:
+            return torch.empty(size, dtype=torch.uint8, device=self._carrier)
+        return self._memory.take(size) if self._device.type == "cpu" else wire.host_memory(size, self._device)
 
     def _begin(self, exchange: _Exchange, ticket: Ticket, way: Way, peer: int, header: Tensor, payload: Tensor) -> None:
         """Starts, or on NCCL collects for later, the header and the payload to or from a peer."""

@@ -266,7 +266,10 @@ def _statement(worker: int, raw: bytes) -> tuple[str, Any, dict[str, str] | None
 
 
 def device_of(device: str, turn: int | None = None) -> torch.device:
-    """The device of a process: GPU number `turn`, or LOCAL_RANK if None, or the CPU. Raises ConfigError for an unusable one."""
+    """The device of a process: GPU number `turn`, or by default LOCAL_RANK (0 where nobody has set it), or the CPU.
+
+    Raises: ConfigError for an unusable one.
+    """
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"run.device is '{device}'; allowed: auto, cpu, cuda")
     gpus = torch.cuda.device_count()
@@ -274,7 +277,7 @@ def device_of(device: str, turn: int | None = None) -> torch.device:
         return torch.device("cpu")
     if gpus == 0:
         raise ConfigError("run.device = 'cuda' but torch sees 0 GPUs; install a CUDA build and a driver, or use 'cpu'")
-    return torch.device("cuda", (_number("LOCAL_RANK") if turn is None else turn) % gpus)
+    return torch.device("cuda", (_number("LOCAL_RANK", default=0) if turn is None else turn) % gpus)
 
 
 def one_device(device: str) -> torch.device:

@@ -32,7 +32,7 @@ from gossamer.run.worker.stages.in_one_process import (
     spans_of,
     squared_norm,
 )
-from gossamer.run.worker.stages.torch_stage import CarriedStage, schedule_of
+from gossamer.run.worker.stages.torch_stage import CarriedStage, must_have_schedules, schedule_of
 from gossamer.transport.processes.pipe import Flow, Pipe
 from gossamer.tree import nbytes
 
@@ -104,6 +104,7 @@ class OwnStages:
     """
 
     def __init__(self, whole: Llama, config: RunSettings, pipe: Pipe, device: torch.device) -> None:
+        must_have_schedules()
         self._config, self._pipe, self._device = config, pipe, device
         spans = spans_of(config)
         self._places = range(pipe.part, len(spans), pipe.parts)

@@ -14,7 +14,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, schedules
 
-__all__ = ["CarriedStage", "Carrier", "TorchSchedule", "schedule_of"]
+from gossamer.errors import ConfigError
+
+__all__ = ["CarriedStage", "Carrier", "TorchSchedule", "must_have_schedules", "schedule_of"]
+
+SINCE = "2.13"
+"""The version of torch whose pipelines these stages are made for; 2.11 asks other processes for shapes, and refuses bf16."""
+
+
+def must_have_schedules() -> None:
+    """Raises ConfigError where torch is too old for the stages of several processes."""
+    if torch.__version__ < SINCE:
+        raise ConfigError(
+            f"pipeline.stages in several processes needs torch {SINCE} and this is {torch.__version__}; install it, or simulate "
+            "the run, which takes any version"
+        )
 
 
 class Carrier(Protocol):
