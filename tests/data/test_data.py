@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -376,17 +377,20 @@ def told(opened: StreamCorpus, worker: int, steps: int) -> set[bytes]:
     return set(bytes(tokens.tolist()).split(b"\0")[1:-1])
 
 
+@pytest.mark.parametrize("options", [{}, {"shuffle_buffer": 7}, {"prefetch": 3}, {"shuffle_buffer": 99, "prefetch": 1}])
 @pytest.mark.parametrize(("kind", "files"), [("jsonl", 2), ("parquet", 3), ("txt", 2)])
-def test_a_stream_resumes_with_the_batches_it_would_have_given(kind: str, files: int, tmp_path: Path) -> None:
+def test_a_stream_resumes_with_the_batches_it_would_have_given(
+    kind: str, files: int, options: dict[str, Any], tmp_path: Path
+) -> None:
     source = streamed(tmp_path / "texts", documents(40, words=60), kind, files)
-    whole = stream(source, 2)
+    whole = stream(source, 2, **options)
     steps = 150  # more than one pass over the data, and several batches from a document
     expected = [whole.batch(1, step) for step in range(steps)]
-    interrupted = stream(source, 2)
+    interrupted = stream(source, 2, **options)
     for step in range(steps):
         if step % 13 == 3:
             state = json.loads(json.dumps(interrupted.state()))
-            interrupted = stream(source, 2)
+            interrupted = stream(source, 2, **options)
             interrupted.restore(state)
             assert interrupted.state() == state
         assert torch.equal(interrupted.batch(1, step), expected[step])
@@ -400,6 +404,55 @@ def test_a_stream_batch_is_a_function_of_worker_and_step(tmp_path: Path) -> None
     expected = drawn(opened, steps=6, workers=2)
     assert same([opened.batch(worker, step) for step in reversed(range(6)) for worker in (1, 0)], expected[::-1])
     assert torch.equal(stream(source, 2).batch(1, 5), expected[-1])
+
+
+def passes(opened: StreamCorpus, steps: int) -> list[bytes]:
+    """The documents of worker 0, in the order in which they come."""
+    tokens = torch.cat([opened.batch(0, step).flatten() for step in range(steps)])
+    return bytes(tokens.tolist()).split(b"\0")[:-1]
+
+
+def test_a_shuffled_stream_has_each_document_once_a_pass_in_an_order_of_seed_and_pass(tmp_path: Path) -> None:
+    source = streamed(tmp_path / "texts", documents(40, words=12), "jsonl", 1)
+    plain, shuffled = (passes(stream(source, 1, shuffle_buffer=size), 120) for size in (None, 16))
+    once = plain.index(plain[0], 1)  # so many documents has a pass
+    assert sorted(plain[:once]) == sorted(shuffled[:once]) == sorted(shuffled[once : 2 * once])
+    assert plain[:once] != shuffled[:once] != shuffled[once : 2 * once]
+    assert sorted(plain[:16]) == sorted(shuffled[:16])  # it reads no more than a block ahead
+    other = open_corpus(config(source, shuffle_buffer=16), 1, 1)
+    assert passes(other, 120) != shuffled  # type: ignore[arg-type]
+
+
+def test_a_stream_read_ahead_has_the_batches_and_states_of_one_that_is_not(tmp_path: Path) -> None:
+    source = streamed(tmp_path / "texts", documents(40), "jsonl", 2)
+    plain, ahead = stream(source, 2), stream(source, 2, prefetch=4)
+    for worker, step in [(0, 0), (1, 0), (0, 1), (0, 5), (0, 2), (1, 1)]:  # on, far on, and back
+        assert torch.equal(plain.batch(worker, step), ahead.batch(worker, step))
+        assert plain.state() == ahead.state()
+
+
+def test_a_fork_reads_on_from_the_batch_that_was_taken_last(tmp_path: Path, monkeypatch) -> None:
+    source = streamed(tmp_path / "texts", documents(40), "jsonl", 1)
+    opened = stream(source, 1, prefetch=2)
+    opened.batch(0, 0)
+    expected = stream(source, 1).batch(0, 1)
+    for coming in opened._train[0]._coming:
+        coming.result()
+    child = os.getpid() + 1
+    monkeypatch.setattr(os, "getpid", lambda: child)  # which finds its parent's queue, and no thread that fills it
+    assert torch.equal(opened.batch(0, 1), expected)
+    assert opened.state() == stream(source, 1).state() | {"streams": {"0": opened._train[0].state()}}
+
+
+def test_a_stream_that_breaks_off_ahead_of_the_worker_is_told_when_the_worker_comes_there(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "train.jsonl").write_text('{"text": "%s"}\n' % ("a" * 150) + '{"text": 7}\n')
+    opened = stream(f"hf:{tmp_path / 'texts'}", 1, prefetch=3)
+    first = opened.batch(0, 0)
+    for _ in range(2):  # again, as a second try begins anew
+        with pytest.raises(DataError, match=r"of type int but must be text|broke off"):
+            opened.batch(0, 3)
+        assert torch.equal(opened.batch(0, 0), first)
 
 
 @pytest.mark.parametrize("files", [2, 3])
@@ -435,7 +488,9 @@ def test_checkpoints_of_single_workers_restore_a_whole_simulation(tmp_path: Path
     assert together.state() == {"streams": {**states[0]["streams"], **states[1]["streams"]}}
 
 
-@pytest.mark.parametrize("place", [{"step": -1}, {"place": [3]}, {"used": "2"}, {"used": -1}])
+@pytest.mark.parametrize(
+    "place", [{"step": -1}, {"place": [3]}, {"used": "2"}, {"used": -1}, {"block": -1}, {"taken": 1.5}]
+)
 def test_a_stream_refuses_a_place_that_cannot_be(place: dict, tmp_path: Path) -> None:
     opened = stream(streamed(tmp_path / "texts", documents(10), "jsonl", 1), 1)
     with pytest.raises(DataError, match="a stream cannot be at"):
@@ -561,6 +616,8 @@ def test_too_little_text_is_refused_with_what_it_needs(tmp_path: Path) -> None:
         ({"source": ""}, "data.source is ''"),
         ({"source": ()}, "data.source is an empty list"),
         ({"tokenizer": ""}, "data.tokenizer is ''"),
+        ({"shuffle_buffer": 9}, "only a stream"),
+        ({"prefetch": 2}, "only a stream"),
         ({"source": ("hf:a", "b")}, "must be the only source"),
         ({"source": "hf:a", "max_bytes": 9}, "data.max_bytes is 9, which works for files only"),
         ({"source": "hf:a", "cache": "c"}, "data.cache is 'c', which works for files only"),

@@ -63,7 +63,7 @@ def open_corpus(config: DataConfig, workers: int, seed: int, *, scored: bool = F
     must_fit(config)
     tokenizer = load_tokenizer(config.tokenizer)
     if config.streamed:
-        return StreamCorpus(config, tokenizer, workers)
+        return StreamCorpus(config, tokenizer, workers, seed)
     return FileCorpus(config, tokenizer, workers, seed, scored=scored)
 
 

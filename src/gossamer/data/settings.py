@@ -67,6 +67,12 @@ class DataConfig:
     cache: Annotated[str | None, NEUTRAL] = None
     """A folder that keeps tokenised files, which are then memory-mapped instead of held in memory."""
 
+    shuffle_buffer: Count | None = None
+    """How many documents of a stream a worker reads at a time and takes in an order of their own; None takes them as they come.
+    A resumed run goes on in the same order: it reads these documents again."""
+    prefetch: Annotated[Number, NEUTRAL] = 0
+    """How many batches of a stream a thread reads and tokenises ahead, while the worker trains; it changes no bit."""
+
     def __post_init__(self) -> Iterator[str]:
         if self.global_batch is not None and self.batch_size != DataConfig.batch_size:
             yield (
@@ -84,6 +90,13 @@ class DataConfig:
                     f"data.{name} is {value!r:.60} and data.source is {self.source!r:.60}, but only a data set of your own has "
                     f"{name}; remove data.{name}"
                 )
+        if not self.streamed:
+            for name, value in [("shuffle_buffer", self.shuffle_buffer), ("prefetch", self.prefetch or None)]:
+                if value is not None:
+                    yield (
+                        f"data.{name} is {value} and data.source is {self.source!r:.60}, but only a stream ('hf:NAME') "
+                        f"has it, as windows of files are drawn from all text; remove data.{name}"
+                    )
         if self.streamed:
             if len(self.sources) > 1:
                 yield (f"data.source is {self.source!r}, but a stream must be the only source; name one")

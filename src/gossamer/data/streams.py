@@ -2,7 +2,10 @@
 
 import functools
 import hashlib
+import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,7 @@ from gossamer.data.documents import Document, field, held_out, utf8
 from gossamer.data.settings import DataConfig, must_fit
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.errors import DataError, require
+from gossamer.rng import numpy_rng
 
 __all__ = ["StreamCorpus"]
 
@@ -24,15 +28,29 @@ class StreamCorpus:
     A worker's documents are packed in order into windows of `seq_len + 1` tokens; after the last document it starts again.
     A batch is a function of worker and step alone: a later one is found by reading on, an earlier one from the start.
 
+    With `data.shuffle_buffer` so many documents at a time are read and come in an order of their own, drawn by
+    `numpy_rng(seed, worker, block, "shuffle")`. A resumed run reads the block again: unlike the rolling buffer of `datasets`,
+    which is lost with the process, it goes on with the next document. With `data.prefetch` a thread reads so many batches ahead;
+    a state is that of the last batch that was asked for, not of what was read.
+
     Raises: MissingPackageError without the package datasets; DataError when the stream cannot be opened or fails.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, workers: int) -> None:
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, workers: int, seed: int = 0) -> None:
         self.vocab_size, self.tokenizer, self.read = tokenizer.vocab_size, tokenizer, ()
         self._config, self._shape = config, (config.batch_size, config.seq_len + 1)
         open_pass = _open_stream(config.sources[0])
         self._train = [
-            _Packed(config, tokenizer, functools.partial(open_pass, worker, workers), held_out=False)
+            _Ahead(
+                _Packed(
+                    config,
+                    tokenizer,
+                    functools.partial(open_pass, worker, workers),
+                    held_out=False,
+                    order=None if config.shuffle_buffer is None else functools.partial(_drawn_order, seed, worker),
+                ),
+                config.prefetch,
+            )
             for worker in range(workers)
         ]
         self._val = _Packed(config, tokenizer, functools.partial(open_pass, 0, 1), held_out=True)
@@ -72,30 +90,54 @@ class StreamCorpus:
 START = {"step": 0, "place": None, "used": 0, "hash": None}
 
 
+def _drawn_order(seed: int, worker: int, block: int, documents: int) -> list[int]:
+    """In which order the documents of a block come."""
+    return [int(k) for k in numpy_rng(seed, worker, block, "shuffle").permutation(documents)]
+
+
 class _Packed:
-    """A position in the endless token sequence of one worker, after `step` batches."""
+    """A position in the endless token sequence of one worker, after `step` batches.
+
+    Documents are read in blocks of `data.shuffle_buffer`, else of one. Its place is that of the block in the stream, and which
+    document of the block it is at: the first of them alone would be read again in another order.
+
+    Args: `order(block, documents)` is the order in which the documents of a block come; None where they are not shuffled.
+    """
 
     def __init__(
-        self, config: DataConfig, tokenizer: Tokenizer, open_pass: Callable[[], Any], *, held_out: bool
+        self,
+        config: DataConfig,
+        tokenizer: Tokenizer,
+        open_pass: Callable[[], Any],
+        *,
+        held_out: bool,
+        order: Callable[[int, int], list[int]] | None = None,
     ) -> None:
+        self._order, self._size = order, 1 if order is None else config.shuffle_buffer or 1
         self._config, self._tokenizer, self._open_pass, self.held_out = config, tokenizer, open_pass, held_out
         self._before, self._after = (np.array(ids, np.int64) for ids in (tokenizer.before, tokenizer.after))
         self.restore(START)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         step, place, used, self._hash = state["step"], state["place"], state["used"], state["hash"]
+        block, taken = state.get("block", 0), state.get("taken", 0)  # a stream that is not shuffled has none
         if not (
-            type(step) is type(used) is int and min(step, used) >= 0 and (place is None or isinstance(place, dict))
+            type(step) is type(used) is type(block) is type(taken) is int
+            and min(step, used, block, taken) >= 0
+            and (place is None or isinstance(place, dict))
         ):
             raise DataError(f"a stream cannot be at {dict(state)!r:.200}; resume from an older checkpoint")
         self.step = step
-        self._place: dict[str, Any] | None = place  # of the data set, before the current document
+        self._place: dict[str, Any] | None = place  # of the data set, before the block of the current document
         self._used: int = used  # tokens of the current document already used
+        self._block, self._taken = block, taken  # which block it is, and which document of it, in its order
+        self._texts: list[NDArray[np.int64]] = []  # the documents of the block, in its order
         self._document: NDArray[np.int64] | None = None  # None until it is read (again)
 
     def state(self) -> dict[str, Any]:
         known = self._hash if self._document is None else _hash(self._document)
-        return {"step": self.step, "place": self._place, "used": self._used, "hash": known}
+        state = {"step": self.step, "place": self._place, "used": self._used, "hash": known}
+        return state if self._order is None else {**state, "block": self._block, "taken": self._taken}
 
     def take(self) -> NDArray[np.int64]:
         """The tokens of the next batch, flat."""
@@ -110,7 +152,13 @@ class _Packed:
         parts: list[NDArray[np.int64]] = []
         if self._document is None:
             self._begin(self._place)
-            self._document = self._next_document()
+            self._read_block()
+            if self._taken >= len(self._texts):
+                raise DataError(
+                    f"the stream '{self._config.source}' has changed: it was at document {self._taken} of a block, which has "
+                    f"{len(self._texts)} now; resume with the data the run began with"
+                )
+            self._document = self._texts[self._taken]
             if self._used > len(self._document) or self._hash not in (None, _hash(self._document)):
                 raise DataError(
                     f"the stream '{self._config.source}' has changed: the document at step {self.step} hashed to "
@@ -136,10 +184,20 @@ class _Packed:
 
     def _next_document(self) -> NDArray[np.int64]:
         """The tokens of the next document of this split; starts again after the last."""
-        passes = 0
+        self._taken += 1
+        if self._taken >= len(self._texts):
+            self._block, self._taken = self._block + 1, 0
+            self._read_block()
+        return self._texts[self._taken]
+
+    def _read_block(self) -> None:
+        """Reads the documents of a block from where the stream is. The last block of a pass may be shorter than others."""
+        texts: list[str] = []
         name = f"a document of the stream '{self._config.source}'"
-        while True:
-            self._place = self._ahead
+        passes = 0
+        while len(texts) < self._size:
+            if not texts:
+                self._place = self._ahead
             try:
                 row = next(self._rows, None)
                 self._ahead = self._stream.state_dict()
@@ -149,6 +207,8 @@ class _Packed:
                     "can be read"
                 ) from error
             if row is None:
+                if texts:
+                    break  # the next block begins the next pass: each pass has every document once
                 passes += 1
                 if passes == 2:
                     side = "validation" if self.held_out else "training"
@@ -161,8 +221,66 @@ class _Packed:
             document = Document(name, field(row, self._config.text_field, name))
             utf8(document)
             if document.text and held_out(document.text, self._config.val_fraction) == self.held_out:
-                tokens = self._tokenizer.encode([document.text])[0].astype(np.int64)
-                return np.concatenate([self._before, tokens, self._after])
+                texts.append(document.text)
+        order = range(len(texts)) if self._order is None else self._order(self._block, len(texts))
+        encoded = self._tokenizer.encode([texts[k] for k in order])
+        self._texts = [np.concatenate([self._before, ids.astype(np.int64), self._after]) for ids in encoded]
+
+
+class _Ahead:
+    """The batches of a worker in order, of which a thread reads some before they are asked for.
+
+    What it says of itself (`step`, `state`) is of the last batch that was taken. After a fork the child has no such thread, and
+    reads again from there.
+    """
+
+    def __init__(self, packed: _Packed, batches: int) -> None:
+        self._packed, self._batches = packed, batches
+        self._coming = deque[Future[tuple[NDArray[np.int64], dict[str, Any]]]]()
+        self._reader: ThreadPoolExecutor | None = None
+        self._process = os.getpid()
+        self._state = packed.state()
+
+    @property
+    def step(self) -> int:
+        """How many batches were taken."""
+        return self._state["step"]
+
+    def state(self) -> dict[str, Any]:
+        return self._state
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Raises: as `_Packed.restore`. Waits for a batch that is being read: two must not read at once."""
+        if self._process != os.getpid():
+            self._process, self._reader = os.getpid(), None
+            self._coming.clear()
+        while self._coming:
+            if not (last := self._coming.pop()).cancel():
+                last.exception()
+        self._packed.restore(state)
+        self._state = self._packed.state()
+
+    def take(self) -> NDArray[np.int64]:
+        """The tokens of the next batch, flat."""
+        if self._process != os.getpid():
+            self.restore(self._state)
+        try:
+            batch, self._state = self._next() if self._batches else self._read()
+        except DataError:
+            self.restore(START)  # as a stream that broke off begins anew, and no batch read after it may be taken
+            raise
+        return batch
+
+    def _next(self) -> tuple[NDArray[np.int64], dict[str, Any]]:
+        """The batch that is asked for, after it and as many ahead are on their way."""
+        if self._reader is None:
+            self._reader = ThreadPoolExecutor(1, thread_name_prefix="gossamer-stream")
+        while len(self._coming) <= self._batches:
+            self._coming.append(self._reader.submit(self._read))
+        return self._coming.popleft().result()
+
+    def _read(self) -> tuple[NDArray[np.int64], dict[str, Any]]:
+        return self._packed.take(), self._packed.state()
 
 
 def _hash(tokens: NDArray[np.int64]) -> str:
