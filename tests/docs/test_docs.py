@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import tomli_w
 import torch
+import yaml
 from test_sites import free_port
 
 import generate
@@ -25,7 +26,7 @@ import gossamer
 from commands import Command, run
 from generators.methods import python_of
 from gossamer import topologies
-from gossamer.cli import VERBS, main
+from gossamer.cli import VERBS, app, main
 from gossamer.data.tokenizer import load_tokenizer
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, StepOf, to_toml
@@ -479,3 +480,30 @@ def test_every_decision_has_a_number_of_its_own():
     assert [page.read_text(encoding="utf-8").splitlines()[0].partition(".")[0] for page in pages] == [
         f"# {number}" for number in numbers
     ]
+
+
+def test_the_files_that_start_sites_elsewhere_parse_and_their_commands_are_commands(tmp_path):
+    page = (ROOT / "docs" / "how-to" / "start-elsewhere.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL)
+    assert [kind for kind, _ in blocks] == ["bash", "bash", "dockerfile", "yaml", "yaml"]
+    scripts, words = [text for kind, text in blocks if kind == "bash"], list[list[str]]()
+    for text in (yaml.safe_load(text) for kind, text in blocks if kind == "yaml"):
+        if "spec" in text:
+            (container,) = text["spec"]["template"]["spec"]["containers"]
+            words.append(container["args"])
+            mounted = {one["name"] for one in container["volumeMounts"]}
+            assert mounted <= {one["name"] for one in text["spec"]["template"]["spec"]["volumes"]}
+        else:
+            assert text["file_mounts"]
+            scripts += [text["setup"], text["run"]]
+    for script in scripts:
+        done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    said = "\n".join([*scripts, page])
+    words += [
+        found.replace('"', "").split()
+        for found in re.findall(r"\b(?:gossamer|IMAGE) ((?:train|keys|doctor|status) [^\n>&;`#]+)", said)
+    ]
+    assert {one[0] for one in words} == {"train", "keys", "doctor", "status"}
+    for one in words:
+        app.parse_args(one, exit_on_error=False, print_error=False)
