@@ -318,7 +318,7 @@ def test_a_site_leaves_whose_lane_is_cut_so_that_the_others_can_close_a_mean(
 def test_a_shard_that_stands_still_holds_up_its_site_alone_which_then_takes_the_others_state(
     sites_of: Callable[..., Sites],
 ) -> None:
-    run = sites_of(3, "diloco, adamw", in_parts=True, options={"timeout_s": 4.0})
+    run = sites_of(3, "diloco, adamw", in_parts=True, options={"timeout_s": 6.0})
     run.start(0, 1, 2)
     run.until_round(2, 2)
     os.kill(run.pids[2, 1], signal.SIGSTOP)
