@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gossamer.data import token_files
 from gossamer.data.bins import TokenArray
 from gossamer.data.corpus import open_corpus
 from gossamer.data.settings import DataConfig
@@ -275,6 +277,45 @@ def test_tokens_from_the_cache_are_those_from_memory_and_files_are_read_once(tmp
         assert cached.state() == fresh.state()
     (source / "000.txt").write_text("changed " * 99)
     assert corpus(source, cache=str(cache)).state() != fresh.state()
+
+
+def test_a_copy_of_the_text_finds_the_tokens_in_the_cache(tmp_path: Path) -> None:
+    source, cache = write_jsonl(tmp_path / "texts.jsonl", documents()), tmp_path / "cache"
+    opened = corpus(source, cache=str(cache))
+    (tmp_path / "elsewhere").mkdir()
+    copied = shutil.copyfile(source, tmp_path / "elsewhere" / "other.jsonl")
+    os.utime(copied, (1, 1))
+    assert same(drawn(corpus(copied, cache=str(cache))), drawn(opened))
+    assert len([*cache.glob("tokens-*")]) == 1
+    as_one_text = shutil.copyfile(source, tmp_path / "texts.txt")  # the same bytes in another format
+    assert corpus(as_one_text, cache=str(cache)).state() != opened.state()
+    next(cache.glob("text-*")).write_text("../../etc")  # what it says is not taken for a name
+    assert corpus(source, cache=str(cache)).state() == opened.state()
+
+
+def test_one_process_tokenises_for_the_cache_while_others_wait(tmp_path: Path, monkeypatch) -> None:
+    source, cache = write_jsonl(tmp_path / "texts.jsonl", documents()), tmp_path / "cache"
+    times, tokenise = [], token_files._tokenise
+
+    def counted(*given: Any) -> Any:
+        times.append(given)
+        return tokenise(*given)
+
+    monkeypatch.setattr(token_files, "_tokenise", counted)
+    with ThreadPoolExecutor(
+        4
+    ) as pool:  # a lock of a file that is opened twice tells threads apart as it does processes
+        opened = [*pool.map(lambda _: corpus(source, cache=str(cache)).state(), range(4))]
+    assert len(times) == 1 and all(state == opened[0] for state in opened)
+
+
+def test_a_text_that_changes_while_it_is_tokenised_is_not_kept(tmp_path: Path, monkeypatch) -> None:
+    source, cache = write_jsonl(tmp_path / "texts.jsonl", documents()), tmp_path / "cache"
+    tokenise = token_files._tokenise
+    monkeypatch.setattr(token_files, "_tokenise", lambda *given: (tokenise(*given), write_jsonl(source, ["other"]))[0])
+    with pytest.raises(DataError, match="changed while it was tokenised"):
+        corpus(source, cache=str(cache))
+    assert not [*cache.glob("tokens-*")]
 
 
 def test_a_damaged_cache_is_refused(tmp_path: Path) -> None:

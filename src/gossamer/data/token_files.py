@@ -1,11 +1,13 @@
 """Text in files: tokenised once, or by others before; a batch consists of windows at random places."""
 
+import contextlib
 import functools
 import hashlib
 import io
 import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +33,11 @@ from gossamer.data.settings import DataConfig, must_fit
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.errors import DataError
 from gossamer.rng import numpy_rng
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 __all__ = ["FileCorpus", "Piece", "SourceRead", "Tokens", "opened_binaries"]
 
@@ -205,27 +212,25 @@ def _documents(files: Iterable[Binary]) -> int | None:
 def _cached_tokens(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[SourceFiles]) -> Tokens:
     """Tokens as files in the cache folder, under a name that changes with the text, the tokenizer and the options.
 
+    The name has the content of the text, not its path or times: a copy of the text, here or on another machine that sees the
+    folder, finds them too. One process tokenises, and those that want the same meanwhile wait for it.
+
     Files whose times are those of their writing are taken as they are; others, such as a copy, are read and hashed.
     """
     assert config.cache is not None
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    folder = Path(config.cache).expanduser() / f"tokens-{_cache_name(config, tokenizer, sources)}"
-    if not folder.is_dir():
-        scratch = folder.with_name(f".{folder.name}.{os.getpid()}")
-        try:
-            scratch.mkdir(parents=True, exist_ok=True)
-            with (scratch / "train.bin").open("wb") as train, (scratch / "val.bin").open("wb") as val:
-                written = _tokenise(config, tokenizer, sources, train, val)
-            files = {side: _seal(scratch / f"{side}.bin") for side in _SIDES}
-            (scratch / "manifest.json").write_text(json.dumps({"files": files, **written._asdict()}))
-            _publish(scratch, folder)
-        except OSError as error:
-            raise DataError(
-                f"data.cache is '{config.cache}', which cannot be written ({error}); make room or give the right to write "
-                "there, or name another folder"
-            ) from error
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+    cache = Path(config.cache).expanduser()
+    try:
+        folder = cache / f"tokens-{_cache_name(config, tokenizer, sources, cache)}"
+        if not folder.is_dir():
+            with _alone(cache / f".{folder.name}.lock"):
+                if not folder.is_dir():  # another process wrote it while this one waited
+                    _write_tokens(folder, config, tokenizer, sources)
+    except OSError as error:
+        raise DataError(
+            f"data.cache is '{config.cache}', which cannot be written ({error}); make room or give the right to write "
+            "there, or name another folder"
+        ) from error
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         train, val = (_mapped(folder / f"{side}.bin", manifest["files"][side], dtype) for side in _SIDES)
@@ -243,20 +248,78 @@ def _cached_tokens(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[S
 _SIDES = ("train", "val")
 
 
-def _cache_name(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[SourceFiles]) -> str:
+def _write_tokens(folder: Path, config: DataConfig, tokenizer: Tokenizer, sources: Sequence[SourceFiles]) -> None:
+    scratch = folder.with_name(f".{folder.name}.{os.getpid()}")
+    began = _stamps(sources)
     try:
-        stamps = [
-            (path.resolve().as_posix(), path.stat().st_size, path.stat().st_mtime_ns, place)
-            for place, source in enumerate(sources)
-            for path in source.files
-        ]
+        scratch.mkdir(parents=True, exist_ok=True)
+        with (scratch / "train.bin").open("wb") as train, (scratch / "val.bin").open("wb") as val:
+            written = _tokenise(config, tokenizer, sources, train, val)
+        if _stamps(sources) != began:
+            raise DataError("the text changed while it was tokenised for data.cache; start again once it is written")
+        files = {side: _seal(scratch / f"{side}.bin") for side in _SIDES}
+        (scratch / "manifest.json").write_text(json.dumps({"files": files, **written._asdict()}))
+        _publish(scratch, folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Inside, no other process of this machine is; the lock of one that dies is free.
+
+    Where the system or the file system has no locks, several may be inside: each writes a scratch folder of its own, and
+    the first to be done is taken.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("ab") as file:
+        if fcntl is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _stamps(sources: Sequence[SourceFiles]) -> list[tuple[Any, ...]]:
+    """What tells whether a file is still the one that was read."""
+    try:
+        found = [(path, path.stat()) for source in sources for path in source.files]
     except OSError as error:
         raise DataError(f"the text cannot be read: {error}; correct the file or data.source") from error
+    return [(path.resolve().as_posix(), now.st_size, now.st_mtime_ns, now.st_ctime_ns) for path, now in found]
+
+
+def _cache_name(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[SourceFiles], cache: Path) -> str:
     made_of = [
-        3, len(sources), stamps, tokenizer.json(), tokenizer.before, tokenizer.after, config.text_field, config.val_fraction,
-        config.max_bytes,
+        4, _content(sources, cache), tokenizer.json(), tokenizer.before, tokenizer.after, config.text_field,
+        config.val_fraction, config.max_bytes,
     ]  # fmt: skip
     return hashlib.blake2b(json.dumps(made_of).encode(), digest_size=12).hexdigest()
+
+
+def _content(sources: Sequence[SourceFiles], cache: Path) -> str:
+    """A hash of all text and of how it is divided into sources and files.
+
+    Cost: reads all of it, about a second for a gigabyte, unless the cache knows files with these paths, sizes and times.
+    """
+    stamps = _stamps(sources)
+    known = cache / f"text-{hashlib.blake2b(json.dumps(stamps).encode(), digest_size=12).hexdigest()}"
+    if known.is_file() and re.fullmatch("[0-9a-f]{64}", said := known.read_text(errors="replace")[:65]):
+        return said
+    digest = hashlib.blake2b(digest_size=32)
+    for source in sources:
+        digest.update(b"source")
+        for path in source.files:
+            try:
+                with path.open("rb") as file:
+                    own = hashlib.file_digest(file, hashlib.blake2b).hexdigest()
+            except OSError as error:
+                raise DataError(f"'{path}' cannot be read ({error}); correct it, or leave it out") from error
+            digest.update(f"{own} {''.join(path.suffixes[-2:]).lower()}\n".encode())  # the ending tells the format
+    cache.mkdir(parents=True, exist_ok=True)
+    scratch = known.with_name(f".{known.name}.{os.getpid()}")
+    scratch.write_text(digest.hexdigest())
+    scratch.replace(known)
+    return digest.hexdigest()
 
 
 def _publish(scratch: Path, folder: Path) -> None:
