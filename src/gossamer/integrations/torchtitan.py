@@ -161,8 +161,9 @@ class _Metrics(MetricsProcessor):
         """What torchtitan logs, and `outer/...`."""
         if not isinstance(self.optimizers, _Optimizers):
             raise ConfigError(
-                "gossamer.integrations.torchtitan.metrics is among --override.imports without gossamer.integrations.torchtitan."
-                "outer, so that there are no rounds to tell of; name both"
+                "gossamer.integrations.torchtitan.metrics is among --override.imports and the optimizers are "
+                f"{type(self.optimizers).__name__}, so that there are no rounds to tell of; name "
+                "gossamer.integrations.torchtitan.outer too"
             )
         found = self.optimizers.said_of_sites(global_avg_loss)
         logger.info(

@@ -197,8 +197,8 @@ def price_everyone(
     """
     if network.shares:
         raise ConfigError(
-            "a mean or an exchange among everyone was to be priced at once, but the network has links that are shared or change; "
-            "give price a trace of it"
+            f"{kind} among all {steps.shape[1]} workers was to be priced at once, but the network has links that are shared or "
+            "change; give price a trace of it"
         )
     rounds, n = steps.shape
     links, everybody = links_of(network, n), np.arange(n)
