@@ -31,6 +31,7 @@ COMMANDS = {
     "exchange": ("exchange.py",),
     "shards": ("shards.py",),
     "encryption": ("encryption.py",),
+    "flood": ("flood.py",),
     "memory": ("memory.py",),
     "codecs": ("codecs.py",),
     "checks": ("checks.py",),
@@ -42,6 +43,7 @@ BETWEEN = {
     "diloco: a worker of": "a mean over everyone is n² messages in the record, which is read and sorted at the end",
     "dct_topk, ": "four products with 64 × 64 matrices take most of the time",
     "gasloc: outer step of FSDP2": "four processes on two cores: the shards of a worker wait for the slower of their lanes",
+    "seconds of work under a flood": "each stranger costs a thread and the beginning of TLS, in the process that works",
     "outer update of": "without a compiler, an update writes and reads the temporaries of a chunk",
 }
 """What stands between a missed aim and what was reached, by how its line begins."""

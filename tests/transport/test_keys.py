@@ -5,6 +5,7 @@ import contextlib
 import os
 import secrets
 import socket
+import ssl
 import stat
 import threading
 import time
@@ -298,8 +299,18 @@ def test_floods_and_slow_connections_cost_no_descriptor_for_good(keys: list[Keys
             slow.append(sock)
     with dial(opened.address, b"", run=RUN, me=1, timeout_s=TIMEOUT_S, keys=keys[1], whom=0):
         assert opened.arrival().peer == 1, "a peer still gets in"
+    nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    nobody.check_hostname, nobody.verify_mode = False, ssl.CERT_NONE
+    for _ in range(30):  # who goes through the handshake, and shows no certificate
+        with (
+            contextlib.suppress(OSError),
+            nobody.wrap_socket(socket.create_connection(("127.0.0.1", opened.port))) as sock,
+        ):
+            sock.settimeout(TIMEOUT_S)
+            sock.recv(1)
     for sock in slow:
         sock.close()
+    until(lambda: descriptors() <= before + 1)  # that of the peer; the listener goes on
     opened.close()
     until(lambda: descriptors() <= before)
 
