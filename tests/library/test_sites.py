@@ -1,5 +1,6 @@
 """Sites that come and go: each is a world of its own processes, which are killed and started again while the others train."""
 
+import contextlib
 import copy
 import json
 import os
@@ -323,9 +324,15 @@ def test_a_shard_that_stands_still_holds_up_its_site_alone_which_then_takes_the_
     run.until_round(2, 2)
     os.kill(run.pids[2, 1], signal.SIGSTOP)
     run.until_round(0, run.newest_round(0) + 2)  # its sibling waits for it three times as long as the other sites
-    os.kill(run.pids[2, 1], signal.SIGCONT)
-    after = [run.until(2, r"goes on with the state of site \d after round (\d+)")[1] for _ in range(2)]
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(run.pids[2, 1], signal.SIGCONT)
+    try:
+        after = [int(run.until(2, r"goes on with the state of site \d after round (\d+)")[1]) for _ in range(2)]
+    except AssertionError:  # on a busy machine its sibling may have given it up before
+        assert "another process of worker 2 is gone, or did not come in time" in "".join(run.said[2])
+        after = [run.comes_back(2)] * 2
     assert after[0] == after[1]
+    run.until_round(2, after[0] + 2)  # else the others may end while it still takes their state
     run.end_soon()
     run.ended(0, 1, 2)
     for shard in range(2):
