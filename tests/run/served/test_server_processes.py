@@ -576,7 +576,7 @@ def test_a_run_that_was_killed_goes_on_from_the_server_s_snapshot_to_the_same_bi
 @pytest.mark.parametrize("whom", ["server", "launcher"])
 def test_a_server_that_gets_sigterm_saves_after_its_round_and_goes_on_from_it(tmp_path, whom):
     config = served(
-        workers=2, server__name="heloco", run__steps=400, run__checkpoint_every=100, run__eval_every=100, run__pace_s=0.02,
+        workers=2, server__name="heloco", run__steps=120, run__checkpoint_every=40, run__eval_every=40, run__pace_s=0.05,
         model__layers=1,
     )  # fmt: skip
     real = tmp_path / "real"
@@ -589,7 +589,7 @@ def test_a_server_that_gets_sigterm_saves_after_its_round_and_goes_on_from_it(tm
     assert code == 130 and "stopped after round" in output and "Traceback" not in output, output
     [stopped] = checkpoint.rounds(real / "checkpoints", config.workers)
     assert f"stopped after round {stopped} of {config.rounds}, and saved; resume with --resume {real}" in output
-    assert 0 < stopped < 100
+    assert 0 < stopped < 40
     code, output = run("train", "--resume", real, "--local", 2)
     assert code == 0, output
     replay_server(resolve(config, real=True), tmp_path / "replay", real)
