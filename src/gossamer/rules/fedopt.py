@@ -54,7 +54,7 @@ def fedopt(
     """
 
     def init(x: Tensor, ctx: Context) -> _State:
-        return _State(x.clone(), torch.zeros_like(x), torch.full_like(x, tau * tau))
+        return _State(x.clone(), torch.zeros_like(x), torch.full_like(x, float(tau) * tau))
 
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:
         return s.anchor - x
