@@ -12,7 +12,7 @@ import pytest
 from test_data import documents, joined, write_jsonl, write_parquet, write_txt
 
 from gossamer.data.corpus import open_corpus
-from gossamer.data.documents import field, found_at
+from gossamer.data.documents import field, found_at, read_documents
 from gossamer.data.settings import DataConfig
 from gossamer.data.token_files import FileCorpus
 from gossamer.errors import DataError
@@ -166,7 +166,7 @@ def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_text(
     monkeypatch.setattr("gossamer.data.token_files._seal", full)
     with pytest.raises(DataError, match=r"^data.cache is '.*full', which cannot be written \(.*No space left"):
         opened(source, cache=str(tmp_path / "full"))
-    assert not [*(tmp_path / "full").iterdir()]
+    assert not [one for one in (tmp_path / "full").iterdir() if one.is_dir()]  # what was begun is gone
 
 
 def test_a_file_that_vanishes_is_not_blamed_on_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,3 +200,17 @@ def test_all_of_a_scored_text_is_for_validation_however_short_it_is(tmp_path: Pa
     path.write_text("")
     with pytest.raises(DataError, match=r"has 0 tokens, but at least 2 can be scored"):
         open_corpus(DataConfig(source=str(path)), 1, 0, scored=True)
+
+
+def test_a_line_or_an_unpacked_text_without_an_end_is_refused_before_it_fills_memory(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("gossamer.data.documents.MOST_BYTES", 1000)
+    (tmp_path / "fits.jsonl").write_text(json.dumps({"text": "a" * 987}) + "\n" + json.dumps({"text": "b"}))
+    assert [len(one.text) for one in read_documents(tmp_path / "fits.jsonl", "text")] == [987, 1]
+    (tmp_path / "long.jsonl.gz").write_bytes(gzip.compress(b'{"text": "b"}\n' + b"a" * 2000))
+    with pytest.raises(DataError, match=r"line 2 of .* has more than 1,000 bytes"):
+        [*read_documents(tmp_path / "long.jsonl.gz", "text")]
+    (tmp_path / "long.txt.gz").write_bytes(gzip.compress(b"a" * 1001))
+    with pytest.raises(DataError, match="more than 1,000 bytes, which is no one document"):
+        [*read_documents(tmp_path / "long.txt.gz", "text")]
+    (tmp_path / "long.txt").write_bytes(b"a" * 1001)
+    assert len([*read_documents(tmp_path / "long.txt", "text")]) == 1

@@ -30,6 +30,9 @@ __all__ = [
 PLAIN = (".txt", ".text", ".md", ".rst", ".py")  # one document a file
 SUFFIXES = (*PLAIN, ".jsonl", ".parquet")  # in upper case too, and all but the last also behind .gz
 TOKENS = ".bin"  # tokens that others have made, by name or by glob: a folder may hold .bin files of any kind
+MOST_BYTES = (
+    1 << 30
+)  # of a line, and of a compressed text once it is unpacked: a small file may hold any number of zeros
 MARK = "\ufeff"  # the byte-order mark, which editors write before a text and is none of it
 
 
@@ -68,7 +71,11 @@ def _bytes_of(path: Path) -> Any:
 
 def _text(path: Path) -> Iterator[Document]:
     with _bytes_of(path) as file:
-        raw = file.read()
+        raw = file.read(MOST_BYTES + 1 if path.suffix.lower() == ".gz" else -1)
+    if path.suffix.lower() == ".gz" and len(raw) > MOST_BYTES:
+        raise DataError(
+            f"'{path}' holds more than {MOST_BYTES:,} bytes, which is no one document; unpack it, or leave it out"
+        )
     try:
         yield Document(f"'{path}'", raw.decode().removeprefix(MARK))
     except UnicodeDecodeError as error:
@@ -81,10 +88,14 @@ def _text(path: Path) -> Iterator[Document]:
 
 def _jsonl(path: Path, text_field: str) -> Iterator[Document]:
     with _bytes_of(path) as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(MOST_BYTES + 1), b""), start=1):
             if line.isspace():
                 continue
             name = f"line {number} of '{path}'"
+            if len(line) > MOST_BYTES:
+                raise DataError(
+                    f"{name} has more than {MOST_BYTES:,} bytes; write a document a line, or leave the file out"
+                )
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
