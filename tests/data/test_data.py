@@ -289,7 +289,12 @@ def test_a_copy_of_the_text_finds_the_tokens_in_the_cache(tmp_path: Path) -> Non
     assert len([*cache.glob("tokens-*")]) == 1
     as_one_text = shutil.copyfile(source, tmp_path / "texts.txt")  # the same bytes in another format
     assert corpus(as_one_text, cache=str(cache)).state() != opened.state()
-    next(cache.glob("text-*")).write_text("../../etc")  # what it says is not taken for a name
+    for known in cache.glob("text-*"):
+        known.write_text("../../etc")  # what it says is not taken for a name
+    assert corpus(source, cache=str(cache)).state() == opened.state()
+    for known in cache.glob("text-*"):
+        known.unlink()
+        known.mkdir()  # nothing can be written in its place, as in a folder that may only be read
     assert corpus(source, cache=str(cache)).state() == opened.state()
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -315,10 +316,13 @@ def _content(sources: Sequence[SourceFiles], cache: Path) -> str:
             except OSError as error:
                 raise DataError(f"'{path}' cannot be read ({error}); correct it, or leave it out") from error
             digest.update(f"{own} {''.join(path.suffixes[-2:]).lower()}\n".encode())  # the ending tells the format
-    cache.mkdir(parents=True, exist_ok=True)
-    scratch = known.with_name(f".{known.name}.{os.getpid()}")
-    scratch.write_text(digest.hexdigest())
-    scratch.replace(known)
+    with contextlib.suppress(
+        OSError
+    ):  # a cache that may only be read is one too, and the text is then hashed each time
+        cache.mkdir(parents=True, exist_ok=True)
+        scratch = known.with_name(f".{known.name}.{os.getpid()}.{threading.get_ident()}")
+        scratch.write_text(digest.hexdigest())
+        scratch.replace(known)
     return digest.hexdigest()
 
 
