@@ -62,6 +62,8 @@ _BACK_BITS = 16.0
 """Per parameter of the sum of a lossy mean, in bf16."""
 _STEPS, _FAR = 30, 1.1
 _LIMIT_WORKERS = 100_000
+_LIMIT_LISTED = 64
+"""Workers among whom all messages of a mean are listed; of more they are priced at once, where no links are shared."""
 _LIMIT_SHARED = 2000
 """Workers where links are shared or change, as every message is then replayed."""
 _LIMIT_CELLS = 800_000
@@ -325,7 +327,7 @@ def _priced(
             mean_bytes = math.ceil(parameters * (bits + _BACK_BITS) / 8) if back else 2 * payload_bytes
             kind, message_bytes = "mean", round(mean_bytes / n)
         rounds = _rounds_of_means(network, n, options.rounds)
-        if n <= _LIMIT_SHARED:
+        if network.shares or n <= _LIMIT_LISTED:
             trace = from_targets(_everyone(n, rounds), message_bytes, own, kind=kind)
             timeline = price(trace, network, computing)
         else:

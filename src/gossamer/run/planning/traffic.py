@@ -60,7 +60,7 @@ def period_of(config: RunSettings, m: Method) -> int:
 
 MOST_PLAYED = 1_000
 """Workers whose part in a round is played, where each one's is not asked for."""
-_MOST_MESSAGES, _OF_A_ROUND = 250_000, 10
+_MOST_MESSAGES, _OF_A_ROUND = 100_000, 10
 """Messages that are played, which takes some seconds, and those that take as long as the rest of a worker's round."""
 _MOST_ROWS = 1_000_000
 """Rows of mixing matrices of the rounds that are played; they are made twice."""
