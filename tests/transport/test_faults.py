@@ -234,6 +234,17 @@ def test_a_worker_that_knows_nobody_to_be_alive_goes_on_from_its_own_round() -> 
     assert members.newest_round == 4
 
 
+def test_a_worker_that_has_left_is_drawn_for_the_rounds_that_it_was_in_and_for_no_later_one() -> None:
+    left = SlotEntry(0, 1, 7, MemberStatus.LEFT, 2, round=5)
+    members = Members(
+        limits(3),
+        1,
+        [left, SlotEntry(1, 0, 8, MemberStatus.ALIVE, 0), SlotEntry(2, 0, 0, MemberStatus.LEFT, 0, round=9)],
+    )
+    assert [members.left_after(round) for round in (1, 2, 5, 6)] == [set(), {0}, {0}, set()]
+    assert members.alive(5) == {1}, "nobody waits for it"
+
+
 def test_a_process_that_is_suspected_while_it_joins_answers_and_is_alive_then() -> None:
     joins = SlotEntry(1, 2, 5, MemberStatus.JOINING, 0)
     members = Members(limits(2), 1, [joins, SlotEntry(0, 0, 1, MemberStatus.ALIVE, 0)])

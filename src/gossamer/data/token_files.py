@@ -257,7 +257,10 @@ def _write_tokens(folder: Path, config: DataConfig, tokenizer: Tokenizer, source
         with (scratch / "train.bin").open("wb") as train, (scratch / "val.bin").open("wb") as val:
             written = _tokenise(config, tokenizer, sources, train, val)
         if _stamps(sources) != began:
-            raise DataError("the text changed while it was tokenised for data.cache; start again once it is written")
+            raise DataError(
+                f"the text of data.source {config.source!r:.80} changed while it was tokenised for data.cache; start again once "
+                "it is written"
+            )
         files = {side: _seal(scratch / f"{side}.bin") for side in _SIDES}
         (scratch / "manifest.json").write_text(json.dumps({"files": files, **written._asdict()}))
         _publish(scratch, folder)

@@ -143,6 +143,13 @@ class Members:
             slot for slot, entry in self.entries.items() if entry.status == MemberStatus.ALIVE and entry.since <= round
         )
 
+    def left_after(self, round: int) -> frozenset[int]:
+        """The slots whose workers have left, but not before they took part in this round."""
+        return frozenset(
+            slot for slot, entry in self.entries.items()
+            if entry.status == MemberStatus.LEFT and entry.nonce and entry.since <= round <= entry.round
+        )  # fmt: skip
+
     def with_status(self, *statuses: MemberStatus) -> list[SlotEntry]:
         """The entries of these statuses, but one's own."""
         return [entry for slot, entry in sorted(self.entries.items()) if slot != self.me and entry.status in statuses]

@@ -126,6 +126,9 @@ class ElasticTransport:
             alive = self.members.alive(round) | {self.worker}
             self.core.steps = steps
             if self.closing is None:
+                # One that is done with the round and has left is drawn for it as it was by those that entered it before: else
+                # two workers, one of which has heard of it, would draw other pairs and miss each other.
+                alive |= self.members.left_after(round)
                 self.core.enter(round, alive, peers(alive))
             else:
                 self.core.enter(round, alive, range(self.members.slots))
