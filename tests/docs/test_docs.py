@@ -459,6 +459,24 @@ def test_the_commands_of_the_readme_work_as_written(tmp_path, monkeypatch):
     assert Path("runs/real/model").is_dir() and Path("network.toml").is_file()
 
 
+def test_the_plan_of_the_readme_is_what_the_command_prints(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    ((command, shown),) = re.findall(r"^\$ gossamer (plan [^\n]+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    assert main(shlex.split(command)) == 0
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = [line.split() for line in shown.splitlines() if line != "..."]
+    assert rows[1][:2] == ["data", "parallel"] and rows[-1][0] == "chosen:"
+    assert all(row in printed for row in rows)
+
+
+def test_the_targets_of_make_that_the_readme_names_exist():
+    named = set(re.findall(r"\bmake ([a-z]+)\b", README)) - {"makes"}
+    assert {"demo", "test"} <= named
+    for target in named:
+        done = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
 def test_the_loop_of_the_readme_trains():
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     model = torch.nn.Linear(4, 1)

@@ -95,7 +95,7 @@ def command(
     from gossamer.models.sizes import parameter_count
     from gossamer.network.links import read_network
     from gossamer.run.planning.candidates import USUAL, choose_among, price_recipes
-    from gossamer.run.planning.plan import PlanSettings, bits_per_parameter, plan
+    from gossamer.run.planning.plan import PlanSettings, bits_per_parameter, plan, quicker_collective
     from gossamer.run.planning.planned_stages import plan_in_stages
 
     options, json = options or PlanOptions(), output.json
@@ -146,6 +146,7 @@ def command(
                 "chosen": _told(choice, choice.best), "undecided": [_told(choice, one) for one in choice.undecided],
                 "candidates": [_told(choice, one) for one in [*made.candidates, *priced.candidates]],
                 "race": None if found is None else told(found), "outside": choice.scale.outside,
+                "data_parallel_along": quicker_collective(made),
                 "unpriced": priced.unpriced, "run_file": options.out,
                 "stages": None if cut is None else {
                     "replica_bytes": cut.replica_bytes, "chosen": cut.chosen, "tried": cut.tried, "refused": cut.refused,
@@ -317,6 +318,7 @@ def _print(made: "RunPlan", priced: "Priced", choice: "Pick", options: PlanOptio
     """Prints the candidates, and which is taken."""
     from gossamer.run.planning.candidates import USUAL
     from gossamer.run.planning.choice import PLAN_HEADINGS, best_of_each, plan_rows
+    from gossamer.run.planning.plan import quicker_collective
 
     size, parameters, settings = made.model.size, made.parameters, made.options
     default = settings.tokens is None and settings.hours is None
@@ -329,6 +331,12 @@ def _print(made: "RunPlan", priced: "Priced", choice: "Pick", options: PlanOptio
         shown = list(best_of_each(choice, shown))
     print_table(PLAN_HEADINGS, plan_rows(choice, shown), text=2, bold=shown.index(choice.best))
     print(_basis(choice))
+    if (collective := quicker_collective(made)) is not None:
+        kind, hours = collective
+        print(
+            f'data parallelism along a {kind}, as NCCL sends, takes {hours:.4g} h; mean = "{kind}" in the network file '
+            "prices every method so"
+        )
     if options.all:
         for name, why in priced.unpriced.items():
             print(f"no price: {name}: {why}")

@@ -144,7 +144,7 @@ def test_goals_and_races_that_cannot_be_are_refused_in_a_sentence(
     assert said in error and error.count("\n") == 1
 
 
-def test_on_the_slow_uplink_the_slow_worker_is_dropped_and_told_and_the_readme_shows_it(
+def test_on_the_slow_uplink_the_slow_worker_is_dropped_and_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run.toml"
@@ -152,10 +152,6 @@ def test_on_the_slow_uplink_the_slow_worker_is_dropped_and_told_and_the_readme_s
     monkeypatch.chdir(ROOT)
     assert main(words) == 0
     told = capsys.readouterr().out
-    lines = [line.split() for line in told.splitlines()]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    shown = readme.partition(f"$ gossamer plan {words[1]} --model 0.2m\n")[2].partition("\n```")[0].splitlines()
-    assert len(shown) == 11 and all(line == "..." or line.split() in lines for line in shown)
     assert "chosen: dropping worker 7 (slowest): DiLoCo" in told and "text that only the dropped have is lost" in told
     text = out.read_text()
     document = tomllib.loads(text)

@@ -12,7 +12,7 @@ import pytest
 from gossamer.cli import main
 from gossamer.errors import ConfigError
 from gossamer.models.sizes import ModelConfig
-from gossamer.network.links import Change, Network, Site, links_of
+from gossamer.network.links import Change, Network, Site, links_of, read_network
 from gossamer.record.logs.trace import read_trace
 from gossamer.run.config.document import with_settings
 from gossamer.run.config.recipes import recipes
@@ -20,7 +20,7 @@ from gossamer.run.config.resolve import faults as faults_of
 from gossamer.run.config.run_file import parse
 from gossamer.run.planning.candidates import PLANNED
 from gossamer.run.planning.check import examine
-from gossamer.run.planning.plan import PlanSettings, RunPlan, matched_steps, plan, run_toml
+from gossamer.run.planning.plan import PlanSettings, RunPlan, matched_steps, plan, quicker_collective, run_toml
 from gossamer.run.simulated.simulate import simulate
 
 TINY = ModelConfig(size="0.2m")
@@ -291,3 +291,13 @@ def test_numbers_that_cannot_be_are_refused_in_one_sentence(words, part, tmp_pat
     assert main(["plan", str(tmp_path / "net.toml"), "--workers", "4", *given, *words]) == 2
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and part in told, told
+
+
+def test_between_sites_data_parallelism_along_a_ring_is_told_and_on_an_even_network_nothing_is() -> None:
+    assert quicker_collective(planned(EVEN, workers=8, local_steps=(30,))) is None
+    sites = read_network(Path(__file__).parents[3] / "configs" / "networks" / "two_sites.toml")
+    settings = PlanSettings(local_steps=(30,))
+    made, along = (plan(replace(sites, mean=mean), ModelConfig(size="134m"), settings) for mean in ("owners", "ring"))
+    ours, ringed = (of(each, "data parallel", 1) for each in (made, along))
+    assert quicker_collective(made) == ("ring", made.choice.hours_of(ringed))
+    assert made.choice.hours_of(ringed) < 0.5 * made.choice.hours_of(ours)
