@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gossamer
 from commands import Command, in_forks
+from gossamer.cli import main
 from gossamer.errors import GossamerError
 from gossamer.library import sites
 from gossamer.library.lane import Lane
@@ -37,6 +38,7 @@ from gossamer.run.config.recipes import missing
 from gossamer.topologies import make_topology
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic import transport as elastic_transport
+from gossamer.transport.keys import Keys, read_peers
 from gossamer.transport.processes.local import loopback
 from gossamer.transport.sockets.channel import Channel
 
@@ -158,7 +160,8 @@ class Sites:
         for site in sites:
             self.starts += 1
             said = {**self.words, "site": site, "start": self.starts, **words}
-            self.running[site] = Command(json.dumps(said), work=a_site, GLOO_SOCKET_IFNAME=loopback())
+            key = {"GOSSAMER_KEY": str(self.folder / f"{site}.pem")} if "keys" in self.words else {}
+            self.running[site] = Command(json.dumps(said), work=a_site, GLOO_SOCKET_IFNAME=loopback(), **key)
             self.commands.append(self.running[site])
             self.said[site] = []
 
@@ -439,6 +442,85 @@ def test_elastic_sites_that_all_stay_end_with_the_bits_of_fixed_ones_and_of_site
                 found = torch.load(tmp_path / f"{name}-{kind}-{rank}.pt")
                 expected = one[name][rank // 2]
                 assert [key for key in expected if not torch.equal(found[key], expected[key])] == [], (name, kind, rank)
+
+
+# --- with keys --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """A file of two peers, whose keys are in 0.pem and 1.pem, beside that of a stranger."""
+    pytest.importorskip("cryptography")
+    for name in ("0", "1", "stranger"):
+        assert main(["keys", "new", f"site-{name}", "--out", str(tmp_path / f"{name}.pem")]) == 0
+    printed = capsys.readouterr().out
+    (tmp_path / "peers.toml").write_text(printed[: printed.index("[peers.site-stranger]")])
+    return tmp_path / "peers.toml"
+
+
+def test_sites_with_keys_have_the_bits_of_those_without_and_every_connection_between_them_is_encrypted(
+    peers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(keyed: Path | None, join: str, site: int) -> list[torch.Tensor]:
+        model = torch.nn.Linear(3, 2)
+        torch.nn.init.ones_(model.weight)
+        torch.nn.init.zeros_(model.bias)
+        with gossamer.Outer(
+            model, "diloco", local_steps=1, timeout_s=TIMEOUT_S, elastic=True, site=(site, 2), join=join, peers=keyed
+        ) as outer:
+            assert outer._site is not None
+            for step in range(3):
+                if step == 2:  # before the last round, after which the other may have left
+                    links = [link for some in outer._site._inner._links.values() for link in some]
+                    shown = [link.channel.certificate is not None for link in links if link.channel is not None]
+                    assert shown and all(one is (keyed is not None) for one in shown)
+                with torch.no_grad():
+                    model.weight += 0.1 * (1 + site + step)
+                outer.step()
+            outer.finish()
+        return [p.detach().clone() for p in model.parameters()]
+
+    # Both sites are threads of this process, so each is given its key by hand.
+    monkeypatch.setattr(
+        "gossamer.library.outer.keys_of_sites",
+        lambda file, site: file and Keys(peers.parent / f"{site[0]}.pem", read_peers(file), 2),
+    )
+    for_each = [[partial(trained, keyed, f"127.0.0.1:{free_port()}")] for keyed in (None, peers)]
+    plain, keyed = (in_threads(*(partial(one, site) for site in range(2))) for (one,) in for_each)
+    assert all(
+        torch.equal(a, b) for ours, theirs in zip(plain, keyed, strict=True) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def test_with_keys_the_first_site_dies_and_comes_back_and_one_without_the_right_key_is_refused(
+    peers: Path, sites_of: Callable[..., Sites]
+) -> None:
+    run = sites_of(2, "gasloc, sgd", keys=True, options={"peers": str(peers)})
+    run.start(0, 1)
+    run.until_round(0, 2)
+    run.killed(0)
+    run.goes_on(1)
+    (peers.parent / "0.pem").rename(peers.parent / "kept.pem")
+    (peers.parent / "stranger.pem").rename(peers.parent / "0.pem")
+    run.start(0)
+    run.until(0, r"ConfigError: the key .* is none of the run's \[peers\]")
+    run.running[0].finish(30)
+    (peers.parent / "kept.pem").rename(peers.parent / "0.pem")
+    run.comes_back(0)
+    run.goes_on(1)
+    run.end_soon()
+    run.ended(0, 1)
+
+
+def test_peers_that_do_not_fit_the_sites_are_refused_in_a_sentence(
+    peers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join = f"127.0.0.1:{free_port()}"
+    monkeypatch.setenv("GOSSAMER_KEY", str(peers.parent / "0.pem"))
+    assert "and no elastic=True" in refusal(lambda: small(0, 2, join, peers=peers, elastic=False))
+    assert "has [peers] for 2 sites and there are 3" in refusal(lambda: small(0, 3, join, peers=peers))
+    assert "with the workers 0, and this process is worker 1" in refusal(lambda: small(1, 2, join, peers=str(peers)))
+    assert "are not a file" in refusal(lambda: small(0, 2, join, peers="nowhere.toml"))
 
 
 # --- what is refused, and in which words ------------------------------------------------------------------------------

@@ -16,13 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from gossamer.cli import main
 from gossamer.errors import ConfigError, PeerError, RefusedError
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.core import Outcome
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry, membership_update
 from gossamer.transport.elastic.newcomer import Applicant, Handover, ask, host
 from gossamer.transport.elastic.transport import ElasticTransport
-from gossamer.transport.keys import Keys, Peer, certificate_of, keys_for, new_key
+from gossamer.transport.keys import Keys, Peer, certificate_of, keys_for, new_key, read_peers
+from gossamer.transport.processes.keyed_store import KeyedStore
 from gossamer.transport.sockets.connection import Endpoint
 from gossamer.transport.sockets.handshake import dial
 from gossamer.transport.sockets.header import LetterKind
@@ -90,7 +92,7 @@ class Relay:
 
     def __init__(self, port: int, change: Callable[[int, bytes], bytes] = lambda _, data: data) -> None:
         self._sock, self._port, self._change = socket.create_server(("127.0.0.1", 0)), port, change
-        self.seen = bytearray()
+        self.seen, self.forth = bytearray(), bytearray()
         self.address = f"127.0.0.1:{self._sock.getsockname()[1]}"
         self._carried: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._serve, daemon=True)]
@@ -110,6 +112,8 @@ class Relay:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 self.seen += data
+                if forth:
+                    self.forth += data
                 sink.sendall(self._change(place, data) if forth else data)
                 place += len(data)
         for sock in (source, sink):
@@ -169,7 +173,7 @@ def test_a_machine_finds_its_key_by_the_run_file_and_says_when_it_has_none(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     listed = peers_of(files, *NAMES)
     assert keys_for({}, 3) is None, "a run without [peers] shares a secret"
-    with pytest.raises(ConfigError, match=r"none of its keys is in .* gossamer keys new NAME"):
+    with pytest.raises(ConfigError, match=r"lists none of the keys in .* gossamer keys new NAME"):
         keys_for(listed, 3)
     home = tmp_path / "gossamer" / "keys"
     home.mkdir(parents=True)
@@ -515,3 +519,73 @@ def test_an_old_connection_played_again_changes_nothing(keys: list[Keys], opened
         again.sendall(sent)
         until(lambda: bool(opened.refusals.counts))
     assert len(opened.came) == came
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_a_store_behind_keys_is_read_by_their_owners_and_by_nobody_on_the_path(
+    files: dict[str, Path], keys: list[Keys]
+) -> None:
+    port, word = free_port(), secrets.token_hex(16)
+    with contextlib.closing(KeyedStore.hosted("127.0.0.1", port, keys[0], TIMEOUT_S)) as hosted:
+        hosted.store.set("from 0", word)
+        with contextlib.closing(Relay(port)) as relay:
+            relayed = int(relay.address.rpartition(":")[2])
+            with contextlib.closing(KeyedStore.reached("127.0.0.1", relayed, keys[1], 1, TIMEOUT_S)) as reached:
+                assert reached.store.get("from 0").decode() == word
+                reached.store.set("large", "x" * 300_000)
+                assert hosted.store.get("large") == b"x" * 300_000
+                assert len(relay.seen) > 300_000 and word.encode() not in relay.seen and b"from 0" not in relay.seen
+                del reached.store
+        # One that may not be whom it calls itself, one that nobody lists, and one that has no key at all.
+        with pytest.raises(ConfigError, match="with the workers 2"):
+            KeyedStore.reached("127.0.0.1", port, keys[2], 1, TIMEOUT_S)
+        stranger = Keys(files["stranger"], peers_of(files, "berlin", "stranger"), 2)
+        with pytest.raises((PeerError, OSError)):
+            KeyedStore.reached("127.0.0.1", port, stranger, 1, 0.5)
+        with pytest.raises((PeerError, OSError)):
+            dial(f"127.0.0.1:{port}", b"a secret", run=RUN, me=1, timeout_s=1.0)
+
+
+def test_a_changed_byte_ends_the_connection_with_a_store_and_changes_nothing_in_it(keys: list[Keys]) -> None:
+    port, changed_at = free_port(), [1 << 62]
+    with contextlib.closing(KeyedStore.hosted("127.0.0.1", port, keys[0], 2.0)) as hosted:
+
+        def change(place: int, data: bytes) -> bytes:
+            at = changed_at[0] - place
+            return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] if 0 <= at < len(data) else data
+
+        with contextlib.closing(Relay(port, change)) as relay:
+            relayed = int(relay.address.rpartition(":")[2])
+            with contextlib.closing(KeyedStore.reached("127.0.0.1", relayed, keys[1], 1, 2.0)) as reached:
+                reached.store.set("a", "1")
+                assert reached.store.get("a") == b"1"
+                changed_at[0] = len(relay.forth) + 2000
+                with contextlib.suppress(RuntimeError):  # of a connection that ends, as the next one says
+                    reached.store.set("a", "2" * 5000)
+                with pytest.raises(RuntimeError):
+                    reached.store.get("a")
+                del reached.store
+        assert hosted.store.get("a") == b"1"
+
+
+def test_a_file_of_peers_is_read_as_it_is_printed_and_a_wrong_one_is_refused(
+    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "peers.toml"
+    for name in NAMES:
+        assert main(["keys", "show", name, "--out", str(files[name])]) == 0
+    path.write_text(printed := capsys.readouterr().out)
+    assert read_peers(path) == peers_of(files, *NAMES)
+    path.write_text(printed + printed.replace("[peers.", "[peers.other-"))
+    with pytest.raises(ConfigError, match=r"two of \[peers\] have the same certificate"):
+        read_peers(path)
+    path.write_text("workers = 3\n")
+    with pytest.raises(ConfigError, match="has no table"):
+        read_peers(path)
+    path.write_text('[peers.berlin]\ncertificate = "abc"\n')
+    with pytest.raises(ConfigError, match="which is none"):
+        read_peers(path)

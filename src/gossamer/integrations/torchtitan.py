@@ -54,6 +54,7 @@ class _Optimizers(OptimizersContainer):
         seed: int = 0
         timeout_s: float = 300.0
         elastic: bool = False
+        peers: str | None = None
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         super().__init__(config, model_parts=model_parts)
@@ -69,7 +70,7 @@ class _Optimizers(OptimizersContainer):
             self._outer = Outer[nn.Module](
                 model, one.rule, local_steps=one.local_steps, codec=one.codec,
                 topology=one.topology, seed=one.seed, timeout_s=one.timeout_s, site=site_of(os.environ.get(SITE)), join=one.join,
-                elastic=one.elastic,
+                elastic=one.elastic, peers=one.peers,
             )  # fmt: skip
             atexit.register(self._outer.close)  # torchtitan ends without a word to its optimizers
             _MADE.append(self._outer)
@@ -177,7 +178,7 @@ class _Metrics(MetricsProcessor):
 def outer(config: Any, **options: Any) -> Any:
     """The optimizers of a job that is one of several sites.
 
-    Args: `options` are rule, local_steps, codec, topology, seed, timeout_s and elastic as of `gossamer.Outer`, and `join`,
+    Args: `options` are rule, local_steps, codec, topology, seed, timeout_s, elastic and peers as of `gossamer.Outer`, and `join`,
         HOST:PORT of the first process of site 0.
     Raises: when training begins, what Outer raises.
     """

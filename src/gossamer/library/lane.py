@@ -12,6 +12,8 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 
 from gossamer.errors import ConfigError, PeerError, first_line
 from gossamer.library.dtensors import processes_of
+from gossamer.transport.keys import Keys
+from gossamer.transport.processes.keyed_store import KeyedStore
 from gossamer.transport.processes.launch import agree
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.store import Entries, hosted_store, reached_store
@@ -30,6 +32,7 @@ __all__ = [
     "lane_in",
     "lane_of_site",
     "must_have_equal_shards",
+    "opened",
     "outer_store",
     "taken",
     "unequal_shards",
@@ -57,6 +60,10 @@ class Lane(NamedTuple):
     """What these worlds have in common."""
     address: str = ""
     """At which the others reach this process, where they are worlds of their own."""
+    keys: Keys | None = None
+    """Those of the sites, where their connections are encrypted."""
+    behind: KeyedStore | None = None
+    """The store of these worlds, where it is reached through keys."""
 
     @property
     def n(self) -> int:
@@ -128,14 +135,16 @@ def lane_in(ranks: Sequence[int], mesh: "DeviceMesh | None", timeout_s: float) -
     return Lane(tuple(processes[shard] for processes in workers), tuple(own), workers.index(own), shard, said[0][2])
 
 
-def lane_of_site(site: tuple[int, int], mesh: "DeviceMesh | None", timeout_s: float) -> Lane:
+def lane_of_site(
+    site: tuple[int, int], mesh: "DeviceMesh | None", timeout_s: float, keys: Keys | None = None
+) -> Lane:  # fmt: skip
     """The lane of this process in a world of its own, which is one site of several; it is still to join the others.
 
     Raises: ConfigError for a mesh that leaves processes of the world out; PeerError when these say different things.
     """
     (worker, n), start = site, secrets.token_hex(8)
     if not dist.is_initialized():
-        return Lane(worker=worker, sites=n, start=start)
+        return Lane(worker=worker, sites=n, start=start, keys=keys)
     rank, world = dist.get_rank(), [*range(dist.get_world_size())]
     own = world if mesh is None or mesh.size() < len(world) else processes_of(mesh)
     if sorted(own) != world:
@@ -150,7 +159,7 @@ def lane_of_site(site: tuple[int, int], mesh: "DeviceMesh | None", timeout_s: fl
         raise PeerError(
             f"the processes of one world are of site {' and '.join(sites)}; give all of a world the same site and mesh"
         )
-    return Lane((rank,), tuple(own), worker, own.index(rank), said[0][3], n)
+    return Lane((rank,), tuple(own), worker, own.index(rank), said[0][3], n, keys=keys)
 
 
 def board(store: Store) -> Store:
@@ -158,22 +167,39 @@ def board(store: Store) -> Store:
     return PrefixStore("gossamer/sites", store)
 
 
+def opened(lane: Lane, join: str, timeout_s: float) -> tuple[Store, KeyedStore | None]:
+    """The store where sites join, which the first process of site 0 hosts; with keys what carries it, which is to be closed too.
+
+    Raises: OSError or RuntimeError when it cannot be reached, or made; PeerError and ConfigError for keys that do not fit.
+    """
+    (host, port), first = split(join), lane.worker == lane.shard == 0
+    if lane.keys is None:
+        return (hosted_store if first else reached_store)(host, port, timeout_s), None
+    if first:
+        lane.keys.must_own(0)
+        behind = KeyedStore.hosted(host, port, lane.keys, timeout_s)
+    else:
+        behind = KeyedStore.reached(host, port, lane.keys, lane.worker, timeout_s)
+    return behind.store, behind
+
+
 def at_board(lane: Lane, join: str, timeout_s: float) -> Lane:
     """The lane of a process that has reached the board of all sites, a store where the first process of site 0 listens.
 
-    Raises: ConfigError for a secret that is missing; PeerError when the board cannot be reached, or made.
+    Raises: ConfigError for a secret that is missing, or a key of another site; PeerError when the board cannot be reached, or
+        made.
     """
-    host, port = split(join)
+    host, _ = split(join)
     secret = environment_secret()
-    if not secret and host != "localhost" and not is_loopback(host):
+    if not secret and lane.keys is None and host != "localhost" and not is_loopback(host):
         raise ConfigError(
             f"sites join at '{join}', which others may reach too, and GOSSAMER_SECRET is not set; set it to the same text of 32 "
-            "characters or more on all sites (`openssl rand -hex 32` makes one)"
+            "characters or more on all sites (`openssl rand -hex 32` makes one), or give all of them peers=... (gossamer keys)"
         )
     first = lane.worker == lane.shard == 0
     try:
-        store = hosted_store(host, port, timeout_s) if first else reached_store(host, port, timeout_s)
-        return lane._replace(joint=board(store), address=own_address(host))
+        store, behind = opened(lane, join, timeout_s)
+        return lane._replace(joint=board(store), address=own_address(host), behind=behind)
     except (OSError, RuntimeError) as error:
         if first and isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise PeerError(

@@ -5,6 +5,7 @@ import json
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
@@ -25,6 +26,7 @@ from gossamer.library.parts import (
     LOCAL_STEPS,
     OuterMethod,
     Reduction,
+    keys_of_sites,
     knows_its_words,
     must_be_a_site,
     ranks_of,
@@ -92,12 +94,15 @@ class Outer(Generic[M]):
         site: the number of this worker and how many there are, `(0, 3)`, where each is a world of its own, as one `torchrun`
             starts it, or a process without one. All processes of its default group are the worker.
         join: HOST:PORT where the sites meet; the first process of site 0 listens there. GOSSAMER_SECRET, the same on all, keeps
-            strangers away from what is said there, and encrypts nothing.
+            strangers away from what is said there, and encrypts nothing; `peers` does.
         elastic: whether sites may die, leave and come back while the others go on; otherwise the loss of one ends all. A site
             that comes back, started as before, takes the parameters and the outer state of another in its first `step`, all its
             processes after the same round; the inner step before that is lost, and its inner optimizer is its own. `rounds` is
             that of the run, and skips those that were missed. A mean over everyone, as of `diloco`, needs more than half of all
             sites, and waits for them. Each process keeps a copy of parameters and outer state in host memory for the others.
+        peers: a TOML file with the tables [peers.NAME] that `gossamer keys show` prints, one for each site in the order of their
+            numbers. All connections between sites, those to the place where they meet too, are then TLS 1.3 with a key of
+            this machine (GOSSAMER_KEY, or the one of `gossamer keys` that is listed); needs `elastic=True`.
     Raises: ConfigError and PairingError for what cannot work; PeerError when workers disagree on model, rule, topology, codec
         or another of these, with what each has.
     Cost: the rule's state, one message, and those received from the peers; the exchange blocks, and its receives are posted a
@@ -137,18 +142,20 @@ class Outer(Generic[M]):
         reduction: Reduction = "ordered", timeout_s: float = 300.0, compile: bool = False,
         process_group: dist.ProcessGroup | None = None, rest: Rest = "compare", mesh: "DeviceMesh | None" = None,
         site: tuple[int, int] | None = None, join: str | None = None, elastic: bool = False,
+        peers: str | Path | None = None,
     ) -> None:  # fmt: skip
         must_be_trainable(model)
         for name, given, kind in (
             ("local_steps", LOCAL_STEPS if local_steps is None else local_steps, Count), ("seed", seed, int),
             ("reduction", reduction, Reduction), ("timeout_s", timeout_s, Positive), ("compile", compile, bool),
-            ("rest", rest, Rest), ("elastic", elastic, bool),
+            ("rest", rest, Rest), ("elastic", elastic, bool), ("peers", peers, str | Path | None),
         ):  # fmt: skip
             check_option("Outer", name, given, kind)
         reshard(model)
         mesh = mesh_of(model.named_parameters(), mesh)
-        must_be_a_site(site, join, process_group, elastic)
-        lane = lane_of_site(site, mesh, timeout_s) if site else lane_in(ranks_of(process_group), mesh, timeout_s)
+        must_be_a_site(site, join, process_group, elastic, peers)
+        keys = keys_of_sites(peers, site)
+        lane = lane_of_site(site, mesh, timeout_s, keys) if site else lane_in(ranks_of(process_group), mesh, timeout_s)
         # Where sites come and go the first process waits for others, and its siblings longer for it.
         self._lane, self._siblings = lane, Siblings(lane, 3 * timeout_s if elastic else timeout_s)
         self.worker, self.n, self.shard = self._lane.worker, self._lane.n, self._lane.shard

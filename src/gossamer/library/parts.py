@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from gossamer.rounds.compatibility.combine import FITTING
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Rule, make_rule
 from gossamer.topologies import Topology, make_topology
+from gossamer.transport.keys import Keys, keys_for, read_peers
 from gossamer.transport.sockets.addresses import split
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ __all__ = [
     "OuterMethod",
     "OuterOptions",
     "Reduction",
+    "keys_of_sites",
     "knows_its_words",
     "must_be_a_site",
     "ranks_of",
@@ -56,6 +59,7 @@ class OuterOptions(TypedDict, total=False):
     site: tuple[int, int] | None
     join: str | None
     elastic: bool
+    peers: str | Path | None
 
 
 _ELSEWHERE = {
@@ -172,8 +176,13 @@ def _topology(given: object, rule: Rule, n: int, seed: int) -> Topology:
     return given
 
 
-def must_be_a_site(site: object, join: object, group: object, elastic: bool) -> None:
+def must_be_a_site(site: object, join: object, group: object, elastic: bool, peers: object) -> None:
     """Raises ConfigError unless a site and the address where sites join are both given and right, or neither is."""
+    if peers is not None and not elastic:
+        raise ConfigError(
+            f"Outer got peers={peers!r:.80} and no elastic=True: only sites that may come and go have encrypted connections; "
+            "give site=(0, 3), join='HOST:PORT' and elastic=True too, or leave it out and tunnel the connections (WireGuard)"
+        )
     if site is None and join is None:
         if elastic:
             raise ConfigError(
@@ -198,6 +207,25 @@ def must_be_a_site(site: object, join: object, group: object, elastic: bool) -> 
             f"Outer got process_group={group!r:.60} beside site={site!r:.40}, where all processes of the default group are the "
             "worker; leave it out"
         )
+
+
+def keys_of_sites(peers: str | Path | None, site: tuple[int, int] | None) -> Keys | None:
+    """The keys of this site among those in a file of [peers]; None without one.
+
+    Raises: ConfigError for a file that is none, for another number of peers than sites, and for a key that is not there.
+    """
+    if peers is None or site is None:
+        return None
+    listed = read_peers(Path(peers))
+    if (dealt := sum(one.workers for one in listed.values())) != site[1]:
+        raise ConfigError(
+            f"'{peers}' has [peers] for {dealt} sites and there are {site[1]}; list one for each site, in the order of their "
+            "numbers"
+        )
+    keys = keys_for(listed, site[1])
+    if keys is not None:
+        keys.must_own(site[0])
+    return keys
 
 
 def ranks_of(group: object) -> list[int]:

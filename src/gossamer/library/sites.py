@@ -28,7 +28,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from gossamer.errors import GossamerError, PeerError, first_line
 from gossamer.library.guard import fingerprints, must_be_alike
-from gossamer.library.lane import Lane, board, claimed, must_have_equal_shards, taken, unequal_shards
+from gossamer.library.lane import Lane, board, claimed, must_have_equal_shards, opened, taken, unequal_shards
 from gossamer.library.peers import Common, must_agree, read_losses
 from gossamer.library.siblings import Siblings
 from gossamer.record.packed import cold, frozen, unpacked
@@ -44,11 +44,12 @@ from gossamer.transport.elastic.members import (
 )
 from gossamer.transport.elastic.newcomer import Applicant, Handover, Offer, ask, host
 from gossamer.transport.elastic.transport import ElasticTransport
+from gossamer.transport.processes.keyed_store import KeyedStore
 from gossamer.transport.processes.launch import agree
 from gossamer.transport.processes.member import Member
-from gossamer.transport.processes.store import Entries, reached_store
+from gossamer.transport.processes.store import Entries
 from gossamer.transport.secret import environment_secret
-from gossamer.transport.sockets.addresses import listen, shown, split
+from gossamer.transport.sockets.addresses import listen, shown
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import Endpoint
 from gossamer.transport.sockets.header import Limits
@@ -99,6 +100,8 @@ class LaneTransport:
         self.worker, self._inner, self._siblings = lane.worker, inner, siblings
         # Means have a commit of their own, over all sites (`ElasticSite.committed`).
         self._parts, self._n = lane.shards > 1 and not closes, lane.n
+        self.behind = list[KeyedStore]()
+        """What carries the boards of the sites, where they have keys."""
         self.closed = False
 
     def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor], sound: Sound | None = None) -> None:
@@ -135,6 +138,8 @@ class LaneTransport:
         if not self.closed:
             self.closed = True
             self._inner.close()
+            for store in self.behind:
+                store.close()
 
 
 class ElasticSite:
@@ -171,6 +176,8 @@ class ElasticSite:
         self.transport = LaneTransport(self._inner, siblings, self.lane, closes=closes)
         self._tell = f"under way/{self.lane.worker}/{self.lane.shard}", json.dumps(mine)
         self._join = join
+        if self.lane.behind is not None:
+            self.transport.behind.append(self.lane.behind)
         self._board, self._told_at = self.lane.joint, None
         """The newest board that was reached, and that at which losses are told."""
         self._loss, self._losses = 0.0, dict[int, float]()
@@ -322,7 +329,7 @@ class ElasticSite:
                 give_slot=lambda place: inner.give_slot(
                     place.nonce, place.address, None if place.wants is None else [place.wants]
                 ),
-                entries=lambda: dict(inner.members.entries),
+                entries=lambda: dict(inner.members.entries), keys=endpoint.keys,
             )  # fmt: skip
         except (OSError, GossamerError) as error:
             log.info("site %d stopped serving one that comes back: %s", self.lane.worker, error)
@@ -420,7 +427,7 @@ class ElasticSite:
         try:
             return ask(
                 entry.address, endpoint.secret, place, run=endpoint.run, limits=self._inner.members.limits,
-                timeout_s=endpoint.timeout_s,
+                timeout_s=endpoint.timeout_s, keys=endpoint.keys,
             )  # fmt: skip
         except (OSError, PeerError) as error:
             log.info("site %d got no state of site %d: %s", self.lane.worker, donor, error)
@@ -461,11 +468,14 @@ class ElasticSite:
             if self.transport.closed or (is_there and first is not None and first.nonce == told):
                 continue
             try:
-                store = board(reached_store(*split(self._join), timeout_s=1.0))
+                reached, behind = opened(self.lane, self._join, 1.0)
+                store = board(reached)
                 Entries(store, self._endpoint.secret).set(*self._tell)
-            except (OSError, RuntimeError):
+            except (OSError, RuntimeError, PeerError):
                 continue
             self._board = store
+            if behind is not None:
+                self.transport.behind.append(behind)
             if is_there and first is not None:
                 told = first.nonce
 
@@ -490,13 +500,15 @@ def elastic_site(
         meets = _Meets(lane, mine, common, [*others], Limits(lane.n, _ROUNDS, _STEPS, 2 * exchanges), join, timeout_s)
         donor = siblings.said_by_first(meets.start_or_donor, "the start of Outer")[0] - 1
         begins = meets.all_start() if donor < 0 else meets.come_back(donor)
-        endpoint = Endpoint(listener, meets.run_key(begins.run), environment_secret(), timeout_s)
+        endpoint = Endpoint(listener, meets.run_key(begins.run), environment_secret(), timeout_s, keys=lane.keys)
         site = ElasticSite(
             begins, siblings, endpoint, closes=closes, closings=closings, numel=x.numel(), device=x.device,
             mine=mine._replace(run=begins.run), join=join,
         )  # fmt: skip
     except BaseException:
         listener.close()
+        if lane.behind is not None:
+            lane.behind.close()
         raise
     broadcasts = {**(others if common.rest == "broadcast" else {}), "": x}
     if donor < 0 == lane.worker:
@@ -606,7 +618,7 @@ class _Meets:
         place = Applicant(self._nonce, self._mine.address, wants=self._lane.worker)
         return ask(
             way.address, self._entries.secret, place, run=self.run_key(way.run), limits=self._limits,
-            timeout_s=self._timeout_s, state=False,
+            timeout_s=self._timeout_s, state=False, keys=self._lane.keys,
         )  # fmt: skip
 
     def _under_way(self) -> list[int]:

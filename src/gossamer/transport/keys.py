@@ -14,7 +14,7 @@ import os
 import ssl
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -24,11 +24,12 @@ from typing import Annotated
 from pydantic import Field
 
 from gossamer.errors import ConfigError, RefusedError, require
-from gossamer.settings.schema import settings
+from gossamer.settings.schema import build, read_toml, settings
 
 __all__ = [
     "KEY",
     "SECRET_WORD",
+    "TWICE",
     "Keys",
     "Peer",
     "certificate_of",
@@ -37,6 +38,7 @@ __all__ = [
     "keys_for",
     "new_key",
     "own_keys",
+    "read_peers",
 ]
 
 KEY = "GOSSAMER_KEY"
@@ -64,6 +66,14 @@ class Peer:
             yield (
                 f"certificate is {self.certificate!r:.40}, which is none; paste what gossamer keys show prints on that machine"
             )
+
+
+TWICE = "two of [peers] have the same certificate; list each once, with as many workers as it fills"
+
+
+@settings()
+class _PeersFile:
+    peers: Mapping[str, Peer] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -165,6 +175,19 @@ def dealt(peers: Mapping[str, Peer]) -> dict[str, range]:
     return {name: range(start, end) for name, (start, end) in zip(peers, pairwise(ends), strict=True)}
 
 
+def read_peers(path: Path) -> dict[str, Peer]:
+    """The peers in a TOML file: its tables [peers.NAME], as `gossamer keys show` prints them. Raises: ConfigError."""
+    if not path.is_file():
+        raise ConfigError(f"the peers '{path}' are not a file; name a TOML file with tables [peers.NAME]")
+    document = read_toml(path, f"'{path}'")
+    peers = build(_PeersFile, {"peers": document.get("peers", {})}, source=f"'{path}'").peers
+    if not peers:
+        raise ConfigError(f"'{path}' has no table [peers.NAME]; paste what gossamer keys show prints on each machine")
+    if len({peer.certificate for peer in peers.values()}) < len(peers):
+        raise ConfigError(f"'{path}': {TWICE}")
+    return dict(peers)
+
+
 def keys_for(peers: Mapping[str, Peer], workers: int) -> Keys | None:
     """The keys of a run; None for one without [peers], whose workers share a secret.
 
@@ -180,10 +203,10 @@ def keys_for(peers: Mapping[str, Peer], workers: int) -> Keys | None:
     found = [path for path in own_keys() if certificate_of(path) in listed]
     if len(found) == 1:
         return Keys(found[0], peers, workers)
-    what = f"{len(found)} of its keys are" if found else "none of its keys is"
+    what = f"{len(found)} of the keys" if found else "none of the keys"
     raise ConfigError(
-        f"the run file has [peers] and {what} in '{_home()}' on this machine; name the right one with --key FILE or {KEY}, or "
-        "make one with gossamer keys new NAME"
+        f"[peers] lists {what} in '{_home()}' on this machine, and one is needed; name the right one with --key FILE or "
+        f"{KEY}, or make one with gossamer keys new NAME"
     )
 
 

@@ -31,7 +31,7 @@ from gossamer.settings.options import Count, Number
 from gossamer.settings.schema import build, plain, settings, soundest
 from gossamer.settings.schema import faults as schema_faults
 from gossamer.topologies.contract import MOST_WORKERS
-from gossamer.transport.keys import Peer
+from gossamer.transport.keys import TWICE, Peer
 
 __all__ = [
     "LoopSettings",
@@ -243,7 +243,7 @@ class RunConfig(RunLength):
                 f"[server] needs {'one' if self.kind == 'server' else 'none'}; set it for the server's machine alone"
             )
         if len({peer.certificate for peer in self.peers.values()}) < len(self.peers):
-            yield "two of [peers] have the same certificate; list each once, with as many workers as it fills"
+            yield TWICE
 
     def _unbatched(self) -> Iterator[str]:
         """Why replicas cannot train as one computation."""

@@ -24,7 +24,9 @@ from gossamer.errors import PeerError, TransportError, first_line
 from gossamer.transport.processes.interfaces import address_towards, advised, leads_to_itself
 from gossamer.transport.secret import CODE_BYTES, code
 
-__all__ = ["ENTRY_BYTES", "Entries", "hosted_store", "reached_store", "report_fallen", "shared_part", "store_answers"]
+__all__ = [
+    "ENTRY_BYTES", "Entries", "hosted_store", "listening", "reached_store", "report_fallen", "shared_part", "store_answers",
+]  # fmt: skip
 
 ENTRY_BYTES = 1 << 20
 """Most bytes of the content of an entry."""
@@ -173,7 +175,7 @@ def hosted_store(host: str, port: int, timeout_s: float = 300.0) -> TCPStore:
     Args: `port` 0 takes a free one.
     Raises: OSError when the port is taken or the host unknown, ConfigError where the address towards the others is not known.
     """
-    with _listening(host, port) as listener:
+    with listening(host, port) as listener:
         address, taken = listener.getsockname()[:2]
         store = TCPStore(
             address, taken, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
@@ -204,7 +206,8 @@ def reached_store(host: str, port: int, timeout_s: float) -> TCPStore:
     return TCPStore(where, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens on one address only, as `hosted_store` says. Raises: OSError, ConfigError."""
     where = address_towards(host) if leads_to_itself(host) else host
     family, _, _, _, address = socket.getaddrinfo(where, port, type=socket.SOCK_STREAM)[0]
     try:

@@ -86,6 +86,14 @@ class Channel:
             filled += got
             self.moved_s = time.monotonic()
 
+    def read_some(self, view: memoryview) -> int:
+        """Fills the front of a buffer with what comes next, however late; 0 when the other end has closed. Raises: OSError."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                got = self._sock.recv_into(view)
+                self.moved_s = time.monotonic()
+                return got
+
     def write(self, data: bytes | memoryview, deadline: float | None = None) -> None:
         """Sends all of this. Raises: OSError."""
         view = memoryview(data)

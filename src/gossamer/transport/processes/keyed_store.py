@@ -1,0 +1,145 @@
+"""The store of a run whose machines have keys: it listens on loopback alone, and what it says leaves the machine encrypted.
+
+A store of torch encrypts nothing and asks nobody who he is. Here its port is open on the machine that hosts it only, a listener
+with keys takes the connections of the others and carries their bytes to it, and each of them reaches it through a port of its own
+loopback. So other users of these machines reach the board of a run, and nobody on the way between them does.
+"""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from gossamer.errors import PeerError
+from gossamer.transport.keys import Keys
+from gossamer.transport.processes.store import FIRST_PAUSE_S, LONGEST_PAUSE_S, hosted_store, listening
+from gossamer.transport.sockets.addresses import shown
+from gossamer.transport.sockets.channel import Channel
+from gossamer.transport.sockets.handshake import dial
+from gossamer.transport.sockets.listener import Arrival, Listener, Refusals
+
+__all__ = ["KeyedStore"]
+
+_RUN = int.from_bytes(b"a store", "big")
+"""In place of the number of a run, which nobody knows before he has read the store."""
+_PIECE_BYTES = 1 << 16
+
+
+class KeyedStore:
+    """A store that is hosted behind keys, or reached through them; `close` ends the connections that carry it."""
+
+    def __init__(self, store: TCPStore, port: "_Gate | Listener") -> None:
+        self.store, self._port = store, port
+
+    @classmethod
+    def hosted(cls, host: str, port: int, keys: Keys, timeout_s: float) -> "KeyedStore":
+        """A new store in this process, which the owners of the run's keys reach at this address.
+
+        Raises: OSError when the port is taken or the host unknown.
+        """
+        outside = listening(host, port)
+        try:
+            inside = hosted_store("127.0.0.1", 0, timeout_s)
+        except BaseException:
+            outside.close()
+            raise
+
+        def arrived(arrival: Arrival) -> None:
+            try:
+                near = socket.create_connection(("127.0.0.1", inside.port), timeout_s)
+            except OSError:
+                arrival.channel.close()
+                return
+            _carry(arrival.channel, near)
+
+        return cls(inside, Listener(outside, b"", _RUN, arrived, Refusals(), keys=keys))
+
+    @classmethod
+    def reached(cls, host: str, port: int, keys: Keys, me: int, timeout_s: float) -> "KeyedStore":
+        """The store behind this address, where worker 0 hosts it.
+
+        Raises: OSError or RuntimeError when it cannot be reached within `timeout_s`; PeerError where whoever is there has not
+            the key of worker 0; ConfigError where this machine's key is not that of worker `me`.
+        """
+        deadline, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
+        while True:
+            try:
+                left_s = max(FIRST_PAUSE_S, deadline - time.monotonic())
+                channel = dial(shown(host, port), b"", run=_RUN, me=me, timeout_s=left_s, keys=keys, whom=0)
+                break
+            except OSError:
+                if time.monotonic() + pause_s >= deadline:
+                    raise
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        again = lambda: dial(shown(host, port), b"", run=_RUN, me=me, timeout_s=timeout_s, keys=keys, whom=0)  # noqa: E731
+        gate = _Gate(channel, again)
+        try:
+            near = TCPStore("127.0.0.1", gate.port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+            return cls(near, gate)
+        except BaseException:
+            gate.close()
+            raise
+
+    def close(self) -> None:
+        """Takes no more connections."""
+        self._port.close()
+
+
+class _Gate:
+    """A port of loopback: the first connection to it goes on through a channel that is there, each other one through its own."""
+
+    def __init__(self, first: Channel, again: Callable[[], Channel]) -> None:
+        self._first, self._again = [first], again
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True, name="gossamer store").start()
+
+    def close(self) -> None:
+        """Takes no more connections; those that are there last until either end closes them."""
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # a close alone would leave the thread in accept
+        self._server.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                near, _ = self._server.accept()
+                threading.Thread(target=self._connect, args=(near,), daemon=True, name="gossamer store").start()
+        for channel in self._first:
+            channel.close()
+
+    def _connect(self, near: socket.socket) -> None:
+        try:
+            channel = self._first.pop() if self._first else self._again()
+        except (OSError, PeerError):
+            near.close()  # by which the store's own client learns it
+            return
+        _carry(channel, near)
+
+
+def _carry(channel: Channel, near: socket.socket) -> None:
+    """Carries bytes both ways until either end closes."""
+    inward = threading.Thread(target=_carry_in, args=(channel, near), daemon=True, name="gossamer store")
+    near.settimeout(None)
+    inward.start()
+    with contextlib.suppress(OSError):
+        while data := near.recv(_PIECE_BYTES):
+            channel.write(data)
+    channel.interrupt()
+    inward.join()  # only then: a descriptor that is free may be another connection's a moment later
+    channel.close()
+    near.close()
+
+
+def _carry_in(channel: Channel, near: socket.socket) -> None:
+    view = memoryview(bytearray(_PIECE_BYTES))
+    with contextlib.suppress(OSError):  # a changed byte among them, at which nothing more is carried
+        while got := channel.read_some(view):
+            near.sendall(view[:got])
+    with contextlib.suppress(OSError):
+        near.shutdown(socket.SHUT_RDWR)  # which wakes the other thread
