@@ -12,6 +12,7 @@ import io
 import multiprocessing
 import os
 import queue
+import secrets
 import signal
 import socket
 import sys
@@ -68,9 +69,11 @@ def _enter(work: Work | None, words: list[str], folder: str, environment: dict[s
 
 
 def free_port() -> int:
-    """A port of loopback that nobody had a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """A port of loopback that nobody has, and that the system gives to nobody who asks for any, such as gloo, a moment later."""
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)  # below the range of such ports, from 32,768 on
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def in_forks(n: int, work: Callable[[int], object]) -> int:

@@ -6,7 +6,6 @@ Accelerate shards by FSDP2 on GPUs alone. Here it is told that it may on a CPU t
 import importlib.util
 import logging
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch import nn
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.utils.data import DataLoader, TensorDataset
 
-from commands import Command, in_forks
+from commands import Command, free_port, in_forks
 from gossamer.errors import GossamerError
 from gossamer.integrations import Place
 from gossamer.library.dtensors import as_dtensor
@@ -171,11 +170,6 @@ def four(argv: list[str]) -> int:
     import transformers  # noqa: F401
 
     return in_forks(4, lambda rank: one_process(rank, argv[1:], Path(argv[0])))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

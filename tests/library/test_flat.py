@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import os
-import socket
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import gossamer
-from commands import Command, in_forks
+from commands import Command, free_port, in_forks
 from gossamer.errors import GossamerError, PeerError
 from gossamer.library.dtensors import local
 from gossamer.library.flat import flat_of
@@ -655,11 +654,6 @@ def one_of_two_sites(rank: int, port: int, meetings: list[int], folder: Path) ->
         os._exit(0)
     stage.refused("a shard died", outer.step)
     os._exit(0)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def two_sites(argv: list[str]) -> int:

@@ -23,7 +23,7 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 from torch.distributed.device_mesh import init_device_mesh
 
 import gossamer
-from commands import Command, in_forks
+from commands import Command, free_port, in_forks
 from gossamer.cli import main
 from gossamer.errors import GossamerError
 from gossamer.library import sites
@@ -43,11 +43,6 @@ from gossamer.transport.processes.local import loopback
 from gossamer.transport.sockets.channel import Channel
 
 TIMEOUT_S = 20.0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 HEARD = list[int]()
@@ -557,6 +552,13 @@ def test_a_site_that_is_there_is_refused_in_a_sentence_and_disturbs_nobody(two: 
     assert "where another process does" in refusal(lambda: small(0, 2, join, codec="bf16"))
     in_threads(*(outer.step for outer in outers))
     assert [outer.rounds for outer in outers] == [2, 2]
+
+
+def test_a_program_at_the_address_that_never_answers_is_named_within_the_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        join = f"127.0.0.1:{other.getsockname()[1]}"
+        said = refusal(lambda: small(1, 2, join, timeout_s=0.5))
+    assert f"could not reach site 0 at '{join}' (whoever listens there did not answer as a store within 0.5 s)" in said
 
 
 def test_what_another_run_has_in_common_is_compared_when_a_site_comes_back(

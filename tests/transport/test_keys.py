@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from commands import free_port
 from gossamer.cli import main
 from gossamer.errors import ConfigError, PeerError, RefusedError
 from gossamer.transport.contract import Ticket
@@ -519,11 +520,6 @@ def test_an_old_connection_played_again_changes_nothing(keys: list[Keys], opened
         again.sendall(sent)
         until(lambda: bool(opened.refusals.counts))
     assert len(opened.came) == came
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def test_a_store_behind_keys_is_read_by_their_owners_and_by_nobody_on_the_path(

@@ -1,11 +1,10 @@
 """Workers that start without a launcher: each process gets its rank and the address of worker 0's store, and no more."""
 
-import socket
 from pathlib import Path
 
 import pytest
 
-from commands import Command
+from commands import Command, free_port
 from gossamer.cli import main
 from gossamer.run.asynchronous import train_asynchronous
 from gossamer.run.config.run_file import dump
@@ -15,11 +14,6 @@ from tiny import single as tiny
 pytestmark = pytest.mark.usefixtures("forks")
 
 KINDS = {"in rounds": {}, "elastic": {"run__elastic": True}, "without waiting": {"run__wait": False}}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def start(folder: Path, **overrides: object) -> list[Command]:

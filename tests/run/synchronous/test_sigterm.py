@@ -5,7 +5,6 @@ import io
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from commands import Command, run
+from commands import Command, free_port, run
 from gossamer.cli import main
 from gossamer.record import checkpoint
 from gossamer.run.bookkeeping.journal import Journal
@@ -113,11 +112,6 @@ def test_sigterm_ends_processes_of_a_run_with_130_whoever_has_started_them(tmp_p
     assert [code for code, _ in ends] == [130] * len(started), ends
     assert len(saved(folder)) == 1, ends
     assert all("resume with --resume" in said and "Traceback" not in said for _, said in ends), ends
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def wait_for_a_round(folder: Path) -> None:

@@ -13,6 +13,7 @@ import hmac
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -203,7 +204,28 @@ def reached_store(host: str, port: int, timeout_s: float) -> TCPStore:
                 raise
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-    return TCPStore(where, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+    return _client(where, port, timeout_s)
+
+
+def _client(host: str, port: int, timeout_s: float) -> TCPStore:
+    """A client of the store there. Raises: OSError where whoever listens there does not answer as a store does in time."""
+    made = list[TCPStore | Exception]()
+
+    def make() -> None:
+        try:
+            made.append(TCPStore(host, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False))
+        except Exception as error:
+            made.append(error)
+
+    # In a thread: torch waits without an end for the first answer of whoever has taken the connection.
+    thread = threading.Thread(target=make, daemon=True, name="gossamer store")
+    thread.start()
+    thread.join(timeout_s)
+    if not made:
+        raise TimeoutError(f"whoever listens there did not answer as a store within {timeout_s:g} s")
+    if isinstance(made[0], Exception):
+        raise made[0]
+    return made[0]
 
 
 def listening(host: str, port: int) -> socket.socket:
