@@ -14,7 +14,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from gossamer.errors import PeerError
+from gossamer.errors import PeerError, RefusedError
 from gossamer.transport.keys import Keys
 from gossamer.transport.processes.store import FIRST_PAUSE_S, LONGEST_PAUSE_S, hosted_store, listening
 from gossamer.transport.sockets.addresses import shown
@@ -71,6 +71,8 @@ class KeyedStore:
                 left_s = max(FIRST_PAUSE_S, deadline - time.monotonic())
                 channel = dial(shown(host, port), b"", run=_RUN, me=me, timeout_s=left_s, keys=keys, whom=0)
                 break
+            except RefusedError:  # it would be so for ever
+                raise
             except OSError:
                 if time.monotonic() + pause_s >= deadline:
                     raise

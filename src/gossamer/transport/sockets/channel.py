@@ -10,7 +10,7 @@ import time
 from types import TracebackType
 
 from gossamer.transport.keys import Keys
-from gossamer.transport.sockets.tls import TlsSocket
+from gossamer.transport.sockets.tls import TlsSocket, must_encrypt
 
 __all__ = ["Channel"]
 
@@ -41,6 +41,8 @@ class Channel:
     def encrypt(self, keys: Keys, *, server: bool, deadline: float) -> None:
         """Encrypts the connection, before anything is sent. Raises: as `TlsSocket.handshake`."""
         assert isinstance(self._sock, socket.socket)
+        if server:
+            must_encrypt(self._sock, deadline)
         self._sock = sock = TlsSocket(self._sock, keys, server=server)
         sock.handshake(deadline)
         self.wait_at_most(self.timeout_s)

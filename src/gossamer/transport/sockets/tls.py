@@ -15,9 +15,25 @@ from collections.abc import Callable
 from gossamer.errors import RefusedError
 from gossamer.transport.keys import Keys, fingerprint
 
-__all__ = ["TlsSocket"]
+__all__ = ["TlsSocket", "must_encrypt"]
 
 _PIECE_BYTES = 1 << 18
+_FIRST = b"\x16"
+"""What a handshake begins with."""
+_IN_THE_CLEAR = "it does not encrypt; give all machines the same run file with [peers], and their keys"
+
+
+def must_encrypt(sock: socket.socket, deadline: float) -> None:
+    """Looks at the first byte that comes, before a state of TLS is made for a stranger: a flood of them shall cost little.
+
+    Raises: RefusedError where that is no handshake, OSError where none comes in time.
+    """
+    sock.settimeout(max(1e-3, deadline - time.monotonic()))
+    first = sock.recv(1, socket.MSG_PEEK)
+    if not first:
+        raise ConnectionError("it hung up")
+    if first != _FIRST:
+        raise RefusedError("key", _IN_THE_CLEAR)
 
 
 class TlsSocket:
@@ -141,7 +157,5 @@ class TlsSocket:
                 "what it sent was changed on its way; somebody on the path, or a faulty network card, changes the bytes",
             )
         if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNKNOWN_PROTOCOL"):
-            return RefusedError(
-                "key", "it does not encrypt; give all machines the same run file with [peers], and their keys"
-            )
+            return RefusedError("key", _IN_THE_CLEAR)
         return ConnectionError(f"its encryption failed ({reason.lower().replace('_', ' ')})")
