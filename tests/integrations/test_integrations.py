@@ -443,6 +443,12 @@ def test_workers_see_other_samples(found, name):
 def test_a_framework_that_counts_two_processes_is_refused_in_a_sentence(found, name):
     for each in found:
         assert "counts 2 processes" in each["refusals"][name] and "as_worker() before" in each["refusals"][name]
+        ways = (
+            "saves what a callback has of its first process alone"
+            if name == "lightning"
+            else "give site=(0, 2) and join="
+        )
+        assert ways in each["refusals"][name]
 
 
 def test_accelerate_exports_all_parameters_though_they_share_one_buffer(found):

@@ -118,17 +118,24 @@ def _as_asked(is_main_process: bool) -> bool:
     return is_main_process
 
 
-def must_be_alone(processes: int, framework: str, options: OuterOptions) -> None:
+def must_be_alone(processes: int, framework: str, options: OuterOptions | None) -> None:
     """Raises ConfigError when a framework counts several processes that are not one worker, as those of a site are.
 
     It averages their gradients in every step.
+
+    Args: `options` are None for a framework that saves the outer state of one process alone, so that a worker has no more.
     """
-    if processes != 1 and options.get("site") is None:
+    if processes != 1 and (options is None or options.get("site") is None):
+        several = (
+            f"; a worker of several processes needs the Trainer, Accelerate or a loop of your own, as {framework} saves what a "
+            "callback has of its first process alone"
+            if options is None
+            else "; or start each worker of several processes as a world of its own, and give site=(0, 2) and join='HOST:PORT'"
+        )
         raise ConfigError(
             f"{framework} counts {processes} processes or GPUs and averages their gradients in every step, so that they train as "
             "one and rounds change nothing; call gossamer.integrations.as_worker() before anything of the framework is made, "
-            "and ask the framework for one process on one device; or start each worker of several processes as a world of its "
-            "own, and give site=(0, 2) and join='HOST:PORT'"
+            f"and ask the framework for one process on one device{several}"
         )
 
 

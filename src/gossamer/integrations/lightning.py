@@ -58,7 +58,7 @@ class LightningCallback(Callback):
     def setup(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
         """Refuses to fit with several processes."""
         if stage == "fit":
-            must_be_alone(trainer.world_size, "Lightning", {})
+            must_be_alone(trainer.world_size, "Lightning", None)
 
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Makes the outer loop, or continues that of a checkpoint."""
