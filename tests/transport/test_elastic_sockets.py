@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from gossamer.record.packed import cold, frozen, unpacked
 from gossamer.run.participant.state_transfer import fetch_state, serve_state
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic import newcomer
+from gossamer.transport.elastic import transport as elastic_transport
+from gossamer.transport.elastic.closing import LeftOutError
 from gossamer.transport.elastic.core import Outcome
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry, membership_update
 from gossamer.transport.elastic.transport import ElasticTransport
@@ -47,7 +50,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 @contextlib.contextmanager
 def crew(
-    n: int, *, timeout_s: float = 8.0, mute: int | None = None, gone: bool = False
+    n: int, *, timeout_s: float = 8.0, mute: int | None = None, gone: bool = False, limit_bytes: int | None = None
 ) -> Iterator[tuple[list[ElasticTransport], list[SlotEntry]]]:
     """Workers that know each other; the address of `mute` is taken by nobody: it accepts, unless it is `gone`."""
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(n)]
@@ -56,7 +59,9 @@ def crew(
         for i in range(n)
     ]
     made = [
-        ElasticTransport(Members(limits(n), i, entries), Endpoint(listeners[i], RUN, SECRET, timeout_s))
+        ElasticTransport(
+            Members(limits(n), i, entries), Endpoint(listeners[i], RUN, SECRET, timeout_s), limit_bytes=limit_bytes
+        )
         for i in range(n)
         if i != mute
     ]
@@ -275,6 +280,38 @@ def test_a_worker_accepts_connections_again_after_it_had_no_file_descriptor_left
         listener.close()
         for arrival in came:
             arrival.channel.close()
+
+
+def test_two_that_reach_the_others_and_not_each_other_hold_up_no_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As two behind routers at home, who dial and cannot be dialled: one of them is left out, whoever leads."""
+    dial = elastic_transport.dial
+
+    def cut(address: str, secret: bytes, *, me: int, whom: int, **more: Any) -> Channel:
+        if {me, whom} == {1, 2}:
+            raise OSError("there is no way")
+        return dial(address, secret, me=me, whom=whom, **more)
+
+    def closed(transport: ElasticTransport) -> int | None:
+        """The attempts of a round in which it takes part; None where it is left out."""
+        transport.enter(0, lambda alive: sorted(alive - {transport.worker}), 0)
+        try:
+            for attempts in itertools.count(1):
+                attempt, alive = transport.proposed(0)
+                ticket, peers = Ticket(0, 0, 2 * attempt), alive - {transport.worker}
+                for peer in peers:
+                    transport.expect(ticket, peer, LIKE)
+                for peer in peers:
+                    transport.post(ticket, peer, [torch.full((4,), float(transport.worker))])
+                transport.wait(ticket)
+                if transport.committed(attempt, whole=peers == transport.collect(ticket).keys()):
+                    return attempts
+        except LeftOutError:
+            return None
+
+    monkeypatch.setattr(elastic_transport, "dial", cut)
+    with crew(3, timeout_s=3.0, limit_bytes=1 << 12) as (transports, _), ThreadPoolExecutor(3) as pool:
+        first, *two = pool.map(closed, transports)
+    assert first is not None and sorted(two, key=lambda one: one is None)[1:] == [None] and any(two)
 
 
 def test_two_that_have_never_heard_of_each_other_meet_by_the_addresses_of_their_run() -> None:
