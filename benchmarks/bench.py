@@ -26,6 +26,7 @@ COMMANDS = {
     ),
     "many_workers": ("many_workers.py",),
     "prices": ("prices.py",),
+    "delay": ("delay.py",),
     "start": ("start.py",),
     "update": ("update.py", "--repeats", "5"),
     "exchange": ("exchange.py",),
@@ -36,6 +37,7 @@ COMMANDS = {
     "codecs": ("codecs.py",),
     "checks": ("checks.py",),
     "finite": ("finite.py",),
+    "peers": ("peers.py",),
 }  # fmt: skip
 BETWEEN = {
     "one exchange of 1 kB": "header and payload are two messages of gloo, and three threads hand over",

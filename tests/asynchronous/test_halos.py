@@ -21,7 +21,7 @@ from gossamer.clock.durations import Durations
 from gossamer.clock.fragment import RegionReport
 from gossamer.clock.server_core import Send, ServerCore
 from gossamer.errors import ConfigError, PairingError
-from gossamer.network.links import Network, from_options, read_network
+from gossamer.network.links import Network, from_options, read_network, tcp_bps
 from gossamer.record.logs.events import read_events
 from gossamer.run.config.document import load
 from gossamer.run.config.experiment_file import points
@@ -232,6 +232,24 @@ def test_a_server_without_regions_is_in_the_site_of_worker_0_and_the_others_send
     assert times.transfer_s(1, -1, 1000) == times.transfer_s(0, 1, 1000) == pytest.approx(8e-6)
     assert times.transfer_s(-1, 3, 1000) == times.transfer_s(1, 2, 1000) == pytest.approx(0.25 + 8e-3)
     assert times.transfer_s(3, -1, 1000, near=True) == pytest.approx(8e-6)
+
+
+def test_lost_packets_bound_what_passes_between_regions_and_between_their_servers():
+    options = {
+        "uplink_bps": 1e9, "downlink_bps": 1e9, "step_s": 1.0, "latency_s": 0.01, "loss": [0.0, 0.001, 0.0],
+        "sites": {"a": {"workers": [0, 1]}, "b": {"workers": [2]}},
+        "routes": [{"between": ["a", "b"], "latency_s": 0.09, "loss": 0.01}],
+    }  # fmt: skip
+    times, size = Durations(from_options(options), 3), 10**6
+
+    def bps(latency_s, *losses):
+        return float(tcp_bps(np.array(2 * latency_s), np.array(1 - np.prod([1 - loss for loss in losses]))))
+
+    assert times.transfer_s(0, -1, size) == pytest.approx(0.01 + 8e6 / 1e9)
+    assert times.transfer_s(0, 1, size) == pytest.approx(0.01 + 8e6 / bps(0.01, 0.001))
+    assert times.transfer_s(1, 2, size) == pytest.approx(0.1 + 8e6 / bps(0.1, 0.001, 0.01))
+    assert times.transfer_s(2, -1, size, near=True) == pytest.approx(0.01 + 8e6 / 1e9)
+    assert times.relay_s(1, size) == pytest.approx(0.09 + 8e6 / bps(0.09, 0.01))
 
 
 def test_regions_are_numbered_by_their_smallest_worker_in_whatever_order_the_sites_are_written():

@@ -129,7 +129,7 @@ def test_the_documented_file_is_a_network() -> None:
     network = from_toml(example.rpartition("\n\n")[0])
     assert network.workers == 3
     assert network.sites["paris"] == Site(workers=(0, 1), uplink_bps=2e8, downlink_bps=2e8)
-    assert network.routes == (Route(between=("paris", "tokyo"), latency_s=0.12, bandwidth_bps=1e8),)
+    assert network.routes == (Route(between=("paris", "tokyo"), latency_s=0.12, bandwidth_bps=1e8, loss=0.001),)
     assert network.changes == (Change(at_s=3600, factor=0.1, worker=2),)
     assert from_toml(to_toml(network)) == network
 

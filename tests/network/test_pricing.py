@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gossamer.errors import ConfigError
 from gossamer.network import pricing
 from gossamer.network.fluid import max_min_rates
-from gossamer.network.links import Change, Network, Route, Site, jitter_factors
+from gossamer.network.links import Change, Network, Route, Site, jitter_factors, tcp_bps
 from gossamer.network.pricing import price, price_everyone
 from gossamer.network.timeline import Timeline, legs_of
 from gossamer.record.logs.trace import KINDS, Entry, Kind, Operation, Trace, from_entries, from_targets
@@ -71,7 +71,7 @@ def runs(draw: st.DrawFn, kinds: tuple[str, ...] = ("exchange", "mean")) -> Trac
 
 
 @st.composite
-def networks(draw: st.DrawFn, n: int) -> Network:
+def networks(draw: st.DrawFn, n: int, loses: bool = True) -> Network:
     def option(values: st.SearchStrategy[float]) -> float | tuple[float, ...]:
         return draw(st.one_of(values, st.lists(values, min_size=n, max_size=n).map(tuple)))
 
@@ -80,6 +80,7 @@ def networks(draw: st.DrawFn, n: int) -> Network:
         uplink_bps=option(rates),
         downlink_bps=option(rates),
         latency_s=option(seconds),
+        loss=option(st.sampled_from((0.0, 1e-4, 0.02, 0.5))) if loses and draw(st.booleans()) else 0.0,
         step_s=draw(st.none() | seconds) if draw(st.booleans()) else option(seconds),
         duplex=draw(st.sampled_from(("full", "half"))),
         mean=draw(st.sampled_from(("owners", "ring", "tree"))),
@@ -125,6 +126,12 @@ def ends_by_hand(leaves: list[float], bits: list[float], uses: list[list[tuple[i
     return ends
 
 
+def alone_by_hand(network: Network, n: int, j: int, i: int) -> float:
+    """Bits per second of a message with nobody else on its way, on links without an end."""
+    latency, loss = per_worker(network.latency_s, n), per_worker(network.loss, n)
+    return float(tcp_bps(np.array(2 * max(latency[j], latency[i])), np.array(1 - (1 - loss[j]) * (1 - loss[i]))))
+
+
 def exchange_by_hand(trace: Trace, network: Network) -> list[list[float]]:
     """The end of each round and worker, one message after the other, for traces of exchanges."""
     n, m = trace.workers, trace.messages
@@ -144,7 +151,10 @@ def exchange_by_hand(trace: Trace, network: Network) -> list[list[float]]:
         over = ends_by_hand(
             [max(clock[j], start[i]) for j, i in streams],
             [8.0 * size for size in streams.values()],
-            [[(j, 1 / up[j]), (into + i, 1 / down[i])] for j, i in streams],
+            [
+                [(j, 1 / up[j]), (into + i, 1 / down[i]), (2 * n + k, 1 / alone_by_hand(network, n, j, i))]
+                for k, (j, i) in enumerate(streams)
+            ],
         )
         end = list(clock)
         for (j, i), left_s in zip(streams, over, strict=True):
@@ -696,7 +706,7 @@ def test_what_everyone_sends_everyone_costs_what_its_messages_do_one_by_one(
     data: st.DataObject, kind: Kind, routed: bool
 ) -> None:
     n = 33  # whose 1,056 messages are too many for a replay
-    network = data.draw(networks(n))
+    network = data.draw(networks(n, loses=False))
     if routed:
         sites = {"a": Site(workers=tuple(range(5))), "b": Site(workers=tuple(range(5, n)))}
         network = replace(network, sites=sites, routes=(Route(between=("a", "b"), latency_s=2.0),))
@@ -714,5 +724,40 @@ def test_what_everyone_sends_everyone_costs_what_its_messages_do_one_by_one(
 
 def test_messages_that_share_links_are_not_priced_at_once() -> None:
     shared = Network(uplink_bps=1e6, downlink_bps=1e6, step_s=1.0, changes=(Change(at_s=1.0, factor=0.5, worker=0),))
-    with pytest.raises(ConfigError, match="give price a trace"):
-        price_everyone(np.ones((1, 2), int), 100, shared, kind="mean")
+    for network in (shared, Network(uplink_bps=1e6, downlink_bps=1e6, latency_s=0.1, loss=0.01)):
+        with pytest.raises(ConfigError, match="give price a trace"):
+            price_everyone(np.ones((1, 2), int), 100, network, kind="mean")
+
+
+@given(st.floats(1e-4, 10), st.floats(1e-8, 0.5), st.floats(1.01, 10))
+def test_tcp_is_slower_the_longer_the_way_and_the_more_is_lost(round_trip_s: float, loss: float, times: float) -> None:
+    one = tcp_bps(np.array(round_trip_s), np.array(loss))
+    assert tcp_bps(np.array(times * round_trip_s), np.array(loss)) * times == pytest.approx(float(one))
+    assert tcp_bps(np.array(round_trip_s), np.array(times * loss)) < one
+    assert one <= 8 * 1460 / round_trip_s * math.sqrt(1.5 / loss)  # Mathis et al., which it is for few losses
+    rare = float(tcp_bps(np.array(round_trip_s), np.array(1e-9)))
+    assert rare == pytest.approx(8 * 1460 / round_trip_s * math.sqrt(1.5 / 1e-9), rel=1e-3)
+    assert tcp_bps(np.array(round_trip_s), np.array(0.0)) == math.inf
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_thin_link_is_as_fast_as_tcp_on_it_however_wide_it_is(kind: Kind) -> None:
+    swap = from_targets(np.array([[1, 0]]), payload_bytes=10**6, steps=1, kind=kind)
+    wide = Network(uplink_bps=1e12, downlink_bps=math.inf, latency_s=0.1, loss=(0.0, 0.01), step_s=1.0)
+    reached_bps = float(tcp_bps(np.array(0.2), np.array(0.01)))
+    halves = 1 if kind == "exchange" else 2
+    expected_s = 1.0 + halves * 0.1 + 8e6 / reached_bps
+    assert price(swap, wide).end_s.ravel().tolist() == pytest.approx([expected_s] * 2)
+
+
+def test_a_lossy_route_bounds_each_message_over_it_and_not_those_within_a_site() -> None:
+    sites = {"a": Site(workers=(0, 1)), "b": Site(workers=(2, 3))}
+    network = Network(
+        uplink_bps=1e9, downlink_bps=1e9, latency_s=0.01, step_s=1.0, sites=sites,
+        routes=(Route(between=("a", "b"), latency_s=0.04, loss=0.001),),
+    )  # fmt: skip
+    within, across = (np.array([targets]) for targets in ([1, 0, 3, 2], [2, 3, 0, 1]))
+    reached_bps = float(tcp_bps(np.array(0.1), np.array(0.001)))
+    for targets, expected_s in ((within, 1.01 + 8e-3), (across, 1.05 + 8e6 / reached_bps)):
+        ends_s = price(from_targets(targets, payload_bytes=10**6, steps=1), network).end_s
+        assert ends_s.ravel().tolist() == pytest.approx([expected_s] * 4)

@@ -2,9 +2,11 @@
 
 import math
 
+import numpy as np
+
 from gossamer.clock.events import SERVER
 from gossamer.errors import ConfigError
-from gossamer.network.links import Network, jitter_factors, links_of
+from gossamer.network.links import Network, jitter_factors, links_of, tcp_bps
 
 __all__ = ["Durations", "regions_in"]
 
@@ -40,11 +42,12 @@ class Durations:
         self._up, self._down = links.uplink_bps.tolist(), links.downlink_bps.tolist()
         self._latency = links.latency_s.tolist()
         self._network, self._workers = network, workers
+        self._loss, self._loses = links.loss.tolist(), links.loses
         places = list(dict.fromkeys(links.site.tolist()))
         self.regions = regions_in(network, workers)
         """The region of each worker."""
-        self._route_s, self._route_bps = (
-            option[places][:, places].tolist() for option in (links.route_latency_s, links.route_bps)
+        self._route_s, self._route_bps, self._route_loss = (
+            option[places][:, places].tolist() for option in (links.route_latency_s, links.route_bps, links.route_loss)
         )
 
     def phase_s(self, worker: int, number: int, steps: int) -> float:
@@ -62,8 +65,15 @@ class Durations:
         )
         a, b = (0 if i == SERVER else self.regions[i] for i in (source, target))
         route_s, route_bps = (0.0, math.inf) if near else (self._route_s[a][b], self._route_bps[a][b])
-        return max(self._latency[i] for i in ends) + route_s + 8 * size / min(rate, route_bps)
+        latency_s = max(self._latency[i] for i in ends) + route_s
+        if self._loses:
+            kept = math.prod(1 - self._loss[i] for i in ends) * (1 if near else 1 - self._route_loss[a][b])
+            rate = min(rate, float(tcp_bps(np.asarray(2 * latency_s), np.asarray(1 - kept))))
+        return latency_s + 8 * size / min(rate, route_bps)
 
     def relay_s(self, region: int, size: int) -> float:
         """Seconds between the servers of a region and of region 0, where the global one is."""
-        return self._route_s[region][0] + 8 * size / self._route_bps[region][0]
+        latency_s, rate = self._route_s[region][0], self._route_bps[region][0]
+        if self._loses:
+            rate = min(rate, float(tcp_bps(np.asarray(2 * latency_s), np.asarray(self._route_loss[region][0]))))
+        return latency_s + 8 * size / rate

@@ -78,6 +78,7 @@ class _Stream:
     uses: tuple[Use, ...]
     bits: float
     at_s: float
+    most_bps: float
     rate_bps: float = 0.0
 
     def flow(self, to_s: float) -> None:
@@ -127,10 +128,10 @@ class Fluid:
             return math.inf
         return min([self._ends[0][0], *(change.at_s for change in self._changes[-1:])])
 
-    def start(self, name: int, bits: float, uses: Sequence[Use]) -> None:
-        """Adds a stream, now."""
+    def start(self, name: int, bits: float, uses: Sequence[Use], most_bps: float = math.inf) -> None:
+        """Adds a stream, now, which is never faster than `most_bps`."""
         bounds = tuple(use for use in uses if use.bandwidth_bps < math.inf)
-        self._streams[name] = stream = _Stream(bounds, bits, self.now_s, 0.0 if bounds else math.inf)
+        self._streams[name] = stream = _Stream(bounds, bits, self.now_s, most_bps, 0.0 if bounds else most_bps)
         for use in bounds:
             self._on[use.link].add(name)
             self._unsettled.add(use.link)
@@ -174,14 +175,20 @@ class Fluid:
         if not names:
             return
         streams = [self._streams[name] for name in names]
-        width = max(len(stream.uses) for stream in streams)
+        bounded = [row for row, stream in enumerate(streams) if stream.most_bps < math.inf]
+        width = max(len(stream.uses) for stream in streams) + bool(bounded)
         uses = np.zeros((len(streams), width), np.int64)
         seconds_per_bit = np.zeros((len(streams), width))
         for row, stream in enumerate(streams):
             for column, use in enumerate(stream.uses):
                 uses[row, column] = places[use.link]
                 seconds_per_bit[row, column] = 1 / use.bandwidth_bps
-        rates = max_min_rates(uses, seconds_per_bit, self._factors[list(places)])
+        factors = self._factors[list(places)]
+        if bounded:  # each has one more link, to itself
+            uses[bounded, -1] = len(places) + np.arange(len(bounded))
+            seconds_per_bit[bounded, -1] = [1 / streams[row].most_bps for row in bounded]
+            factors = np.concatenate([factors, np.ones(len(bounded))])
+        rates = max_min_rates(uses, seconds_per_bit, factors)
         for name, stream, rate_bps in zip(names, streams, rates.tolist(), strict=True):
             if rate_bps != stream.rate_bps:
                 stream.flow(self.now_s)

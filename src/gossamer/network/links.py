@@ -3,6 +3,7 @@
     uplink_bps = [1e9, 1e9, 1e8]   # bits per second a worker can send; one number for all, or one per worker
     downlink_bps = 1e9             # bits per second a worker can receive; inf for a link that costs nothing
     latency_s = 0.001              # seconds to leave or reach a worker; a message takes the larger of its two ends
+    loss = 0.0                     # share of the packets that are lost on a worker's link, which bounds what TCP reaches
     duplex = "full"                # "half": sending and receiving take turns on one link
     step_s = 0.5                   # seconds of one inner step; the measured times of the trace when left out
     jitter = 0.1                   # standard deviation of the seconds of a local phase, over their mean
@@ -28,6 +29,7 @@
     between = ["paris", "tokyo"]
     latency_s = 0.12               # on top of that of the workers
     bandwidth_bps = 1e8            # what all streams of one direction share; inf when left out
+    loss = 0.001                   # share of the packets that are lost between the two, on top of those of the workers' links
 
     [stages]                       # optional; between the stages of a worker, of a run that has several
     bandwidth_bps = 1e8            # from a stage to its neighbour; inf when left out
@@ -39,7 +41,9 @@
     factor = 0.1                   # a link has this times its own bandwidth, in both directions
     worker = 2                     # the link of a worker, or: site = "paris", the link that a site shares
 
-Streams that share a worker's link, a site's or a route get max-min fair parts of it (`gossamer.network.fluid`).
+Streams that share a worker's link, a site's or a route get max-min fair parts of it (`gossamer.network.fluid`). Where packets are
+lost, no stream is faster than `tcp_bps`, which is a published formula, and was not measured here. Leave `loss` out where the
+bandwidths are what `gossamer probe` has measured, as that was by TCP over the same loss.
 """
 
 import math
@@ -80,6 +84,7 @@ __all__ = [
     "jitter_factors",
     "links_of",
     "read_network",
+    "tcp_bps",
     "times_as_fast",
     "to_options",
     "to_toml",
@@ -103,9 +108,13 @@ _Rate = Annotated[
     Words("a number of bits per second from 1 to 1e18, or inf"),
 ]  # fmt: skip
 _Seconds = Annotated[float, Field(ge=0, le=1e9), Words("a number of seconds from 0 to 1e9")]
+_Loss = Annotated[float, Field(ge=0, le=0.5), Words("a share of the packets from 0 to 0.5")]
 _Index = Annotated[int, Field(ge=0, lt=2**31)]
 _Rates = _Rate | Annotated[tuple[_Rate, ...], Field(min_length=1)]
 _Times = _Seconds | Annotated[tuple[_Seconds, ...], Field(min_length=1)]
+_Losses = _Loss | Annotated[tuple[_Loss, ...], Field(min_length=1)]
+SEGMENT_BYTES = 1460
+"""Payload of a packet of 1,500 bytes, without the headers of IPv4 and TCP."""
 
 
 @settings()
@@ -130,6 +139,8 @@ class Route:
     """Seconds from one site to the other, on top of those of the workers."""
     bandwidth_bps: _Rate = math.inf
     """Bits per second in each direction."""
+    loss: _Loss = 0.0
+    """Share of the packets that are lost, on top of those of the workers' links."""
 
 
 @settings()
@@ -186,6 +197,8 @@ class Network:
     """Bits per second that a worker can receive; inf for a link that costs nothing."""
     latency_s: _Times = 0.0
     """Seconds to leave or reach a worker; a message takes the larger of its two ends."""
+    loss: _Losses = 0.0
+    """Share of the packets that are lost on a worker's link; with the round trip it bounds the rate of each message."""
     duplex: Duplex = "full"
     """"half": sending and receiving take turns on one link."""
     step_s: _Times | None = None
@@ -220,7 +233,7 @@ class Network:
         """The number of workers it describes one by one; None where it is the same for any number."""
         if self.sites:
             return sum(len(site.workers) for site in self.sites.values())
-        lists = (self.uplink_bps, self.downlink_bps, self.latency_s, self.step_s)
+        lists = (self.uplink_bps, self.downlink_bps, self.latency_s, self.loss, self.step_s)
         return next((len(option) for option in lists if isinstance(option, tuple)), None)
 
     @property
@@ -231,6 +244,31 @@ class Network:
             self.changes
         )
 
+    @property
+    def loses(self) -> bool:
+        """Whether packets are lost."""
+        of_workers = self.loss if isinstance(self.loss, tuple) else (self.loss,)
+        return any(of_workers) or any(route.loss for route in self.routes)
+
+
+def tcp_bps(round_trip_s: Floats, loss: Floats) -> Floats:
+    """Bits per second that one TCP connection reaches where a share p of its packets is lost; infinite where none is.
+
+    `8·s / (R·√(2p/3) + 4R·min(1, 3·√(3p/8))·p·(1 + 32p²))`, with segments of s = 1,460 bytes and a round trip of R seconds: the
+    formula of Padhye et al. (SIGCOMM 1998), with the time-out of 4R and the acknowledgement for each packet that RFC 5348
+    takes. For small p it is that of Mathis et al. (1997), `8·s/R · √(3/2p)`.
+
+    It is of Reno. CUBIC, the default of Linux, is faster on long and fast links that rarely lose a packet, and BBR hardly minds
+    loss. It takes losses to be independent, so bursts cost less than it says; it knows no slow start, so that short messages
+    take longer; and Linux waits for 0.2 s at least before it sends again, so that links under 50 ms with much loss are slower.
+
+    >>> [round(bps / 1e6, 2) for bps in tcp_bps(np.array([0.1, 0.1, 0.2]), np.array([0.0001, 0.01, 0.01])).tolist()]
+    [14.25, 1.31, 0.66]
+    """
+    with np.errstate(divide="ignore"):
+        timeouts = 4 * np.minimum(1, 3 * np.sqrt(3 * loss / 8)) * loss * (1 + 32 * loss**2)
+        return 8 * SEGMENT_BYTES / (round_trip_s * (np.sqrt(2 * loss / 3) + timeouts))
+
 
 class Links(NamedTuple):
     """A network for a given number of workers, as arrays `[workers]` and `[sites]`."""
@@ -238,6 +276,7 @@ class Links(NamedTuple):
     uplink_bps: Floats
     downlink_bps: Floats
     latency_s: Floats
+    loss: Floats
     step_s: Floats | None
     site: Integers
     """The place of each worker's site; 0 for all where there are no sites."""
@@ -246,6 +285,18 @@ class Links(NamedTuple):
     route_latency_s: Floats
     """`[sites, sites]`, symmetric, 0 within a site."""
     route_bps: Floats
+    route_loss: Floats
+
+    @property
+    def loses(self) -> bool:
+        """Whether packets are lost."""
+        return bool(self.loss.any() or self.route_loss.any())
+
+    def stream_bps(self, source: Integers, target: Integers) -> Floats:
+        """The most that a message from each source to each target reaches, whoever shares its way: `tcp_bps`."""
+        a, b = self.site[source], self.site[target]
+        kept = (1 - self.loss[source]) * (1 - self.loss[target]) * (1 - self.route_loss[a, b])
+        return tcp_bps(2 * self.message_latency_s(source, target), 1 - kept)
 
     def message_latency_s(self, source: Integers, target: Integers) -> Floats:
         """Seconds that the first bit from each source to each target is under way."""
@@ -284,22 +335,29 @@ def links_of(network: Network, workers: int) -> Links:
     for place, name in enumerate(names):
         site[list(network.sites[name].workers)] = place
     count = max(len(names), 1)
-    latency_s, bandwidth_bps = np.zeros((count, count)), np.full((count, count), math.inf)
+    latency_s, bandwidth_bps, loss = (
+        np.zeros((count, count)),
+        np.full((count, count), math.inf),
+        np.zeros((count, count)),
+    )
     for route in network.routes:
         a, b = map(names.index, route.between)
         latency_s[a, b] = latency_s[b, a] = route.latency_s
         bandwidth_bps[a, b] = bandwidth_bps[b, a] = route.bandwidth_bps
+        loss[a, b] = loss[b, a] = route.loss
     shared = [(site.uplink_bps, site.downlink_bps) for site in network.sites.values()] or [(math.inf, math.inf)]
     return Links(
         uplink_bps=spread("uplink_bps"),
         downlink_bps=spread("downlink_bps"),
         latency_s=spread("latency_s"),
+        loss=spread("loss"),
         step_s=None if network.step_s is None else spread("step_s"),
         site=site,
         site_uplink_bps=np.array([up for up, _ in shared]),
         site_downlink_bps=np.array([down for _, down in shared]),
         route_latency_s=latency_s,
         route_bps=bandwidth_bps,
+        route_loss=loss,
     )
 
 
@@ -437,6 +495,8 @@ def _check_changes(network: Network) -> None:
 
 def times_as_fast(network: Network, factor: float) -> Network:
     """The same network with all links, those of sites and between them too, so many times as fast; those between stages stay.
+
+    What packets lost let TCP reach stays too.
 
     >>> times_as_fast(Network(uplink_bps=(1e6, 2e6), downlink_bps=math.inf), 10.0).uplink_bps
     (10000000.0, 20000000.0)

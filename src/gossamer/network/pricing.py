@@ -9,6 +9,8 @@ Worker i starts round t at S_i, which is when its receives are announced, and is
   All members start at `max R_i` and go on together in legs; a leg begins when the one before it has arrived everywhere.
   "ring" has 2(n-1) legs of P/n to the next worker, "tree" 2⌈log2 n⌉ legs of P, pairwise down to one worker and back.
 
+Where packets are lost, a message is never faster than `gossamer.network.links.tcp_bps`.
+
 Messages that use the same direction of a link at the same time share it, max-min fair (`gossamer.network.fluid`): when one
 ends, the others speed up. An uncontended message runs at `min(uplink_j, downlink_i)`; k simultaneous ones get 1/k each. Where
 such cases decide when everyone ends, a round is priced at once. Otherwise it is replayed event by event. No worker is in two
@@ -188,17 +190,17 @@ def price_everyone(
     `R`, `l` or `u` (or `S`, `l`, `d`), or a sum of some of them, is largest; no others are looked at.
 
     Args: `steps` are inner steps, `[rounds, workers]`.
-    Raises: ConfigError as `price`, and where links are shared or change, which asks for a replay of all messages.
+    Raises: ConfigError as `price`, and where links are shared, change or lose packets, which asks for all messages.
     Cost: O(workers) per round and site; a tenth of a second for a mean among 100,000 workers.
 
     >>> uneven = Network(uplink_bps=(8000, 800), downlink_bps=8000, step_s=1)
     >>> price_everyone(np.array([[30, 30]]), 1000, uneven, kind="exchange").end_s
     array([[40., 40.]])
     """
-    if network.shares:
+    if network.shares or network.loses:
         raise ConfigError(
-            f"{kind} among all {steps.shape[1]} workers was to be priced at once, but the network has links that are shared or "
-            "change; give price a trace of it"
+            f"{kind} among all {steps.shape[1]} workers was to be priced at once, but the network has links that are shared, "
+            "change or lose packets; give price a trace of it"
         )
     rounds, n = steps.shape
     links, everybody = links_of(network, n), np.arange(n)
@@ -267,6 +269,8 @@ class _Ways(NamedTuple):
     down_s_per_bit: Floats
     uncontended: bool
     """No two messages share a direction."""
+    alone_s_per_bit: Floats | None = None
+    """Of each message, where packets are lost, if nobody shared its way."""
 
     @property
     def up_is_slower(self) -> NDArray[np.bool_]:
@@ -279,33 +283,41 @@ def _ways(source: Integers, target: Integers, links: Links, network: Network) ->
     up_s_per_bit, down_s_per_bit = 1 / links.uplink_bps[source], 1 / links.downlink_bps[target]
     both = np.concatenate([up, down])
     uncontended = int(np.bincount(both).max()) == 1
+    alone_s_per_bit = 1 / links.stream_bps(source, target) if links.loses else None
     if not uncontended:
         # Shared evenly: for each bit of a message, the link also moves one bit of every other message.
         loads = np.bincount(both, np.concatenate([up_s_per_bit, down_s_per_bit])).astype(float)
         up_s_per_bit, down_s_per_bit = loads[up], loads[down]
-    return _Ways(up, down, up_s_per_bit, down_s_per_bit, uncontended)
+    return _Ways(up, down, up_s_per_bit, down_s_per_bit, uncontended, alone_s_per_bit)
 
 
 def _even_shares(ways: _Ways, leaves: Floats, size: Integers | Floats, ask: bool) -> tuple[Floats, NDArray[np.bool_]]:
     """Seconds of each message if all share their links evenly all the time, and whether that is exact; no, unless asked.
 
     No message is ever slower than that. If a link is the slower one for all its messages, and these leave together and have
-    one size, the link is full until all have passed, so none is faster either.
+    one size, the link is full until all have passed, so none is faster either. A message that loses too many packets for its even
+    share leaves some to the others, and has its own rate all the time.
     """
     sizes = size.astype(float)
-    takes: Floats = 8 * sizes * np.maximum(ways.up_s_per_bit, ways.down_s_per_bit)
+    s_per_bit: Floats = np.maximum(ways.up_s_per_bit, ways.down_s_per_bit)
+    held = np.zeros(len(size), bool)
+    if ways.alone_s_per_bit is not None:
+        held = ways.alone_s_per_bit >= s_per_bit
+        s_per_bit = np.maximum(s_per_bit, ways.alone_s_per_bit)
+    takes: Floats = 8 * sizes * s_per_bit
     if ways.uncontended or not ask:
         return takes, np.full(len(size), ways.uncontended)
     slower, other = np.where(ways.up_is_slower, [ways.up, ways.down], [ways.down, ways.up])
     links = 1 + int(max(slower.max(), other.max()))
     alike = np.ones(links, bool)
     alike[other] = False
+    alike[slower[held]] = False
     for of_message in (leaves, sizes):
         least, most = np.full(links, math.inf), np.full(links, -math.inf)
         np.minimum.at(least, slower, of_message)
         np.maximum.at(most, slower, of_message)
         alike &= least >= most
-    return takes, alike[slower] | (takes == 0)
+    return takes, alike[slower] | held | (takes == 0)
 
 
 def _latest(ready: Floats, source: Integers, target: Integers, arrival: Floats) -> Floats:

@@ -57,7 +57,7 @@ class Replay:
     """A run replayed over links that are shared or change: a heap of things to do, and the streams under way."""
 
     def __init__(self, trace: Trace, network: Network, links: Links, start_s: Floats | None = None):
-        self.trace, self.network, self.links = trace, network, links
+        self.trace, self.network, self.links, self.loses = trace, network, links, links.loses
         n, sites = trace.workers, len(links.site_uplink_bps)
         places = {name: 2 * n + place for place, name in enumerate(network.sites)}
         self.fluid = Fluid(
@@ -247,7 +247,8 @@ class Replay:
             ]
         name = next(self.order)
         self.streams[name] = _Stream(operation, source, target, self.now_s)
-        self.fluid.start(name, 8 * size, [Use(link, float(bandwidth_bps)) for link, bandwidth_bps in uses])
+        most_bps = float(links.stream_bps(np.array([source]), np.array([target]))[0]) if self.loses else math.inf
+        self.fluid.start(name, 8 * size, [Use(link, float(bandwidth_bps)) for link, bandwidth_bps in uses], most_bps)
 
     def arrive(self, stream: _Stream) -> None:
         """A message is there, which both of its ends have waited for, or the whole leg of a mean."""

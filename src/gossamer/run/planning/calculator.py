@@ -49,6 +49,7 @@ class _Input(NamedTuple):
 _FACTORS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 _BANDWIDTHS_BPS = (1e6, 1e7, 3e7, 1e8, 3e8, 1e9, 3e9, 1e10, 1e11)
 _LATENCIES_S = (0.0, 0.001, 0.01, 0.03, 0.1, 0.3)
+_LOSSES = (0.0, 0.0001, 0.001, 0.01, 0.03)
 _STEPS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 _LOCAL_STEPS = (1, 5, 15, 30, 60, 120, 240, 500)
 _CODECS = ("exact", "bf16", "int8", "int4")
@@ -152,7 +153,7 @@ class Calculator:
         bps, n, share = asked["bandwidth"], asked["workers"], asked["share"]
         return Network(
             uplink_bps=bps if share == 1 else (*(bps,) * (n - 1), bps * share), downlink_bps=bps, latency_s=asked["latency"],
-            step_s=asked["step_s"],
+            loss=asked["loss"], step_s=asked["step_s"],
         )  # fmt: skip
 
 
@@ -204,8 +205,9 @@ def short_lists() -> Calculator:
     """The calculator of a page without a server: lists of values so short that all answers are computed in seconds."""
     calculator = Calculator(rounds=_FEW_ROUNDS)
     short: dict[str, tuple[Any, ...]] = {
-        "bandwidth": (1e7, 3e7, 1e8, 3e8, 1e9, 1e10, 1e11), "latency": (0.03,), "workers": (8,), "share": (1.0, 0.1),
-        "step_s": (0.3,), "model": ("134m", "1b"), "vocab": (32_000,), "steps": (30, 120), "codec": ("exact", "int8"),
+        "bandwidth": (1e7, 3e7, 1e8, 3e8, 1e9, 1e10, 1e11), "latency": (0.03,), "loss": (0.0,), "workers": (8,),
+        "share": (1.0, 0.1), "step_s": (0.3,),
+        "model": ("134m", "1b"), "vocab": (32_000,), "steps": (30, 120), "codec": ("exact", "int8"),
     }  # fmt: skip
     few = {"published": (*MODELS, _FIGURE_9), "steps": (30, 100), "share": (0.2,)}
     for part, lists in (("plan", short), ("published", few)):
@@ -237,6 +239,7 @@ def _inputs(network: Network | None) -> dict[str, tuple[_Input, ...]]:
         links = (
             _Input("bandwidth", "bandwidth", _BANDWIDTHS_BPS, 1e9, "bit/s"),
             _Input("latency", "latency", _LATENCIES_S, 0.03, "s"),
+            _Input("loss", "share of packets that a worker's link loses", _LOSSES, 0.0),
             _Input("workers", "workers", (2, 4, 8, 16, 32), 8),
             _Input("share", "uplink of the slowest, as a share", _SHARES, 1.0),
             seconds,

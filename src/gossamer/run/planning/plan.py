@@ -193,9 +193,11 @@ def plan(
     Cost: some 10 ms per candidate, up to a minute where links are uneven or shared and there are hundreds of workers, and two
         minutes for 100,000.
     """
-    n, most = workers_of(network, options), _LIMIT_SHARED if network.shares else _LIMIT_WORKERS
+    listed = network.shares or network.loses
+    n, most = workers_of(network, options), _LIMIT_SHARED if listed else _LIMIT_WORKERS
     if not 2 <= n <= most:
-        shared = " where links are shared or change" if network.shares else ""
+        of_links = " where links are shared or change" if network.shares else " where packets are lost"
+        shared = of_links if listed else ""
         raise ConfigError(
             f"a plan for {n} workers was asked for but it needs from 2 to {most}{shared}; choose another number"
         )
@@ -271,7 +273,7 @@ def network_of(network: Network, n: int, left_out: Sequence[int]) -> Network:
     kept = [i for i in range(n) if i not in gone]
     each = {
         name: tuple(value[i] for i in kept)
-        for name in ("uplink_bps", "downlink_bps", "latency_s", "step_s")
+        for name in ("uplink_bps", "downlink_bps", "latency_s", "loss", "step_s")
         if left_out and isinstance(value := getattr(network, name), tuple)
     }
     return replace(network, **each)
@@ -353,7 +355,7 @@ def _priced(
             mean_bytes = math.ceil(parameters * (bits + _BACK_BITS) / 8) if back else 2 * payload_bytes
             kind, message_bytes = "mean", round(mean_bytes / n)
         rounds = _rounds_of_means(network, n, options.rounds)
-        if network.shares or n <= _LIMIT_LISTED:
+        if network.shares or network.loses or n <= _LIMIT_LISTED:
             trace = from_targets(_everyone(n, rounds), message_bytes, own, kind=kind)
             timeline = price(trace, network, computing)
         else:
