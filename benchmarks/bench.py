@@ -104,8 +104,9 @@ def page() -> str:
     return (
         head
         + "\n".join(rows)
-        + "\n\nWhat the live page costs has [a page of its own](watch.md).\n\n"
-        + "\n".join(parts)
+        + "\n\nWhat the live page costs has [a page of its own](watch.md), and so have [peers](peers.md). SimGrid is no oracle "
+        "of the\nnetwork model here, as it has no wheel for Python 3.11 and did not build: tests compare prices with a fluid "
+        "model that is\nwritten once more, message by message.\n\n" + "\n".join(parts)
     )
 
 
