@@ -333,10 +333,7 @@ def _print(made: "RunPlan", priced: "Priced", choice: "Pick", options: PlanOptio
     print(_basis(choice))
     if (collective := quicker_collective(made)) is not None:
         kind, hours = collective
-        print(
-            f'data parallelism along a {kind}, as NCCL sends, takes {hours:.4g} h; mean = "{kind}" in the network file '
-            "prices every method so"
-        )
+        print(f"data parallelism along a {kind}, as NCCL sends: {hours:.4g} h (mean = '{kind}' in the network file)")
     if options.all:
         for name, why in priced.unpriced.items():
             print(f"no price: {name}: {why}")
