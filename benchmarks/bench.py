@@ -42,7 +42,6 @@ COMMANDS = {
 BETWEEN = {
     "one exchange of 1 kB": "header and payload are two messages of gloo, and three threads hand over",
     "one exchange of 1 MB": "three threads hand over",
-    "diloco: a worker of": "a mean over everyone is n² messages in the record, which is read and sorted at the end",
     "dct_topk, ": "four products with 64 × 64 matrices take most of the time",
     "gasloc: outer step of FSDP2": "four processes on two cores: the shards of a worker wait for the slower of their lanes",
     "seconds of work under a flood": "each stranger costs a thread and the beginning of TLS, in the process that works",

@@ -131,6 +131,17 @@ def test_one_file_and_one_file_per_worker_are_the_same_trace(tmp_path: Path) -> 
     assert trace.messages.target.tolist() == [1, 0, 3, 2, 2, 3, 0, 1]
 
 
+def test_local_phases_are_the_same_with_and_without_a_look_at_the_messages(tmp_path: Path) -> None:
+    entries = swap(0, [(0, 1), (2, 3)]) + swap(1, [(0, 2), (1, 3)], steps=7)
+    write(tmp_path / "trace.jsonl", entries)
+    whole, alone = read_trace(tmp_path), read_trace(tmp_path, messages=False)
+    assert np.array_equal(whole.steps, alone.steps) and np.array_equal(whole.compute_s, alone.compute_s)
+    assert len(whole.messages.round) and not len(alone.messages.round)
+    (tmp_path / "trace.jsonl").write_text(line_of(entries[0]).replace('"steps"', '"step"'))
+    with pytest.raises(DataError, match=r"trace\.jsonl:1"):
+        read_trace(tmp_path, messages=False)
+
+
 def test_planned_targets_give_the_trace_that_a_run_would_leave() -> None:
     entries = [*swap(0, [(0, 1)]), Entry(0, 2, 30, 0.5, ()), *swap(1, [(1, 2)]), Entry(1, 0, 30, 0.5, ())]
     planned = from_targets(np.array([[1, 0, 2], [0, 2, 1]]), 100, steps=30, compute_s=0.5)

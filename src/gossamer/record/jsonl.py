@@ -13,7 +13,17 @@ from gossamer.errors import DataError
 from gossamer.record.whole_files import atomic_write, worker_of_file
 from gossamer.settings.schema import RECORD, Records
 
-__all__ = ["Parser", "json_line", "json_lines", "keep_before", "keep_records", "must_be_own", "records", "short"]
+__all__ = [
+    "Parser",
+    "json_line",
+    "json_lines",
+    "json_text",
+    "keep_before",
+    "keep_records",
+    "must_be_own",
+    "records",
+    "short",
+]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -33,7 +43,16 @@ def json_line(value: Mapping[str, Any]) -> str:
     >>> json_line({"round": 0, "loss": 2.5})
     '{"round":0,"loss":2.5}\\n'
     """
-    return json.dumps(value, allow_nan=False, separators=(",", ":")) + "\n"
+    return json_text(value) + "\n"
+
+
+def json_text(value: Any) -> str:
+    """A value within a line.
+
+    >>> json_text([[5, 34]])
+    '[[5,34]]'
+    """
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -18,7 +18,7 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from gossamer.errors import DataError
-from gossamer.record.jsonl import json_line, must_be_own, records
+from gossamer.record.jsonl import json_line, json_text, must_be_own, records
 from gossamer.settings.schema import RECORD, Records
 
 __all__ = [
@@ -51,6 +51,8 @@ Kind = Literal["exchange", "mean"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """Every kind; its place is its code in the columns of a trace, and kinds of one round happen in this order."""
 
+_TYPES = (np.int32, np.int8, np.int32, np.int32, np.int32, np.int64, np.int32)
+"""Of the columns of messages."""
 _MAX_CELLS = 2**28
 """Rounds times workers that a trace may span: a foreign line that names round 2^30 must not claim all memory."""
 
@@ -82,6 +84,7 @@ class Entry(NamedTuple):
 
 _Index = Annotated[int, Field(ge=0, lt=2**31)]
 _Size = Annotated[int, Field(ge=0, lt=2**50)]
+_Compute = Annotated[float, Field(ge=0, le=1e9)]
 _Messages = tuple[tuple[_Index, _Size], ...]
 
 
@@ -103,11 +106,24 @@ class _Line(TypedDict):
     round: _Index
     worker: _Index
     steps: _Index
-    compute_s: Annotated[float, Field(ge=0, le=1e9)]
+    compute_s: _Compute
     ops: tuple[_Part, ...]
 
 
 TRACE_LINES = Records[_Line](_Line)
+
+
+@with_config({**RECORD, "extra": "ignore"})
+class _Phase(TypedDict):
+    """What a line of a trace file says of the local phase."""
+
+    round: _Index
+    worker: _Index
+    steps: _Index
+    compute_s: _Compute
+
+
+_PHASES = Records[_Phase](_Phase)
 
 
 class Messages(NamedTuple):
@@ -159,15 +175,8 @@ def line_of(entry: Entry) -> str:
     >>> line_of(Entry(0, 3, 15, 1.2, (Operation("exchange", 0, ((5, 34),), ((5, 34),)),)))
     '{"round":0,"worker":3,"steps":15,"compute_s":1.2,"ops":[{"kind":"exchange","fragment":0,"sends":[[5,34]],"receives":[[5,34]]}]}\\n'
     """
-    return json_line(
-        {
-            "round": entry.round,
-            "worker": entry.worker,
-            "steps": entry.local_steps,
-            "compute_s": entry.compute_s,
-            "ops": [_plain(operation) for operation in entry.operations],
-        }
-    )
+    phase = {"round": entry.round, "worker": entry.worker, "steps": entry.local_steps, "compute_s": entry.compute_s}
+    return f'{json_line(phase)[:-2]},"ops":[{",".join(map(_text_of, entry.operations))}]}}\n'
 
 
 def entry_of(line: bytes | str, where: str) -> Entry:
@@ -196,8 +205,9 @@ def trace_files(run_folder: Path) -> list[Path]:
     return sorted(Path(run_folder).glob("trace*.jsonl"))
 
 
-def read_trace(run_folder: Path) -> Trace:
-    """The trace of a run, from all the files its workers wrote.
+def read_trace(run_folder: Path, *, messages: bool = True) -> Trace:
+    """The trace of a run, from all the files its workers wrote; or its local phases alone, without a look at the messages, of
+    which a mean among a thousand workers has a million in each round.
 
     Raises: DataError when there is none, a line is malformed, or the lines contradict each other.
     """
@@ -206,13 +216,19 @@ def read_trace(run_folder: Path) -> Trace:
         raise DataError(
             f"{run_folder} holds no trace*.jsonl; give the folder of a run made by gossamer simulate or gossamer train"
         )
-    return from_entries(entry for path in files for entry in _entries(path))
+    return from_entries(entry for path in files for entry in (_entries if messages else _phases)(path))
 
 
 def _entries(path: Path) -> Iterator[Entry]:
     for where, line in records(path, TRACE_LINES):
         must_be_own(where, path.name, line["worker"])
         yield _entry(line, where)
+
+
+def _phases(path: Path) -> Iterator[Entry]:
+    for where, line in records(path, _PHASES):
+        must_be_own(where, path.name, line["worker"])
+        yield Entry(line["round"], line["worker"], line["steps"], line["compute_s"], ())
 
 
 def from_entries(entries: Iterable[Entry]) -> Trace:
@@ -223,22 +239,20 @@ def from_entries(entries: Iterable[Entry]) -> Trace:
         message.
     """
     cells, seconds = array("q"), array("d")
-    told, heard = array("q"), array("q")
+    told, heard = _Ends(), _Ends()
     for entry in entries:
         cells.extend((entry.round, entry.worker, entry.local_steps))
         seconds.append(entry.compute_s)
         at, me = entry.round, entry.worker
         for kind, fragment, sends, receives, overlap in entry.operations:  # a mean among many workers is many messages
-            code = KINDS.index(kind)
-            told.extend(chain.from_iterable([(at, code, me, peer, fragment, size, overlap) for peer, size in sends]))
-            heard.extend(
-                chain.from_iterable([(at, code, peer, me, fragment, size, overlap) for peer, size in receives])
-            )
+            of = at, KINDS.index(kind), me, fragment, overlap
+            told.add(of, sends)
+            heard.add(of, receives)
 
     at_round, at_worker, steps = _rows(cells, 3).T
-    rows = _agreed(_sorted(_rows(told, 7)), _sorted(_rows(heard, 7)))
+    messages = _agreed(told.messages(sent=True), heard.messages(sent=False))
     rounds = 1 + int(at_round.max(initial=-1))
-    workers = 1 + int(max(at_worker.max(initial=-1), rows[:, 2:4].max(initial=-1)))
+    workers = 1 + int(max(column.max(initial=-1) for column in (at_worker, messages.source, messages.target)))
     present = np.unique(at_worker)
     if len(present) < workers:
         silent = next((place for place, worker in enumerate(present) if place != worker), len(present))
@@ -258,7 +272,7 @@ def from_entries(entries: Iterable[Entry]) -> Trace:
             f"the trace has {times.max()} entries for round {where // workers} of worker {where % workers} "
             "but 1 is allowed; two runs were written into one folder, keep them apart"
         )
-    trace = Trace(np.zeros((rounds, workers), np.int64), np.zeros((rounds, workers)), _messages(rows))
+    trace = Trace(np.zeros((rounds, workers), np.int64), np.zeros((rounds, workers)), messages)
     trace.steps[at_round, at_worker] = steps
     trace.compute_s[at_round, at_worker] = seconds
     return trace
@@ -310,27 +324,39 @@ def from_targets(
     )
 
 
+class _Ends:
+    """Messages as one of their ends has recorded them, while they are read."""
+
+    def __init__(self) -> None:
+        self._of, self._counts, self._pairs = array("q"), array("q"), array("q")
+
+    def add(self, of: tuple[int, int, int, int, int], pairs: tuple[tuple[int, int], ...]) -> None:
+        """More messages of one round, kind, worker, fragment and overlap, as `(peer, bytes)`."""
+        self._of.extend(of)
+        self._counts.append(len(pairs))
+        self._pairs.extend(chain.from_iterable(pairs))
+
+    def messages(self, sent: bool) -> Messages:
+        """What was added, in that order; `sent` by these workers, or received."""
+        counts = _rows(self._counts, 1)[:, 0]
+        round, kind, worker, fragment, overlap = (
+            np.repeat(column.astype(dtype), counts)
+            for column, dtype in zip(_rows(self._of, 5).T, (*_TYPES[:3], _TYPES[4], _TYPES[6]), strict=True)
+        )
+        peers, sizes = _rows(self._pairs, 2).T
+        source, target = (worker, peers.astype(np.int32)) if sent else (peers.astype(np.int32), worker)
+        return Messages(round, kind, source, target, fragment, np.ascontiguousarray(sizes), overlap)
+
+
 def _rows(flat: "array[int]", width: int) -> NDArray[np.int64]:
     return np.frombuffer(flat, np.int64).reshape(-1, width) if flat else np.empty((0, width), np.int64)
 
 
-def _sorted(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The rows in order; by one number for the first five columns where these fit into one and no two rows are alike in them."""
-    sizes = [int(column.max(initial=0)) + 1 for column in rows.T[:5]]
-    if math.prod(sizes) < 2**63:
-        key: Integers = np.asarray(np.ravel_multi_index(tuple(rows.T[:5]), sizes))
-        order = np.argsort(key, kind="stable")
-        ordered = key[order]
-        if (ordered[1:] != ordered[:-1]).all():
-            return rows[order]
-    return rows[np.lexsort(rows.T[::-1])]
-
-
-def _agreed(told: NDArray[np.int64], heard: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The messages that either end recorded, once each; both are sorted."""
-    if np.array_equal(told, heard):
-        return told
-    sent, got = (Counter(map(tuple, rows.tolist())) for rows in (told, heard))
+def _agreed(told: Messages, heard: Messages) -> Messages:
+    """The messages that either end recorded, once each and sorted."""
+    if (alike := _alike(told, heard)) is not None:
+        return alike
+    sent, got = (Counter(zip(*(column.tolist() for column in ends), strict=True)) for ends in (told, heard))
     disputed = {row[:5] for row in sent - got} & {row[:5] for row in got - sent}
     if disputed:
         round_, _, source, target, _ = min(disputed)
@@ -338,17 +364,45 @@ def _agreed(told: NDArray[np.int64], heard: NDArray[np.int64]) -> NDArray[np.int
             f"the trace of round {round_} has two sizes or overlaps for the message from worker {source} to worker {target}, "
             "but both must record the same; gather the trace files of one run only"
         )
-    return np.array(sorted((sent | got).elements()), np.int64)
+    rows = np.array(sorted((sent | got).elements()), np.int64).reshape(-1, 7)
+    return Messages(*(column.astype(dtype) for column, dtype in zip(rows.T, _TYPES, strict=True)))
 
 
-def _messages(rows: NDArray[np.int64]) -> Messages:
-    """The columns of sorted rows, in the types that `Messages` keeps them in."""
-    types = (np.int32, np.int8, np.int32, np.int32, np.int32, np.int64, np.int32)
-    return Messages(*(np.ascontiguousarray(column, dtype) for column, dtype in zip(rows.T, types, strict=True)))
+def _alike(told: Messages, heard: Messages) -> Messages | None:
+    """The sorted messages, if both ends have recorded the same ones, and no two that differ in bytes or overlap alone."""
+    sizes = [1 + int(max(column.max(initial=0) for column in both)) for both in zip(told[:5], heard[:5], strict=True)]
+    if len(told.round) != len(heard.round) or math.prod(sizes) >= 2**63:
+        return None
+    keys, orders = [], []
+    for ends in (told, heard):
+        key = np.zeros(len(ends.round), np.int64)  # one number for the first five columns
+        for column, size in zip(ends[:5], sizes, strict=True):
+            key *= size
+            key += column
+        order = None if (key[1:] > key[:-1]).all() else np.argsort(key, kind="stable")
+        keys.append(key if order is None else key[order])
+        orders.append(order)
+    if (keys[0][1:] == keys[0][:-1]).any() or not np.array_equal(*keys):
+        return None
+    told, heard = (
+        # Of what was heard, only what the keys do not have is looked at.
+        ends
+        if order is None
+        else Messages(*(column[order] if place in places else column for place, column in enumerate(ends)))
+        for ends, order, places in zip((told, heard), orders, (range(7), (5, 6)), strict=True)
+    )
+    return (
+        told
+        if np.array_equal(told.bytes, heard.bytes) and np.array_equal(told.overlap_steps, heard.overlap_steps)
+        else None
+    )
 
 
-def _plain(operation: Operation) -> dict[str, Any]:
-    fields = operation._asdict()
-    if not operation.overlap_steps:
-        del fields["overlap_steps"]
-    return fields
+def _text_of(operation: Operation) -> str:
+    """An operation in a line. In a mean among many, what a worker sends and receives is long and alike, so it is encoded once."""
+    sends = json_text(operation.sends)
+    receives = sends if operation.receives == operation.sends else json_text(operation.receives)
+    overlap = f',"overlap_steps":{operation.overlap_steps}' if operation.overlap_steps else ""
+    return (
+        f'{{"kind":"{operation.kind}","fragment":{operation.fragment},"sends":{sends},"receives":{receives}{overlap}}}'
+    )

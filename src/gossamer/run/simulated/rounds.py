@@ -250,10 +250,10 @@ def _finish(key: tuple[int, int], workers: Sequence[Worker], each: Each) -> None
 
 def _record_seconds(record: RunFolder, steps: Mapping[str, InnerSteps], parts: int) -> dict[str, float]:
     """Prices the run on each of these networks and records where the seconds went; returns how long it takes on each."""
-    trace = read_trace(record.path)
     if not steps:
-        record.write_seconds(priced(trace, None, None, parts))
+        record.write_seconds(priced(read_trace(record.path, messages=False), None, None, parts))
         return {}
+    trace = read_trace(record.path)
     found = {name: priced(trace, one.network, name, parts, one.computing) for name, one in steps.items()}
     record.write_seconds(seconds for some in found.values() for seconds in some)
     if any(len(shares) > 1 for one in steps.values() for shares in one.by_stage):
