@@ -47,11 +47,14 @@ class Changes:
     overrides: Overrides = ()
     stages: int | None = None
     """cut each worker into so many stages: short for --set pipeline.stages=N"""
+    shards: int | None = None
+    """hold the model of each worker in so many processes (FSDP2): short for --set run.shards=N"""
 
     @property
     def words(self) -> tuple[str, ...]:
         """All of them, as --set takes them."""
-        return (*self.overrides, *(() if self.stages is None else (f"pipeline.stages={self.stages}",)))
+        short = {"pipeline.stages": self.stages, "run.shards": self.shards}
+        return (*self.overrides, *(f"{key}={value}" for key, value in short.items() if value is not None))
 
 
 NO_CHANGES = Changes()

@@ -151,7 +151,7 @@ def _check_place(config: "ResolvedRun", among: "Among", local: int | None, elsew
             "HOST:PORT, its workers with --worker I too, and who joins a run with --join alone"
         )
     if local is not None:
-        sizes = config.pipeline.processes(config.workers)
+        sizes = config.processes
         worker, part = place_of(among.first, sizes)
         here = sum(sizes[worker : worker + local])
         if part or among.first + here > among.of or len(sizes[worker : worker + local]) < local:
@@ -226,7 +226,7 @@ def _worker_here(config: "ResolvedRun") -> int:
     from gossamer.transport.processes.member import place_of
 
     rank = int(os.environ.get("RANK", "-1"))
-    return rank if rank < 0 else place_of(rank, config.pipeline.processes(config.workers))[0]
+    return rank if rank < 0 else place_of(rank, config.processes)[0]
 
 
 def import_early(*more: str) -> None:
@@ -271,7 +271,7 @@ def _start_workers(
         return run_served(n, main, words, folder_secret(folder, make=True), resume=again)
     if goes_on:
         return _start_participants(config, folder, n, words, among)
-    return run_local(n, main, words, parts=config.pipeline.processes(config.workers), among=among)
+    return run_local(n, main, words, parts=config.processes, among=among)
 
 
 def _start_participants(

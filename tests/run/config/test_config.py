@@ -65,6 +65,7 @@ def test_the_digest_covers_what_decides_the_numbers_and_nothing_else():
         "name": "other",
         "run__timeout_s": 3.0,
         "run__threads": 2,
+        "run__shards": 2,
         "record__tensorboard": True,
         "data__cache": "/x",
     }.items():

@@ -80,6 +80,25 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         ),
         ["a mesh of 2 processes", "schedule.sends is 3"],
     ),
+    **{
+        f"shards and {name}": (
+            Combination(**{"driver": "train", "shards": 2, "rule": gasloc(), "topology": random(4), **given}),
+            ["run.shards is 2", said],
+        )
+        for name, given, said in (
+            ("stages", {"stages": 2}, "pipeline.stages is 2"),
+            ("asynchronous", {"kind": "no waiting"}, "has no rounds"),
+            ("elastic", {"elastic": True}, "run.elastic is true"),
+            ("adapt", {"adapt": True, "local_steps": 4}, "run.adapt is True"),
+            ("hashes", {"hashes": True}, "record.hash is true"),
+            ("gradients", {"rule": RULES["data_parallel"](), "topology": complete(4)}, "'data_parallel'"),
+            ("experts", {"holders": (frozenset({0, 1}),)}, "model.experts.holders"),
+            ("codec", {"codec": int8()}, "'exact', 'bf16' or 'fp16'"),
+            ("inner optimizer", {"optimizer": "muon"}, "'muon'"),
+            ("averaging", {"averaging": "gpa"}, "'gpa'"),
+            ("moments", {"schedule": Schedule(inner_every=(2, 3))}, "[2, 3]"),
+        )
+    },
     "averaging in somebody else's loop": (Combination(driver="library", averaging="gpa"), ["'gpa'", "gossamer.GPA"]),
     "adapt in somebody else's loop": (Combination(driver="library", adapt=True), ["run.adapt is True", "local_steps"]),
     "chosen fragments and rule": (

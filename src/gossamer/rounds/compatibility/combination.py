@@ -61,7 +61,7 @@ class Combination(NamedTuple):
     stages: int = 1
     """As in `pipeline.stages`."""
     shards: int = 1
-    """Processes of each worker in somebody else's loop, as in `Outer(mesh=...)`."""
+    """Processes of each worker that hold one model: as in `Outer(mesh=...)`, and in a real run as in `run.shards`."""
     partly: bool = False
     """Whether `pipeline.workers` leaves some replicas whole."""
     scattered: bool = False

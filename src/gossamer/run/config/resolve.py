@@ -1,7 +1,7 @@
 """From a run file to what runs: `resolve(config)` is pure, opens no data and builds no model; the user's code is here already."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -195,13 +195,38 @@ def _misfits(config: RunConfig, real: bool) -> list[ConfigError]:
         checks = [partial(links_of, one, config.workers) for one in (() if real else config.network.values())]
     else:
         checks = [partial(_absences, config)]
-    errors: list[ConfigError] = []
+    errors = [*map(ConfigError, _unsharded(config))] if real else []
     for check in checks:
         try:
             check()  # before the training, not after it
         except ConfigError as error:
             errors.append(error)
     return errors
+
+
+def _unsharded(config: RunConfig) -> Iterator[str]:
+    """Why the model of a run, or its batches, cannot be divided between the shards of a worker."""
+    shards, model = config.run.shards, config.model
+    if shards == 1:
+        return
+    said = f"run.shards is {shards}"
+    own = [("model.size", model.size, model.own), ("model.loss", model.loss, model.loss is not None)]
+    own.append(("data.source", config.data.source, config.data.own))
+    if named := [f"{key} is {value!r:.60}" for key, value, is_own in own if is_own]:
+        yield (
+            f"{said} and {named[0]}, but only the built-in model on text is sharded; set it to 1, or shard your model in your "
+            "own loop with gossamer.Outer"
+        )
+    if config.data.accumulate % shards:
+        yield (
+            f"{said} and data.accumulate is {config.data.accumulate}: the processes of a worker share the micro-batches of a "
+            f"step equally; set data.accumulate to a multiple of {shards}"
+        )
+    for key, value in (("model.experts", model.experts), ("model.bottleneck", model.bottleneck)):
+        if value is not None:
+            yield f"{said} and the run has {key}, which was never tried together; remove one of the two"
+    if config.inner.compile:
+        yield f"{said} and inner.compile is true, which was never tried together; set it to false"
 
 
 _T = TypeVar("_T")
@@ -231,7 +256,7 @@ def _facts(config: RunConfig, parts: UserParts, real: bool) -> tuple[Combination
         server=config.server.name if config.server else "", optimizer=config.inner.optimizer,
         averaging=config.inner.averaging, adapt=run.adapt, weigh_steps=run.weigh_steps, reduction=run.reduction,
         eval_js=run.eval_js, elastic=run.elastic, peers=bool(config.peers),
-        stages=config.pipeline.stages, partly=config.pipeline.workers is not None,
+        stages=config.pipeline.stages, shards=run.shards if real else 1, partly=config.pipeline.workers is not None,
         scattered=config.pipeline.chunks > 1 or (config.model.bottleneck is not None and bool(config.model.bottleneck.cuts)),
         hashes=config.record.hash, batched=run.batched, holders=holders.parts if holders is not None else (),
         constant_batch=config.data.constant_batch, ghost_rounds=run.ghost_rounds,

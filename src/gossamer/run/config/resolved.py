@@ -83,6 +83,11 @@ class RunSettings(RunLength):
         return self.kind != "rounds"
 
     @property
+    def processes(self) -> tuple[int, ...]:
+        """Of each worker in a real run: one for each of its stages, or of its shards."""
+        return self.pipeline.processes(self.workers) if self.run.shards == 1 else (self.run.shards,) * self.workers
+
+    @property
     def owners(self) -> range:
         """The owners whose checkpoints a complete round has: all workers, or the server, whose number follows theirs."""
         return range(self.workers, self.workers + 1) if self.kind == "server" else range(self.workers)

@@ -105,6 +105,9 @@ class LoopSettings:
     reduction: Literal["ordered", "all_reduce"] = "ordered"
     """How a real run carries a mean: summed in worker order by chunk owners, or the backend's own all-reduce, whose order
     and last bits are its own."""
+    shards: Annotated[int, Field(ge=1, le=1024), NEUTRAL] = 1
+    """Processes of each worker of a real run that hold its model together, by FSDP2: each has a shard of it, and trains on its
+    share of the micro-batches of `data.accumulate`. A simulation has whole workers; the numbers differ by rounding at most."""
     threads: Annotated[int, Field(ge=0, le=1024), NEUTRAL] = 0
     """Intra-op threads per worker; 0 takes one in the simulator and an equal share of the cores in real runs."""
     batched: Count = 1

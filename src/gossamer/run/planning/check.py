@@ -208,7 +208,7 @@ def examine(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None = No
         rounds=run.rounds,
         tokens=_steps(run) * run.step_tokens,
         warnings=(*run.warnings, *_endless(documents, run.data.tokenizer), *partly),
-        processes=sum(run.pipeline.processes(run.workers)),
+        processes=sum(run.processes),
         stages=_stages(run, layout, kept) if layout else (),
         refused={verb: (*sentences,) for verb, sentences in refused.items() if sentences},
         here=(*missing, *_lacking(run)),
@@ -277,7 +277,7 @@ def _known_of(config: RunConfig) -> Examined:
         topology=topology, spectral_gap=None, vocabulary=vocab_size, parameters=None if layout is None else layout.numel,
         experts=None if layout is None else _experts(run, layout), sent_bytes=None, most_bytes=None, kept=(), networks=(),
         disagreement=None, rounds=config.rounds, tokens=_steps(run) * run.step_tokens, warnings=(),
-        processes=sum(run.pipeline.processes(run.workers)), here=(*_text(run, vocab_size)[1], *_lacking(run)),
+        processes=sum(run.processes), here=(*_text(run, vocab_size)[1], *_lacking(run)),
         peers=dealt(run.peers), code=tuple(names.values()),
     )  # fmt: skip
 

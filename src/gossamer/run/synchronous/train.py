@@ -48,6 +48,7 @@ from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.participant.agreement import compare_first_batches
 from gossamer.run.participant.sigterm import leaving
 from gossamer.run.worker.replica import Replica
+from gossamer.run.worker.shards import Shards
 from gossamer.run.worker.stages.checkpoints import Store, partition_of
 from gossamer.run.worker.stages.own_process import OwnStages
 from gossamer.run.worker.stages.timing import pipeline_work
@@ -81,8 +82,8 @@ def train(config: ResolvedRun, folder: Path, *, resume: Resume = False) -> None:
     """
     run = config.run
     member = join(
-        config.workers, parts=config.pipeline.processes(config.workers), backend=run.backend, device=run.device,
-        threads=run.threads, timeout_s=run.timeout_s,
+        config.workers, parts=config.processes, backend=run.backend, device=run.device, threads=run.threads,
+        timeout_s=run.timeout_s, part_is="stage" if run.shards == 1 else "shard",
     )  # fmt: skip
     failed: GossamerError | OSError | KeyboardInterrupt | None = None
     with leaving() as asked:
@@ -128,7 +129,8 @@ def train_member(
     # Every worker finds on its own how far the rule may step on its topology, as it finds the text and the user's code.
     found = {**{f"rule.{name}": value for name, value in m.rule.options.items()}, **found_by_each(task, config.parts)}
     past = history(config, folder) if resume else None
-    store = Store(config, folder, partition_of(config, member.worker), member.part)
+    # All shards read the checkpoints of their worker, which the first of them writes.
+    store = Store(config, folder, partition_of(config, member.worker), member.part if config.run.shards == 1 else 0)
     choice = _agreed_round(store, member, found, past, auto=resume == "auto")
     if choice is not None and choice.round == config.rounds:
         dist.barrier()  # whoever hosts the store must not leave while another still reads it
@@ -174,8 +176,12 @@ def _trainer(
         else list(map(member.on_side, range(config.pipeline.stages)))
     )
     transports = tuple(GroupTransport(side, run=int(config.digest, 16), timeout_s=run.timeout_s) for side in sides)
-    cut = None if pipe is None else lambda whole: OwnStages(whole, config, pipe, member.device)
-    replica = Replica(member.worker, config, task, member.device, cut=cut)
+    cut = shard = None
+    if pipe is not None and run.shards > 1:
+        shard = lambda whole: Shards(whole, config, member, pipe)  # noqa: E731
+    elif pipe is not None:
+        cut = lambda whole: OwnStages(whole, config, pipe, member.device)  # noqa: E731
+    replica = Replica(member.worker, config, task, member.device, cut=cut, shard=shard)
     reduce = _timed_all_reduce(run.timeout_s, stopwatch) if run.reduction == "all_reduce" else None
     stages = replica.staged if isinstance(replica.staged, OwnStages) else None
     worker = Worker(replica, m, transports[0], reduce)
@@ -201,7 +207,7 @@ def _train_rounds(
     record, log_of_stages = _record(store, member, worker, newest, open_), None
     if trainer.stages is not None:
         log_of_stages = open_.enter_context(stage_log(store.folder, member.worker, member.part, member.parts, newest))
-    save = _saver(store.path, line, worker, board, first)
+    save = _saver(store.path, line, worker, board, first, writes=_writes(store, member))
     journal = Journal(config, lambda: record, _validator(config, trainer), save, kind="validation")
     if not first:
         journal.begin(worker=member.worker)
@@ -238,6 +244,8 @@ def _trained_round(
     between_s = 0.0 if pipe is None else pipe.waited_s - waited_s
     if stages is not None and log_of_stages is not None:
         report = _end_in_stages(stages, log_of_stages, report, round, worker.index)
+    if worker.replica.shards is not None:
+        report = report._replace(operations=worker.replica.shards.end_round(report.operations))
     deliveries = [one for transport in transports for one in transport.deliveries()]
     stopwatch.phase(report.whole.compute_s - between_s)
     stopwatch.waited([one for transport in transports for one in transport.waits()], deliveries)
@@ -285,6 +293,9 @@ def _work(config: RunSettings, task: Task) -> PipelineWork | None:
 def _validator(config: RunSettings, trainer: _Trainer) -> Callable[[], Mapping[str, Any]]:
     """What finds the validation loss of this worker."""
     replica, stages = trainer.worker.replica, trainer.stages
+    if (shards := replica.shards) is not None:
+        scored = [moved(batch, replica.device) for batch in replica.task.data.validation(config.run.eval_batches)]
+        return lambda: {"loss": shards.validate(replica.task.loss, scored)}
     if stages is None:
         probe = Probe(config, replica.task, replica.device)
         return lambda: {"loss": probe.loss(replica.scored, replica.buffers)}
@@ -333,16 +344,21 @@ def _agreed_round(
 def _restore(worker: Worker, past: History, store: Store, member: Member, choice: ChosenRound) -> Lineage:
     """Restores a worker from its checkpoint of this round, zero being the start; returns whose checkpoints count from now on."""
     me, line, config, round = worker.index, past.lineage, store.config, choice.round
+    writes = _writes(store, member)
     # In this order, as this process may be killed at any line and the next start must find one history: the state is here, and
     # a checkpoint of it under this digest, before anything newer goes and the branch is written.
     if round:
         worker.restore(store.load(worker.replica.task, round, me, line))
-        store.take_over(me, round, worker.state(), line, config.line)
-    checkpoint.rewind(store.path, round, me, aside=choice.damaged)
+        state = worker.state()  # of shards: all of them are restored once one has it
+        if writes:
+            store.take_over(me, round, state, line, config.line)
+    if writes:
+        checkpoint.rewind(store.path, round, me, aside=choice.damaged)
     going_on = past.go_on(store.folder, round)
     # Where stages were laid out otherwise before, a process reads files that another one forgets next.
     agree(member, "all have taken over what other stages have saved", timeout_s=config.run.timeout_s)
-    store.forget_others(me)
+    if writes:
+        store.forget_others(me)
     if member.part == 0:
         end_logs_of_others(store.folder, me, member.parts, round)
     return going_on
@@ -354,7 +370,12 @@ def _timed_all_reduce(timeout_s: float, stopwatch: Stopwatch) -> Reduce:
     return lambda frames, ticket: stopwatch.blocking(lambda: reduce(frames, ticket))
 
 
-def _saver(store: Path, line: Lineage, worker: Worker, board: Board, newest: int) -> Save:
+def _writes(store: Store, member: Member) -> bool:
+    """Whether this process writes checkpoints: each stage its own, and of shards the first those of the whole worker."""
+    return store.config.run.shards == 1 or member.part == 0
+
+
+def _saver(store: Path, line: Lineage, worker: Worker, board: Board, newest: int, *, writes: bool = True) -> Save:
     """Saves this worker, and keeps every generation that the slowest worker may still need."""
     said = False
 
@@ -373,7 +394,9 @@ def _saver(store: Path, line: Lineage, worker: Worker, board: Board, newest: int
                     worker.index, since, KEPT,
                 )  # fmt: skip
             said = True
-        checkpoint.save(store, finished, worker.index, worker.state(), digest=line, since=since)
+        state = worker.state()
+        if writes:
+            checkpoint.save(store, finished, worker.index, state, digest=line, since=since)
         newest = finished
 
     return save

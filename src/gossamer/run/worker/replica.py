@@ -21,6 +21,7 @@ from gossamer.optimizers.inner import build_optimizer, clip_gradients, lr_scale,
 from gossamer.run.config.layouts import arranged
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.compiled import made_ready
+from gossamer.run.worker.shards import Shards
 from gossamer.run.worker.stages.in_one_process import InStages, StagedModel, computing
 from gossamer.run.worker.task import Task, buffers_of, moved
 
@@ -77,11 +78,12 @@ class Replica:
     Args:
         buffer: memory for `x`; its own when None.
         cut: makes of a model the stages that this process has, where `x` and all else shall be of these alone.
+        shard: makes of a model the shard that this process has of it; then `x` is a copy of the parameters of the shard.
     """
 
     def __init__(
         self, index: int, config: RunSettings, task: Task, device: torch.device, buffer: Tensor | None = None,
-        cut: Callable[[Llama], InStages] | None = None,
+        cut: Callable[[Llama], InStages] | None = None, shard: Callable[[Llama], Shards] | None = None,
     ) -> None:  # fmt: skip
         self.index, self.config, self.task, self.device = index, config, task, device
         self.model = task.model()
@@ -101,7 +103,14 @@ class Replica:
         """Whether backward passes may set torch's generator; the first one tells."""
         self.buffers = buffers_of(self.model)
         """Its own, as the running statistics of batch norm; they are never exchanged."""
-        self.x = attach(self.model, self.layout, buffer)
+        self.shards: Shards | None = None
+        """This process's shard of a model that several processes hold together."""
+        if shard is None:
+            self.x = attach(self.model, self.layout, buffer)
+        else:
+            self.shards = shard(cast(Llama, self.model))  # others are refused
+            flat = self.shards.flat
+            self.x, self.layout, self.spans = flat.x, flat.layout, flat.spans
         self.averaged: Tensor | None = None
         """The average x and the iterate z of an optimizer that averages, one after the other `[2P]`; the parameters follow."""
         homes = {}
@@ -112,7 +121,11 @@ class Replica:
                 for name, half in zip("xz", self.averaged.chunk(2), strict=True)
             }
         self.evaluated = self.x if self.averaged is None else self.averaged[: self.x.numel()]
-        self.optimizer = build_optimizer(config.inner, self.model, **homes, own=task.optimizer)
+        self.optimizer = (
+            build_optimizer(config.inner, self.model, **homes, own=task.optimizer)
+            if self.shards is None
+            else self.shards.optimizer()
+        )
         its_own = task.optimizer is not None and not type(self.optimizer).__module__.startswith("torch.optim.")
         self._turn_to_step = rng.TURN if its_own else contextlib.nullcontext()
         """Around the steps of an optimizer that the user has written; those of torch's work in any thread."""
@@ -170,6 +183,8 @@ class Replica:
             if pace_s := self.config.pace_s_of(self.index):
                 time.sleep(max(0.0, began + len(losses) * pace_s - time.perf_counter()))
             after_step()
+        if self.shards is not None:
+            self.shards.flat.read()
         lr = self.optimizer.param_groups[0]["lr"]
         return LocalPhase(tuple(losses), lr, time.perf_counter() - began, tokens)
 
@@ -193,7 +208,9 @@ class Replica:
             self.x.copy_(own)
 
     def recompute(self) -> None:
-        """After an outer step, an optimizer that averages recomputes the parameters from its average and iterate."""
+        """After an outer step, the parameters follow `x`, or of an optimizer that averages its average and iterate."""
+        if self.shards is not None:
+            self.shards.flat.write()
         if isinstance(self.optimizer, GPA) and self.gradient is None:
             self.optimizer.recompute()
 
@@ -209,10 +226,18 @@ class Replica:
         return sum(losses) / len(losses), len(places) * self.config.step_tokens
 
     def _backward_whole(self, places: Mapping[int, int]) -> list[float]:
+        if self.shards is None:
+            return self._backward_over(places, range(self.config.data.accumulate))
+        with self.shards.step():
+            losses = self._backward_over(places, self.shards.share(self.config.data.accumulate))
+        return self.shards.all_losses(losses)
+
+    def _backward_over(self, places: Mapping[int, int], micro_batches: range) -> list[float]:
+        """The losses of these micro-batches of each slot; leaves their mean gradient."""
         losses, accumulate = list[float](), self.config.data.accumulate
-        passes = accumulate * len(places)
+        passes = len(micro_batches) * len(places)
         for slot, step in places.items():
-            for number in range(step * accumulate, (step + 1) * accumulate):
+            for number in (step * accumulate + k for k in micro_batches):
                 batch = moved(self.task.data.batch(slot, number), self.device)
                 with self._drawing(slot, number), computing(self.config, self.device):
                     value = self._loss(self.model, batch)
@@ -256,7 +281,9 @@ class Replica:
     def _step(self, round: int, h: int) -> None:
         self.set_lr(self.optimizer, round, h)
         if self.config.inner.clip is not None:
-            if self.staged is None:
+            if self.shards is not None:
+                self.shards.clip(self.config.inner.clip)
+            elif self.staged is None:
                 clip_gradients(list(self.model.parameters()), self.config.inner.clip)
             else:
                 self.staged.clip(self.config.inner.clip, again=self.gradient is not None)

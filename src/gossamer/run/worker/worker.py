@@ -79,7 +79,8 @@ class Worker:
         full_steps = self.config.full_steps
         self.loop = OuterLoop(
             m, transport, parts, local_steps=replica.local_steps, full_steps=full_steps, seed=self.config.seed, reduce=reduce,
-            together=together,
+            together=together, **({} if replica.shards is None else
+            {"shard": replica.shards.part, "over_shards": replica.shards.total}),
         )  # fmt: skip
         if self.config.data.constant_batch:
             self.loop.sharing = first_sharing(self.config.workers)
@@ -195,9 +196,12 @@ class Worker:
         self.set_local_steps(self.pacer.decided(notes, self.config.workers))
 
     def state(self) -> dict[str, Any]:
-        """Everything a checkpoint needs to continue bit for bit: model, inner and outer state, data position."""
-        sharing = self.loop.sharing
-        return {
+        """Everything a checkpoint needs to continue bit for bit: model, inner and outer state, data position.
+
+        It is that of the whole worker: all processes of one in shards call it at the same time.
+        """
+        sharing, shards = self.loop.sharing, self.replica.shards
+        state = {
             "x": self.replica.evaluated,
             "outer": leaves(self.loop.state),
             "under_way": self.loop.state_in_flight(),
@@ -206,14 +210,19 @@ class Worker:
             **({} if sharing is None else {"sharing": sharing.state()}),
             **self.replica.state(),
         }
+        return state if shards is None else shards.whole(state)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores a checkpoint. Raises CheckpointError when it does not fit this model or rule."""
+        shards = self.replica.shards
         try:
+            state = state if shards is None else shards.own(state)
             mine, theirs = [self.replica.evaluated, *leaves(self.loop.state)], [state["x"], *state["outer"]]
             must_fit(theirs, mine)
             for own, saved in zip(mine, theirs, strict=True):
                 own.copy_(saved)
+            if shards is not None:
+                shards.flat.write()
             self.replica.steps_taken = int(state["steps_taken"])
             if self.pacer is not None:
                 self.pacer.restore(state["pace"])

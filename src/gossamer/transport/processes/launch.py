@@ -39,7 +39,7 @@ log = logging.getLogger("gossamer")
 
 def join(
     workers: int, *, parts: int | Sequence[int] = 1, backend: str = "auto", device: str = "auto", threads: int = 0,
-    timeout_s: float = 300.0, group: bool = True,
+    timeout_s: float = 300.0, group: bool = True, part_is: str = "stage",
 ) -> Member:  # fmt: skip
     """Makes this process the worker, or the part of one, that the environment of torchrun (or `run_local`) names.
 
@@ -50,6 +50,7 @@ def join(
         device: "cpu", "cuda" (the GPU of this process's LOCAL_RANK), or "auto": a GPU if there is one.
         threads: intra-op threads of torch; 0 takes an equal share of the cores, or OMP_NUM_THREADS if that is set.
         timeout_s: how long to wait for the others.
+        part_is: what a process of a worker of several is called.
         group: whether to make a process group; the workers of an elastic run only meet at the store, and may be fewer.
     Raises: ConfigError when the environment does not fit, PeerError when workers do not come, TransportError when the
         store cannot be reached.
@@ -65,6 +66,7 @@ def join(
     if where.type == "cuda":
         torch.cuda.set_device(where)
     member = Member.at(rank, workers, where, _store(rank, timeout_s), sizes, environment_secret())
+    member = member._replace(part_is=part_is)
     _assemble(member, backend if group else "elastic", timeout_s)
     if not group:
         return member

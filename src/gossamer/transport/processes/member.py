@@ -30,7 +30,7 @@ def place_of(rank: int, sizes: Sequence[int]) -> tuple[int, int]:
 
 
 class Member(NamedTuple):
-    """This process as a part of one worker of a run; only a worker in stages has several.
+    """This process as a part of one worker of a run; only a worker in stages or shards has several.
 
     Rules, topologies, codecs and run folders know workers. Only process groups know ranks, and a rank is computed here and
     nowhere else. Part p of a worker exchanges messages with part p of its peers, and with the one process of a peer that has
@@ -47,6 +47,8 @@ class Member(NamedTuple):
     """Which part of the worker this process holds."""
     secret: bytes = b""
     """Known to the processes of the run only; empty where none was given."""
+    part_is: str = "stage"
+    """What a part is called."""
 
     @property
     def entries(self) -> Entries:
@@ -98,7 +100,7 @@ class Member(NamedTuple):
         'stage 1 of worker 1'
         """
         worker, part = place_of(rank, self.sizes)
-        return f"worker {worker}" if self.sizes[worker] == 1 else f"stage {part} of worker {worker}"
+        return f"worker {worker}" if self.sizes[worker] == 1 else f"{self.part_is} {part} of worker {worker}"
 
     @classmethod
     def at(

@@ -1,4 +1,4 @@
-"""The processes of one worker: payloads from stage to stage, and a few numbers among all of them.
+"""The processes of one worker: payloads from stage to stage, and vectors among all of them.
 
 Payloads cross as flat bytes over gloo, from and to host memory, in a process group of the worker's own. Each stream, as the
 activations at one boundary, has a thread that receives its messages in order, as soon as they come: so bytes are in flight
@@ -131,7 +131,7 @@ class Pipe:
             try:
                 work = dist.isend(tensor, group=self.group, group_dst=part, tag=tag)
             except RuntimeError as error:
-                raise self._broken(part) from error
+                raise self.gone(part) from error
             assert work is not None
             self._sending.append((part, work, tensor))
 
@@ -154,7 +154,7 @@ class Pipe:
             self._patience.failed(self.round, self._rank(part), "foreign")
             raise message
         if isinstance(message, Exception):
-            raise self._broken(part) from message
+            raise self.gone(part) from message
         return message
 
     def flush(self) -> None:
@@ -164,7 +164,7 @@ class Pipe:
             try:
                 work.wait(timedelta(seconds=self._timeout_s))
             except RuntimeError as error:
-                raise self._broken(part) from error
+                raise self.gone(part) from error
         self._sending.clear()
         self.waited_s += time.perf_counter() - began_s
 
@@ -188,5 +188,6 @@ class Pipe:
     def _rank(self, part: int) -> int:
         return self._member.rank_of(self._member.worker, part)
 
-    def _broken(self, part: int) -> PeerError:
+    def gone(self, part: int) -> PeerError:
+        """What to raise when another part has closed its connections."""
         return self._patience.failed(self.round, self._rank(part), "closed")

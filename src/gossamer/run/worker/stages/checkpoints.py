@@ -30,7 +30,7 @@ from gossamer.run.config.pipeline import cuts_of
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.task import Task
 
-__all__ = ["WHOLE", "Partition", "Store", "joined_state", "partition_of", "state_of_part"]
+__all__ = ["WHOLE", "Arranged", "Partition", "Store", "joined_state", "partition_of", "state_of_part"]
 
 _T = TypeVar("_T")
 _NAME = re.compile(r"stage-\d{1,4}-of-(\d{1,4})-cut((?:-\d{1,4})+)")
@@ -199,17 +199,17 @@ class Store(NamedTuple):
         return rising and one.stages > 0 and (len(one.cuts) + 1) % one.stages == 0
 
 
-class _Arranged(NamedTuple):
+class Arranged(NamedTuple):
     """The order of parameters in a vector, and the slices that are exchanged one after the other."""
 
     layout: Layout
     spans: Spans
 
     @staticmethod
-    def of(config: RunSettings, model: Llama, parts: Sequence[OwnLayers]) -> "list[_Arranged]":
+    def of(config: RunSettings, model: Llama, parts: Sequence[OwnLayers]) -> "list[Arranged]":
         """That of a model, and of what each of these parts has of it."""
-        whole = _Arranged(*arranged(layout_of(model), config))
-        return [whole, *(_Arranged(*restricted(*whole, dict(part.named_parameters()))) for part in parts)]
+        whole = Arranged(*arranged(layout_of(model), config))
+        return [whole, *(Arranged(*restricted(*whole, dict(part.named_parameters()))) for part in parts)]
 
     def fragment(self, p: int | None) -> Layout:
         """The layout of a fragment; of everything for None."""
@@ -232,7 +232,7 @@ def joined_state(
     if source == WHOLE:
         return {**states[0]}
     parts, names = source.parts(model), {p: name for name, p in model.named_parameters()}
-    layout, *layouts = _Arranged.of(config, model, parts)
+    layout, *layouts = Arranged.of(config, model, parts)
 
     def joined(values: Sequence[Tensor], fragment: int | None = None) -> Tensor:
         return _whole_of(values, [one.fragment(fragment) for one in layouts], layout.fragment(fragment))
@@ -271,7 +271,7 @@ def state_of_part(
     Args and raises: as `joined_state`.
     """
     own, names = target.parts(model)[part], {p: name for name, p in model.named_parameters()}
-    layout, places = _Arranged.of(config, model, [own])
+    layout, places = Arranged.of(config, model, [own])
 
     def cut(value: Tensor, fragment: int | None = None) -> Tensor:
         return _part_of(value, places.fragment(fragment), layout.fragment(fragment))

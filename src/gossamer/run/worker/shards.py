@@ -1,0 +1,252 @@
+"""One process of a worker that holds its model together with others: FSDP2 over the micro-batches of a step.
+
+Each process has a shard of every parameter, rows of it as FSDP2 cuts them, with its gradient, inner and outer state, and trains
+on its share of the micro-batches of `data.accumulate`; FSDP2 gathers a layer when it is computed, and averages gradients. What
+is saved is the state of the whole worker, so that a checkpoint, and whoever reads one, knows nothing of shards.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gossamer.errors import ConfigError, TransportError, first_line
+from gossamer.layout import Layout, layout_of
+from gossamer.library.dtensors import local, reshard
+from gossamer.library.flat import flat_of
+from gossamer.models.llama import Llama
+from gossamer.optimizers import InnerOptimizer
+from gossamer.optimizers.inner import build_optimizer
+from gossamer.record.logs.trace import Operation
+from gossamer.run.config.layouts import arranged
+from gossamer.run.config.resolved import RunSettings
+from gossamer.run.worker.stages.checkpoints import Arranged
+from gossamer.run.worker.stages.in_one_process import computing
+from gossamer.transport.processes.member import Member
+from gossamer.transport.processes.pipe import Pipe
+
+__all__ = ["Shards"]
+
+_LOST = ("gloo", "nccl", "connection", "timed out", "timeout")
+"""What an error of a collective says whose peer is gone; anything else that fails in a step is no fault of a peer's."""
+
+
+class Shards:
+    """The shard of a model that this process has, and what the processes of its worker do together.
+
+    Args: `model` is whole, on its device, with the initial parameters; it is sharded here.
+    Raises: PeerError, wherever it computes, when another process of the worker is gone.
+    Cost: parameters, gradients, inner and outer state of a shard, a copy of its parameters, and a layer gathered; for a
+        checkpoint one vector of the whole model at a time, in host memory, and for the first process all of them.
+    """
+
+    def __init__(self, model: Llama, config: RunSettings, member: Member, pipe: Pipe) -> None:
+        from torch.distributed.device_mesh import DeviceMesh  # both take a second that others need not wait
+        from torch.distributed.fsdp import fully_shard
+
+        self._config, self._pipe, self._device = config, pipe, member.device
+        self.part, self.parts = pipe.part, pipe.parts
+        self._whole = Arranged(*arranged(layout_of(model), config))
+        mesh = DeviceMesh.from_group(_collectives(member, config.run.timeout_s), member.device.type)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        self._model = model
+        self.flat = flat_of(model, mesh, config.schedule)
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._own = nn.Module()
+        """The shards as plain parameters in the same memory: what an elementwise optimizer does to a part of a tensor."""
+        for k, p in enumerate(self._parameters):
+            self._own.register_parameter(f"shard_{k}", nn.Parameter(local(p)))
+
+    def optimizer(self) -> InnerOptimizer:
+        """The inner optimizer of this shard."""
+        return build_optimizer(self._config.inner, self._own)
+
+    def share(self, micro_batches: int) -> range:
+        """The micro-batches of a step that this process trains on; each process has as many."""
+        each = micro_batches // self.parts
+        return range(self.part * each, (self.part + 1) * each)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the forward and backward passes of a step, after which the shards have the mean gradient."""
+        for p in self._parameters:
+            p.grad = None
+        with self._explaining():
+            yield
+        for p, own in zip(self._parameters, self._own.parameters(), strict=True):
+            own.grad = None if p.grad is None else local(p.grad)
+
+    def all_losses(self, mine: Sequence[float]) -> list[float]:
+        """Those of all micro-batches of a step, in their order; the same on all processes of the worker."""
+        told = self._pipe.gather(torch.tensor(mine, dtype=torch.float64))
+        return [loss for each in told for loss in each.tolist()]
+
+    def total(self, mine: float) -> float:
+        """The sum over the shards, in their order."""
+        told = self._pipe.gather(torch.tensor([mine], dtype=torch.float64))
+        return sum((float(one) for one in told[1:]), float(told[0]))
+
+    def clip(self, max_norm: float) -> None:
+        """As `clip_gradients`, by the norm over all shards."""
+        gradients = [own.grad for own in self._own.parameters() if own.grad is not None]
+        squares = sum(float(g.double().square().sum()) for g in gradients)
+        norm = torch.tensor(math.sqrt(self.total(squares)), device=self._device)
+        torch.nn.utils.clip_grads_with_norm_(self._own.parameters(), max_norm, norm)
+
+    def validate(self, loss: Callable[[nn.Module, Any], Tensor], batches: Sequence[Any]) -> float:
+        """The mean loss over batches, which every process computes: no process ever has a whole model."""
+        self._model.eval()
+        with self._explaining(), torch.no_grad(), computing(self._config, self._device):
+            found = [loss(self._model, batch).item() for batch in batches]
+        reshard(self._model)  # what a forward pass without a backward has gathered is old after the next step
+        return math.fsum(found) / len(found)
+
+    def end_round(self, operations: Sequence[Sequence[Operation]]) -> list[list[Operation]]:
+        """The operations of a round with the bytes of all shards."""
+        sizes = [size for some in operations for one in some for _, size in (*one.sends, *one.receives)]
+        total = iter(torch.stack(self._pipe.gather(torch.tensor(sizes or [0]))).sum(0).tolist())
+
+        def added(messages: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+            return tuple((peer, next(total)) for peer, _ in messages)
+
+        return [
+            [one._replace(sends=added(one.sends), receives=added(one.receives)) for one in some] for some in operations
+        ]
+
+    def whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of the worker, as a worker of one process has it; all processes call it, and the first one gets it."""
+        return self._of_all(state, self._joined, self._joined_rows)
+
+    def own(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What this process goes on with, from the state of a whole worker. Raises: KeyError, TypeError or ValueError."""
+        return self._of_all(state, self._cut, self._cut_rows)
+
+    def _of_all(
+        self, state: Mapping[str, Any], vector: Callable[[Tensor, int | None], Tensor],
+        rows: Callable[[Tensor, tuple[int, ...]], Tensor],
+    ) -> dict[str, Any]:  # fmt: skip
+        shapes = {id(own): tuple(p.shape) for own, p in zip(self._own.parameters(), self._parameters, strict=True)}
+        full = [
+            shapes[id(p)] for group in self.optimizer().param_groups for p in group["params"]
+        ]  # as a state counts them
+        inner = state["inner"]
+        return {
+            **state,
+            "x": vector(state["x"], None),
+            "outer": [vector(value, p) for p, value in self._whole.each(state["outer"])],
+            "under_way": [
+                {**one, "sent": [vector(value, one["fragment"]) for value in one["sent"]]} for one in state["under_way"]
+            ],
+            "inner": {
+                **inner,
+                "state": {
+                    k: {name: rows(value, full[k]) if isinstance(value, Tensor) else value for name, value in one.items()}
+                    for k, one in inner["state"].items()
+                },
+            },
+        }  # fmt: skip
+
+    def _rows(self, count: int, part: int) -> slice:
+        """The rows of a tensor of so many that FSDP2 gives to a part."""
+        each = -(-count // self.parts)
+        return slice(min(part * each, count), min((part + 1) * each, count))
+
+    def _sizes(self, layout: Layout) -> list[list[int]]:
+        """The numbers that each part has of each tensor."""
+        return [
+            [math.prod(leaf.shape[1:]) * _length(self._rows(leaf.shape[0], part)) for leaf in layout.leaves]
+            for part in range(self.parts)
+        ]
+
+    def _gather(self, flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """The vectors of all parts, of these sizes."""
+        padded = flat.new_zeros(max(1, *sizes), device="cpu")
+        padded[: flat.numel()] = flat.detach().cpu()
+        return [each[:size] for each, size in zip(self._pipe.gather(padded), sizes, strict=True)]
+
+    def _joined(self, value: Tensor, fragment: int | None) -> Tensor:
+        """A vector `[k P]` of the whole model from those of all parts; what is no such vector is the same on all."""
+        layout = self._whole.fragment(fragment)
+        sizes = self._sizes(layout)
+        mine = sum(sizes[self.part])
+        times = value.numel() // mine if mine else 0
+        if not times or value.shape != (times * mine,):
+            return value
+        vectors = self._gather(value, [times * sum(one) for one in sizes])
+        if self.part:
+            return value  # the first process alone saves
+        whole = value.new_empty(times, layout.numel, device="cpu")
+        places = [leaf.start for leaf in layout.leaves]
+        for each, vector in zip(sizes, vectors, strict=True):
+            pieces = vector.view(times, -1).split(each, 1)
+            for k, (piece, size) in enumerate(zip(pieces, each, strict=True)):
+                whole[:, places[k] : places[k] + size] = piece
+                places[k] += size
+        return whole.view(-1)
+
+    def _cut(self, value: Tensor, fragment: int | None) -> Tensor:
+        """What this process has of such a vector."""
+        layout = self._whole.fragment(fragment)
+        times = value.numel() // layout.numel
+        if not times or value.shape != (times * layout.numel,):
+            return value
+        rows = value.view(times, layout.numel)
+        pieces = [
+            rows[:, leaf.start : leaf.stop].view(times, *leaf.shape)[:, self._rows(leaf.shape[0], self.part)]
+            for leaf in layout.leaves
+        ]
+        return torch.cat([piece.reshape(times, -1) for piece in pieces], 1).reshape(-1)
+
+    def _joined_rows(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of the inner optimizer, of the shape of a parameter or a number that is the same on all."""
+        own = self._rows(shape[0], self.part)
+        if value.shape != (_length(own), *shape[1:]):
+            return value
+        lengths = [_length(self._rows(shape[0], part)) for part in range(self.parts)]
+        pieces = self._gather(value.reshape(-1), [length * math.prod(shape[1:]) for length in lengths])
+        return value if self.part else torch.cat(pieces).view(shape)
+
+    def _cut_rows(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return value[self._rows(shape[0], self.part)].clone() if value.shape == shape else value
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Says of a collective that fails that a process of the worker is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not any(word in str(error).lower() for word in _LOST):
+                raise
+            raise self._pipe.gone((self.part + 1) % self.parts) from error
+
+
+def _collectives(member: Member, timeout_s: float) -> dist.ProcessGroup:
+    """What FSDP2 gathers and reduces over: not the group of the pipe, whose threads wait for messages."""
+    ranks = [member.rank_of(member.worker, part) for part in range(member.parts)]
+    if member.device.type == "cuda" and dist.get_backend() != "nccl":
+        raise ConfigError(
+            f"run.shards is {member.parts} on GPUs and what carries the run is {dist.get_backend()}; FSDP2 needs NCCL, and so a "
+            "GPU for each process: start no more processes than this machine has GPUs, or set run.device = 'cpu'"
+        )
+    try:
+        made = dist.new_group(
+            ranks, timedelta(seconds=timeout_s), use_local_synchronization=True, group_desc="shards"
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise TransportError(
+            f"{member.name(member.rank)} could not connect to the other {member.parts - 1} of its worker ({first_line(error)}); "
+            "look at their logs, and check GLOO_SOCKET_IFNAME"
+        ) from error
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def _length(rows: slice) -> int:
+    return rows.stop - rows.start
