@@ -27,6 +27,7 @@ from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry,
 from gossamer.transport.elastic.transport import ElasticTransport
 from gossamer.transport.sockets import letter as letters
 from gossamer.transport.sockets.addresses import listen, shown
+from gossamer.transport.sockets.addresses import split as host_and_port
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import Endpoint
 from gossamer.transport.sockets.handshake import dial
@@ -312,6 +313,72 @@ def test_two_that_reach_the_others_and_not_each_other_hold_up_no_mean(monkeypatc
     with crew(3, timeout_s=3.0, limit_bytes=1 << 12) as (transports, _), ThreadPoolExecutor(3) as pool:
         first, *two = pool.map(closed, transports)
     assert first is not None and sorted(two, key=lambda one: one is None)[1:] == [None] and any(two)
+
+
+@contextlib.contextmanager
+def black_hole(address: str, most_bytes: int) -> Iterator[str]:
+    """An address that leads to another over a path which loses every packet above this size, and so whatever follows it.
+
+    What is sent there again is lost again: towards that end nothing arrives any more, and no connection ends.
+    """
+    ends: list[socket.socket] = []
+
+    def carry(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if len(data) > most_bytes:
+                    while source.recv(1 << 16):  # its sender sees an open window all the same
+                        pass
+                    break
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, far = way.accept()[0], socket.create_connection(host_and_port(address))
+                ends.extend((near, far))
+                for one, other in ((near, far), (far, near)):
+                    threading.Thread(target=carry, args=(one, other), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as way:
+        threading.Thread(target=accept, daemon=True).start()
+        try:
+            yield f"127.0.0.1:{way.getsockname()[1]}"
+        finally:
+            way.shutdown(socket.SHUT_RDWR)
+            for end in ends:
+                end.close()
+
+
+def test_where_small_messages_pass_and_large_ones_never_do_an_exchange_is_missed_after_one_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As over a tunnel whose path is narrower than its ends believe, where nobody tells them."""
+    large = [torch.empty(50_000)]
+
+    def missed(transport: ElasticTransport) -> set[Outcome]:
+        ticket, peer = Ticket(0), 1 - transport.worker
+        transport.enter(0, lambda alive: [peer], 15)
+        transport.expect(ticket, peer, large)
+        transport.post(ticket, peer, [torch.zeros(50_000)])
+        transport.wait(ticket)
+        assert transport.collect(ticket) == {}
+        return set(transport.outcomes()[ticket].values())
+
+    dial = elastic_transport.dial
+    with (
+        crew(2, timeout_s=3.0, limit_bytes=1 << 20) as (transports, entries),
+        black_hole(entries[0].address, 4_000) as to_0,
+        black_hole(entries[1].address, 4_000) as to_1,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        ways = {entries[0].address: to_0, entries[1].address: to_1}
+        monkeypatch.setattr(
+            elastic_transport, "dial", lambda address, secret, **more: dial(ways[address], secret, **more)
+        )
+        waits = [pool.submit(missed, transport) for transport in transports]
+        assert all(each.result(LIMIT_S) in ({Outcome.MISSED}, {Outcome.UNSURE}) for each in waits)
 
 
 def test_two_that_have_never_heard_of_each_other_meet_by_the_addresses_of_their_run() -> None:
