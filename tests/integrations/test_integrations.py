@@ -26,7 +26,7 @@ from torch.distributed import TCPStore
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import gossamer
-from commands import Command, in_forks
+from commands import Command, free_port, in_forks
 from gossamer.errors import CheckpointError, ConfigError, MissingPackageError
 from gossamer.integrations import Place, as_worker
 from gossamer.integrations.begin import must_resume_alike
@@ -368,17 +368,35 @@ def train_the_example(rank, port):
     runpy.run_path(str(EXAMPLE), run_name="__main__")
 
 
+def train_a_site(site, join):
+    """One of two sites in Lightning, each a process that no launcher counts."""
+    import lightning
+
+    from gossamer.integrations.lightning import LightningCallback
+
+    callback, module = LightningCallback("diloco", local_steps=2, site=(site, 2), join=join), lightning_module(net())
+    options = {"enable_checkpointing": False, "logger": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, max_steps=4, callbacks=[callback], **options)
+    samples = numbers()
+    trainer.fit(module, DataLoader([samples[k] for k in range(site, 16, 2)], batch_size=2))
+    torch.save({"rounds": callback.outer.rounds, "state": module.state_dict()}, f"site-{site}.pt")
+
+
 def work_in_two(argv):
     """`work` in two forks of a process that has imported what both need, without Lightning, which looks for its rank then.
 
-    Then the example in three.
+    Then the example in three, and two sites.
     """
     sys.modules["datasets"] = None  # type: ignore[assignment]  # the Trainer imports it, and pandas, where it is there
     from transformers import LlamaForCausalLM, Trainer  # noqa: F401
 
     for name in ("accelerate", "torchmetrics"):
         importlib.import_module(name)
-    return in_forks(2, lambda rank: work(rank, argv[0])) or in_forks(3, lambda rank: train_the_example(rank, argv[1]))
+    return (
+        in_forks(2, lambda rank: work(rank, argv[0]))
+        or in_forks(3, lambda rank: train_the_example(rank, argv[1]))
+        or in_forks(2, lambda site: train_a_site(site, f"127.0.0.1:{argv[2]}"))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -388,7 +406,7 @@ def worked(tmp_path_factory):
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
     with contextlib.chdir(folder):
         ports = [store.port for store in stores]
-        code, output = Command(*ports, work=work_in_two, GLOO_SOCKET_IFNAME=loopback()).finish(290.0)
+        code, output = Command(*ports, free_port(), work=work_in_two, GLOO_SOCKET_IFNAME=loopback()).finish(290.0)
     assert code == 0, output
     return folder, output
 
@@ -572,3 +590,10 @@ def test_without_its_framework_a_module_says_what_to_install(monkeypatch, name, 
     monkeypatch.delitem(sys.modules, f"gossamer.integrations.{name}", raising=False)
     with pytest.raises(MissingPackageError, match=r"needs the extra 'integrations' .* pip install 'accelerate>="):
         importlib.import_module(f"gossamer.integrations.{name}")
+
+
+def test_two_sites_in_lightning_end_with_the_same_weights(worked):
+    ours, theirs = (torch.load(worked[0] / f"site-{site}.pt") for site in range(2))
+    assert ours["rounds"] == theirs["rounds"] == 2
+    assert all(torch.equal(t, theirs["state"][name]) for name, t in ours["state"].items())
+    assert not torch.equal(ours["state"]["net.0.weight"], net()[0].weight)
