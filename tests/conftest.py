@@ -43,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return  # this process runs no tests
+    gc.disable()  # until all is collected: what is imported and what describes the tests stays
     import torch
 
     torch.set_num_threads(1)  # tests run beside their own worker processes
@@ -81,6 +82,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, N
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # else each full collection looks at all that was imported and at all tests, for a third of a second
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
