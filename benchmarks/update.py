@@ -2,15 +2,18 @@
 
     python benchmarks/update.py [--sizes 10_000_000 100_000_000] [--threads 1]
 
-Ratio = bytes the update must touch per second / bytes `copy_` touches per second on the same buffer size. The update
+Ratio = bytes the update must touch per second / bytes `copy_` touches per second on the same buffer size, of median processor
+seconds over the threads, in turn. The update
 touches the parameters and each state tensor (read and written), its own message and one received message per peer (read).
 """
 
 import argparse
-from collections.abc import Callable
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
 
 import torch
-from timing import median_s
 
 from gossamer.layout import Layout
 from gossamer.rounds.kernel import PLAIN, Decoded, Kernel, compiled
@@ -26,6 +29,11 @@ ROWS = {
     "diloco": diloco(),
     "local_sgd": local_sgd(),
 }
+
+
+CALLED = {name: name for name in ROWS} | {
+    "gasloc": "GASLoC", "gasloc eta=1": "GASLoC, η = 1", "noloco": "NoLoCo", "diloco": "DiLoCo", "local_sgd": "local SGD",
+}  # fmt: skip
 
 
 def update(rule: Rule, kernel: Kernel, numel: int, device: str = "cpu") -> tuple[Callable[[], None], int]:
@@ -49,6 +57,17 @@ def update(rule: Rule, kernel: Kernel, numel: int, device: str = "cpu") -> tuple
     return run, touched
 
 
+def in_turn(sides: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+    """Median processor seconds of each side, after one call to warm up."""
+    taken_s: list[list[float]] = [[] for _ in sides]
+    for _ in range(1 + repeats):
+        for found, side in zip(taken_s, sides, strict=True):
+            began_s = time.process_time()
+            side()
+            found.append(time.process_time() - began_s)
+    return [statistics.median(found[1:]) for found in taken_s]
+
+
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -62,19 +81,20 @@ def main() -> None:
     for numel in args.sizes:
         source = torch.randn(numel)
         target = torch.empty_like(source)
-        copied = 8 * numel / median_s(lambda: target.copy_(source), args.repeats)  # noqa: B023 (used at once)
         for name, rule in ROWS.items():
             ratios = []
             for kernel in (PLAIN, compiled()):
                 run, touched = update(rule, kernel, numel)
-                ratios.append(touched / median_s(run, args.repeats) / copied)
+                run_s, copy_s = in_turn((run, functools.partial(target.copy_, source)), args.repeats)
+                copied = 8 * numel / copy_s * args.threads
+                ratios.append(touched / run_s * args.threads / copied)
             reached.append((name, numel, *ratios))
             print(
                 f"{numel:>12,} {name:<14} {ratios[0]:>8.2f} {ratios[1]:>9.2f}   copy {copied / 1e9:.1f} GB/s",
                 flush=True,
             )
     for name, numel, chunked, fused in reached:
-        what = f"outer update of {name}, {numel // 1_000_000}M numbers, of a copy's speed"
+        what = f"outer update of {CALLED[name]}, {numel // 1_000_000}M numbers, of a copy's speed"
         print(f"{what}, in chunks = {chunked:.2f}   (aim 0.5)")
         print(f"{what}, compiled = {fused:.2f}   (aim 0.9)")
 

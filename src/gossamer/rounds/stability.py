@@ -6,10 +6,10 @@ closes in three numbers. The model has no loss: the curvature that workers share
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import reduce
+from itertools import chain
 from typing import Annotated, Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -410,22 +410,29 @@ def _traces(topology: Topology) -> tuple[float, float]:
     """Those of W and of WᵀW, which are the same for every draw of an exchangeable topology."""
     if (found := _traces_of.get(topology.mixing)) is None:
         rows = topology.mixing(0).rows
-        own = Counter([w for i, row in enumerate(rows) for j, w in row if j == i])
-        shared = Counter(map(id, rows))  # the members of a group have one row
-        squares = Counter[float]()
-        for key, row in {id(row): row for row in rows}.items():
-            for _, w in row:
-                squares[w * w] += shared[key]
-        found = _traces_of[topology.mixing] = _total(own), _total(squares)
+        once = {id(row): row for row in rows}  # the members of a group have one row
+        place = dict(zip(once, range(len(once)), strict=True))
+        row_of = np.fromiter((place[id(row)] for row in rows), np.int64, len(rows))
+        at = np.repeat(np.arange(len(once)), np.fromiter(map(len, once.values()), np.int64, len(once)))
+        entries = np.fromiter(chain.from_iterable(chain.from_iterable(once.values())), float, 2 * len(at)).reshape(
+            -1, 2
+        )
+        worker, weight = entries[:, 0].astype(np.int64), entries[:, 1]
+        own = weight[row_of[worker] == at]
+        found = _total(own, np.ones_like(at[: len(own)])), _total(weight * weight, np.bincount(row_of)[at])
+        _traces_of[topology.mixing] = found
     return found
 
 
 _traces_of: WeakKeyDictionary[Callable[..., Mixing], tuple[float, float]] = WeakKeyDictionary()
 
 
-def _total(counts: Mapping[float, int]) -> float:
+def _total(numbers: Array, counts: NDArray[np.int64]) -> float:
     """The exact sum, rounded once as by `math.fsum`, of numbers that are there so often: a million weights are few different."""
-    return float(sum(Fraction(number) * count for number, count in counts.items()))
+    values, places = np.unique(numbers, return_inverse=True)
+    times = np.zeros(len(values), np.int64)
+    np.add.at(times, places, counts)
+    return float(sum(Fraction(value) * count for value, count in zip(values.tolist(), times.tolist(), strict=True)))
 
 
 def _restricted(mixings: Sequence[Mixing]) -> Array:

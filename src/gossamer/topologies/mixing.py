@@ -7,7 +7,8 @@ matrix units in more than that.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +46,7 @@ MOST_TOGETHER = 100_000
 """Workers of a round in which everybody, sooner or later, has to do with everybody: planning it takes some seconds."""
 
 Row = tuple[tuple[int, float], ...]
+T = TypeVar("T")
 Combine = Callable[[Tree, Mapping[int, Tree], int, Row], Any]
 
 
@@ -93,26 +95,37 @@ def from_edges(n: int, edges: Iterable[tuple[int, int, float]], sums: Literal["r
     >>> from_edges(2, [(0, 1, 0.5), (1, 0, 0.5)]).rows
     (((0, 0.5), (1, 0.5)), ((0, 0.5), (1, 0.5)))
     """
-    received: list[dict[int, float]] = [{} for _ in range(n)]
-    receivers: list[list[int]] = [[] for _ in range(n)]
-    for count, (i, j, w) in enumerate(edges):
-        if count == MOST_MESSAGES:
-            raise ConfigError(
-                f"a round of {n:,} workers has more than {MOST_MESSAGES:,} messages, too many to plan; take fewer workers, or a "
-                "topology with fewer peers"
-            )
-        assert i != j and j not in received[i] and w != 0.0, (i, j, w)
-        received[i][j] = w
-        receivers[j].append(i)
-    if sums == "rows":
-        own = [1.0 - (sum(row[j] for j in sorted(row)) if len(row) > 1 else sum(row.values())) for row in received]
-    else:
-        own = [1.0 - sum(received[i][j] for i in sorted(column)) for j, column in enumerate(receivers)]
-    for i, (row, column) in enumerate(zip(received, receivers, strict=True)):
-        row[i] = own[i]
-        column.append(i)
-        column.sort()
-    return Mixing(tuple([tuple(sorted(row.items())) for row in received]), tuple(map(tuple, receivers)))
+    listed = list(islice(edges, MOST_MESSAGES + 1))
+    if len(listed) > MOST_MESSAGES:
+        raise ConfigError(
+            f"a round of {n:,} workers has more than {MOST_MESSAGES:,} messages, too many to plan; take fewer workers, or a "
+            "topology with fewer peers"
+        )
+    at, source, weight = np.array(listed, float).reshape(-1, 3).T
+    at, source = at.astype(np.int64), source.astype(np.int64)
+    assert (at != source).all() and (weight != 0.0).all(), listed
+    first, then = (at, source) if sums == "rows" else (source, at)
+    order = np.lexsort((then, first))
+    counts, terms = np.bincount(first, minlength=n), weight[order]
+    own = 1.0 - np.bincount(first[order], terms, n)
+    if (
+        more := np.flatnonzero(counts > 2)
+    ).size:  # summed as Python does, which since 3.12 is not one term after the other
+        values, ends = terms.tolist(), counts.cumsum()
+        own[more] = [1.0 - sum(values[a:b]) for a, b in zip((ends - counts)[more], ends[more], strict=True)]
+    everybody = np.arange(n)
+    at, source = np.concatenate([at, everybody]), np.concatenate([source, everybody])
+    order = np.lexsort((source, at))
+    assert not ((np.diff(at[order]) == 0) & (np.diff(source[order]) == 0)).any(), listed
+    entries = zip(source[order].tolist(), np.concatenate([weight, own])[order].tolist(), strict=True)
+    rows = _cut(tuple(entries), np.bincount(at, minlength=n))
+    order = np.lexsort((at, source))
+    return Mixing(rows, _cut(tuple(at[order].tolist()), np.bincount(source, minlength=n)))
+
+
+def _cut(entries: tuple[T, ...], counts: NDArray[np.int64]) -> tuple[tuple[T, ...], ...]:
+    """The next so many entries, for each of these counts."""
+    return tuple([entries[a:b] for a, b in pairwise([0, *counts.cumsum().tolist()])])
 
 
 def must_be_planned(name: str, n: int) -> None:
@@ -237,12 +250,12 @@ def widen(x: "Tensor") -> "Tensor":
 
 
 def _added(terms: "Iterator[Tensor]", like: "Tensor") -> "Tensor":
-    """The terms added one after the other; zeros where there are none."""
+    """The terms added one after the other, into the first, which nobody else holds; zeros where there are none."""
     total = next(terms, None)
     if total is None:
         return widen(like).new_zeros(like.shape)
     for term in terms:
-        total = total + term  # no alpha=, lerp or addcmul anywhere: eager code fuses those and compiled code does not
+        total += term  # no alpha=, lerp or addcmul anywhere: eager code fuses those and compiled code does not
     return total
 
 
