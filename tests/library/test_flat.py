@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import gc
 import os
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -457,6 +459,23 @@ def written(stage: Stage) -> None:
         stage.say(f"written: {torch.equal(model(x), plain(x))}")
 
 
+def closed(stage: Stage) -> None:
+    """The descriptors of this process after each of several outer loops, once they are collected: they lie in cycles."""
+    model, counts = made(Case(), stage.mesh["shard"]), list[int]()
+    for _ in range(3):
+        with outer_of(Case(), model, local_steps=1) as outer:
+            train(Case(), model, optimizer_of(Case(), model), outer, [outer.shard], range(1))
+            outer.finish()
+        del outer
+        gc.collect()
+        dist.barrier()
+        end_s = time.monotonic() + 20.0
+        while len(os.listdir("/proc/self/fd")) > min(counts, default=1 << 20) and time.monotonic() < end_s:
+            time.sleep(0.05)
+        counts.append(len(os.listdir("/proc/self/fd")))
+    stage.say(f"open: {max(0, counts[-1] - counts[0])} more")
+
+
 def one_of_four(rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
@@ -466,7 +485,20 @@ def one_of_four(rank: int, port: int, folder: Path) -> None:
     stage = Stage(rank, mesh, two, alone, folder)
     for name, case in {**CASES, **NEAR}.items():
         same_as_two(stage, name, case)
-    for act in (tensor_parallel, pipeline, resumed, reshared, resharded, lossy, written, lent, torn, unlike, dying):
+    for act in (
+        tensor_parallel,
+        pipeline,
+        resumed,
+        reshared,
+        resharded,
+        lossy,
+        written,
+        closed,
+        lent,
+        torn,
+        unlike,
+        dying,
+    ):
         act(stage)
         dist.barrier()
 
@@ -564,6 +596,10 @@ def test_a_codec_of_several_numbers_sees_one_shard_at_a_time(told, codec):
 
 def test_what_is_written_after_an_evaluation_is_what_the_next_forward_pass_sees(told):
     assert [told.of(rank, "written") for rank in range(4)] == ["True"] * 4
+
+
+def test_an_outer_loop_of_shards_that_is_closed_and_collected_leaves_no_descriptor_open(told):
+    assert [told.of(rank, "open") for rank in range(4)] == ["0 more"] * 4
 
 
 def test_the_mean_model_of_shards_is_that_of_all_and_leaves_nothing_gathered(told):
