@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scipy.stats import t as student
+import scipy
 
 from generators import annealed, casts, claims, experiments, fresh, gains, leaderboard, local_steps, sources, verdicts
 from generators.verdicts import Arm
@@ -448,7 +448,7 @@ def test_what_the_page_says_beyond_one_file_follows_from_the_outcomes() -> None:
     slower = losses_of("noise", "DiLoCo")
     spread = statistics.stdev(losses_of("noise", "GASLoC 1-Peer")[seed] - slower[seed] for seed in slower)
     assert 0.006 < spread < 0.017, "what stage 0 expected"
-    shown = float(student.ppf(0.975, 2)) * spread / math.sqrt(3)
+    shown = float(scipy.stats.t.ppf(0.975, 2)) * spread / math.sqrt(3)
     assert f"only where the mean difference exceeds about {shown:.2f}" in page
     gated = losses_of("attempts", "the same, with the step to 1"), losses_of("attempts", "GASLoC 1-Peer")
     assert f"{difference(*gated, digits=4)} |" in page
