@@ -28,6 +28,7 @@ LONGEST = (
     "machines", "virtual", "docs", "sigterm", "results", "choice", "rules", "branches", "injuries", "integrations", "launch",
     "faults", "simulation", "which_round", "experiments", "transport", "check", "testing", "first_hour", "sparse", "exchange",
     "elastic_sockets", "async_runs", "codecs", "audit", "plan", "stability", "library", "batched_replicas", "contributing",
+    "tune", "race", "sites", "sites_of_trainers",
 )  # fmt: skip
 """The files that take longest. They come first: each is run by one process (`--dist loadfile`), and none shall be waited for."""
 

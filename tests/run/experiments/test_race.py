@@ -118,6 +118,8 @@ def small_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The words of a race of two workers that takes seconds, whatever the minutes."""
     monkeypatch.setattr(race, "courses", lambda made, some: [race.course_of(made, some, SMALLEST, 0.1)])
     monkeypatch.setattr(race, "MOST_SEEDS", 2)
+    monkeypatch.setattr(race, "_SEQUENCES", 2)
+    monkeypatch.setattr(race, "_ROUNDS", 3)
     monkeypatch.chdir(tmp_path)
     Path("network.toml").write_text("uplink_bps = 3e7\ndownlink_bps = 3e7\nlatency_s = 0.01\nstep_s = 0.5\n")
     words = ["plan", "network.toml", "--workers", "2", "--model", "1m", "--local-steps", "5,15", "--codec", "bf16"]
