@@ -134,6 +134,7 @@ def save(
             )
         # If a round is saved again, the old manifest must not describe the new tensors.
         manifest.unlink(missing_ok=True)
+        # The manifest comes last, once the name of the tensors is on the disk: a checkpoint counts from its manifest on.
         _move(scratch, tensor_file)
         sync_folder(tensor_file.parent)
         atomic_write(manifest, document)

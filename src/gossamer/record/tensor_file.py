@@ -36,7 +36,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
             file.write(part)
             digest.update(part)
         file.flush()
-        os.fsync(file.fileno())
+        os.fsync(file.fileno())  # before it returns: the manifest that is written next vouches for these bytes
         return file.tell(), digest.hexdigest()
 
 

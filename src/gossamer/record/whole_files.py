@@ -132,7 +132,7 @@ def _atomic_write(path: Path, data: bytes) -> None:
         with scratch.open("wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # before the name: else a power cut may leave the name without its bytes
         os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)

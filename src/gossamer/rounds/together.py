@@ -49,6 +49,7 @@ class Together:
                     f"the mean of {ticket} lacks the messages of workers {missing}; let all of them send first"
                 )
             if one.value is None:
+                # Under the lock: threads that ask meanwhile would add up the same messages once more.
                 one.value = mean(one.messages)
             one.asked += 1
             if one.asked == self._n:

@@ -86,10 +86,11 @@ def folder_secret(folder: Path, *, make: bool = False) -> bytes:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         scratch.unlink(missing_ok=True)
+        # Created with its mode: between writing and a later chmod others could read it.
         descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stat.S_IRUSR | stat.S_IWUSR)
         with os.fdopen(descriptor, "w") as file:
             file.write(text + "\n")
-        os.replace(scratch, path)
+        os.replace(scratch, path)  # all at once: a worker that looks meanwhile reads the whole secret or none
     except OSError as error:
         raise ConfigError(
             f"the secret of the run could not be written to '{path}' ({error.strerror}); choose another --out, or set {SECRET}"
