@@ -40,10 +40,10 @@ COMMANDS = {
     "peers": ("peers.py",),
 }  # fmt: skip
 BETWEEN = {
-    "simulator / (cores": "lanes wait for the slowest at the end of a round, and one thread writes the record",
+    "simulator / (cores": "not profiled; single runs reached 0.87 to 0.94",
     "compiled in bf16 / simulator": "not profiled: the optimizer's step and the outer update are not in bf16",
     "one exchange of 64 MB": "two passes of the checksum over the payload: without them it is as fast as a bare one",
-    "sign, ": "bits are packed in a pass of their own; within the scatter of runs",
+    "sign, ": "within the scatter of runs; not profiled",
     "one exchange of 1 kB": "header and payload are two messages of gloo, and three threads hand over",
     "one exchange of 1 MB": "three threads hand over",
     "dct_topk, ": "four products with 64 × 64 matrices take most of the time",
