@@ -263,7 +263,7 @@ def tcp_bps(round_trip_s: Floats, loss: Floats) -> Floats:
     take longer; and Linux waits for 0.2 s at least before it sends again, so that links under 50 ms with much loss are slower.
 
     >>> [round(bps / 1e6, 2) for bps in tcp_bps(np.array([0.1, 0.1, 0.2]), np.array([0.0001, 0.01, 0.01])).tolist()]
-    [14.25, 1.31, 0.66]
+    [14.29, 1.31, 0.66]
     """
     with np.errstate(divide="ignore"):
         timeouts = 4 * np.minimum(1, 3 * np.sqrt(3 * loss / 8)) * loss * (1 + 32 * loss**2)

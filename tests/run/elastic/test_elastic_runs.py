@@ -174,7 +174,7 @@ def test_an_encrypted_run_has_the_bits_of_one_that_is_not_and_takes_who_is_liste
     assert code == 2 and "exchange over gloo, which cannot encrypt; set run.elastic = true" in output
     (tmp_path / "gossamer" / "keys" / "berlin.pem").unlink()
     code, output = run("train", tmp_path / "run.toml", "--local", 3, "--out", tmp_path / "c")
-    assert code == 2 and "none of its keys is in" in output and "gossamer keys new NAME" in output
+    assert code == 2 and "lists none of the keys in" in output and "gossamer keys new NAME" in output
 
 
 def test_only_an_elastic_run_is_scored_where_a_checkpoint_is_missing_and_starts_with_fewer_workers(tmp_path):

@@ -20,7 +20,6 @@ __all__ = ["TlsSocket", "must_encrypt"]
 _PIECE_BYTES = 1 << 18
 _FIRST = b"\x16"
 """What a handshake begins with."""
-_IN_THE_CLEAR = "it does not encrypt; give all machines the same run file with [peers], and their keys"
 
 
 def must_encrypt(sock: socket.socket, deadline: float) -> None:
@@ -33,7 +32,11 @@ def must_encrypt(sock: socket.socket, deadline: float) -> None:
     if not first:
         raise ConnectionError("it hung up")
     if first != _FIRST:
-        raise RefusedError("key", _IN_THE_CLEAR)
+        raise _in_the_clear()
+
+
+def _in_the_clear() -> RefusedError:
+    return RefusedError("key", "it does not encrypt; give all machines the same run file with [peers], and their keys")
 
 
 class TlsSocket:
@@ -157,5 +160,5 @@ class TlsSocket:
                 "what it sent was changed on its way; somebody on the path, or a faulty network card, changes the bytes",
             )
         if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNKNOWN_PROTOCOL"):
-            return RefusedError("key", _IN_THE_CLEAR)
+            return _in_the_clear()
         return ConnectionError(f"its encryption failed ({reason.lower().replace('_', ' ')})")
