@@ -738,6 +738,7 @@ def test_tcp_is_slower_the_longer_the_way_and_the_more_is_lost(round_trip_s: flo
     rare = float(tcp_bps(np.array(round_trip_s), np.array(1e-9)))
     assert rare == pytest.approx(8 * 1460 / round_trip_s * math.sqrt(1.5 / 1e-9), rel=1e-3)
     assert tcp_bps(np.array(round_trip_s), np.array(0.0)) == math.inf
+    assert tcp_bps(np.array(1e-310), np.array(loss)) == math.inf
 
 
 @pytest.mark.parametrize("kind", KINDS)

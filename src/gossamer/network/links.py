@@ -265,7 +265,7 @@ def tcp_bps(round_trip_s: Floats, loss: Floats) -> Floats:
     >>> [round(bps / 1e6, 2) for bps in tcp_bps(np.array([0.1, 0.1, 0.2]), np.array([0.0001, 0.01, 0.01])).tolist()]
     [14.29, 1.31, 0.66]
     """
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", over="ignore"):  # no loss, or hardly a round trip, is no limit
         timeouts = 4 * np.minimum(1, 3 * np.sqrt(3 * loss / 8)) * loss * (1 + 32 * loss**2)
         return 8 * SEGMENT_BYTES / (round_trip_s * (np.sqrt(2 * loss / 3) + timeouts))
 
