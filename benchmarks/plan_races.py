@@ -1,12 +1,14 @@
 """Races what `gossamer plan` picks against its shortlist, on six networks and at two model sizes: docs/results/races.md.
 
     python benchmarks/plan_races.py --core-hours 1      # goes on where it stopped
+    python benchmarks/plan_races.py --own-size even_10m --core-hours 2      # two candidates, with all of the planned parameters
     python benchmarks/plan_races.py --page              # writes the page only
 
 Every cell is a network of configs/networks and a model in bytes and seconds of an inner step; what is trained is a small model
 (`gossamer.run.experiments.race`), with five seeds that have chosen nothing. One run at a time, in this process; each outcome is
 appended to docs/results/races/outcomes.jsonl as soon as the run has ended. What counts as right was registered before the first
-of them (docs/evidence/registered.md).
+of them (docs/evidence/registered.md). With --own-size the pick and what the plan would pick at the scale of the small model are
+trained with the 869,504 parameters that were planned, three seeds each: docs/results/races/own_size.jsonl.
 """
 
 import argparse
@@ -37,6 +39,7 @@ from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter
 
 ROOT = Path(__file__).parents[1]
 OUTCOMES = ROOT / "docs" / "results" / "races" / "outcomes.jsonl"
+OWN_SIZE = OUTCOMES.with_name("own_size.jsonl")
 PAGE = ROOT / "docs" / "results" / "races.md"
 NETWORKS = {
     "even_1g": "even, 1 Gbit/s", "even_10m": "even, 10 Mbit/s", "slow_in_turn": "slow in turn",
@@ -46,6 +49,7 @@ MODELS = {"1m": 256, "134m": 32_000}
 """Sizes with their vocabularies: 869,504 and 134,105,856 parameters. The networks say what an inner step takes, for both."""
 CELLS = [(network, size) for size in MODELS for network in NETWORKS]
 SEEDS = (40, 41, 42, 43, 44)
+PLANNED = ModelConfig(size="1m")
 MARGIN = 0.02
 CODECS = ("bf16", "int8", "fp4")
 
@@ -78,15 +82,24 @@ def cell_of(network: str, size: str) -> Cell:
     return Cell(made, course_of(made, some, SMALL, LENGTHS[0]), label_of(second))
 
 
-def run(core_hours: float) -> None:
+def at_its_own_size(network: str) -> Cell:
+    """The pick of a plan for 869,504 parameters, and that at the scale of the small model, both as planned."""
+    cell = cell_of(network, "1m")
+    two = [one.candidate for one in cell.course.entrants if one.label in (cell.choice, cell.second)]
+    return cell._replace(course=course_of(cell.made, two, PLANNED, LENGTHS[0]))
+
+
+def run(core_hours: float, own_size: str | None) -> None:
     """Trains what is missing, cell by cell and seed by seed, until the hours of this process are over."""
-    OUTCOMES.parent.mkdir(parents=True, exist_ok=True)
-    known = {(one["network"], one["size"], one["label"], one["seed"]) for one in outcomes()}
+    to = OWN_SIZE if own_size else OUTCOMES
+    to.parent.mkdir(parents=True, exist_ok=True)
+    known = {(one["network"], one["size"], one["label"], one["seed"]) for one in outcomes(to)}
     origin("", None)  # asks which commit this is before the first run
-    for network, size in CELLS:
-        cell = cell_of(network, size)
+    for network, size in [(own_size, "1m")] if own_size else CELLS:
+        cell = at_its_own_size(network) if own_size else cell_of(network, size)
+        seeds = SEEDS[:3] if own_size else SEEDS
         text = document(cell.course, cell.made, "stdlib", compiled=True)
-        for one in sorted(points(text, seeds=SEEDS), key=lambda one: one.seed):
+        for one in sorted(points(text, seeds=seeds), key=lambda one: one.seed):
             if (network, size, one.method, one.seed) in known:
                 continue
             if time.process_time() > 3600 * core_hours:
@@ -103,16 +116,16 @@ def run(core_hours: float) -> None:
                 "horizon_s": cell.course.horizon_s, "core_s": round(time.process_time() - began, 1),
                 "origin": origin(digest(one.config), ended.seconds, ended.text),
             }  # fmt: skip
-            with OUTCOMES.open("a", encoding="utf-8") as file:
+            with to.open("a", encoding="utf-8") as file:
                 file.write(json_line(line))
             print(network, size, one.method, one.seed, ended.loss, ended.error, line["core_s"], flush=True)
 
 
-def outcomes() -> list[dict[str, Any]]:
+def outcomes(file: Path = OUTCOMES) -> list[dict[str, Any]]:
     """The runs that have ended."""
-    if not OUTCOMES.exists():
+    if not file.exists():
         return []
-    return [json.loads(line) for line in OUTCOMES.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 class Verdict(NamedTuple):
@@ -217,9 +230,49 @@ def page() -> str:
     for (network, size), one in done.items():
         parts.append(f"## {NETWORKS[network]}, {size}")
         parts.append(_table(by_cell[network, size], one))
+    if whole := outcomes(OWN_SIZE):
+        parts += _at_its_own_size(whole)
     if missing := [f"{NETWORKS[network]} with {size}" for (network, size), one in found.items() if one is None]:
         parts.append(f"Not run, or not with all seeds: {'; '.join(missing)}.")
     return "\n\n".join(parts) + "\n"
+
+
+def _at_its_own_size(lines: Sequence[dict[str, Any]]) -> list[str]:
+    """Whether the pick, or that at the scale of the small model, ends lower with the parameters that were planned."""
+    parts = [
+        "## With all parameters",
+        (
+            "The pick of the plan and its pick at the scale of the race, trained with 869,504 parameters for the "
+            "hours of the plan, over seeds that both have ended "
+            "([registered](../evidence/registered.md#races-with-all-parameters)):"
+        ),
+        "    python benchmarks/plan_races.py --own-size even_10m",
+    ]
+    rows = [
+        [
+            "network",
+            "pick of the plan",
+            "pick at the scale of the race",
+            "loss of each",
+            "seeds",
+            "the plan's above the other's",
+        ]
+    ]
+    rows.append(["---", "---", "---", "---", "---:", "---:"])
+    for network in dict.fromkeys(one["network"] for one in lines):
+        own = [one for one in lines if one["network"] == network]
+        ended = {(one["chosen"], one["seed"]): one["loss"] for one in own}
+        seeds = [seed for seed in SEEDS if (True, seed) in ended and (False, seed) in ended]
+        if not seeds:
+            continue
+        found = effect([(ended[True, seed] - ended[False, seed], ended[False, seed]) for seed in seeds])
+        names = [next(one["label"] for one in own if one["chosen"] == chosen) for chosen in (True, False)]
+        means = [statistics.fmean(ended[chosen, seed] for seed in seeds) for chosen in (True, False)]
+        half = "" if found.half is None else f" ± {found.half:.4f}"
+        rows.append(
+            [NETWORKS[network], *names, f"{means[0]:.4f}, {means[1]:.4f}", str(len(seeds)), f"{found.mean:+.4f}{half}"]
+        )
+    return [*parts, markdown_lines(rows).rstrip()]
 
 
 def _gap(one: Verdict, label: str) -> str:
@@ -248,10 +301,11 @@ def main() -> None:
     parser.add_argument(
         "--core-hours", type=float, default=1.0, help="processor time after which no further run begins"
     )
+    parser.add_argument("--own-size", choices=[*NETWORKS], help="a network whose two picks are trained as planned")
     parser.add_argument("--page", action="store_true", help="write the page from the outcomes, and train nothing")
     given = parser.parse_args()
     if not given.page:
-        run(given.core_hours)
+        run(given.core_hours, given.own_size)
     PAGE.write_text(page(), encoding="utf-8")
 
 
