@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,26 +116,38 @@ def test_machines_with_keys_join_the_first_over_encrypted_connections(machines: 
         code, said = run("keys", "new", f"m{i}", "--out", home / "gossamer" / "keys" / f"m{i}.pem", "--json")
         assert code == 0, said
         peers[f"m{i}"] = {"certificate": json.loads(said)["keys"][0]["certificate"]}
-    config = tiny(run__elastic=True, run__timeout_s=30.0, run__steps=600, run__pace_s=0.02, peers=peers)
+    config = tiny(run__elastic=True, run__timeout_s=30.0, run__steps=400, run__pace_s=0.02, peers=peers)
     (tmp_path / "run.toml").write_text(dump(config))
 
-    def started(i: int, *words: str) -> subprocess.Popen[str]:
-        """Not a fork, as the fork server of a launcher has to be on its machine."""
-        command = ["train", str(tmp_path / "run.toml"), "--out", str(tmp_path / f"out{i}"), *words]
+    def waiting(i: int) -> subprocess.Popen[str]:
+        """Not a fork, as the fork server of a launcher has to be on its machine. Imports come first: they may outlast the run."""
+        command = ["gossamer", "train", str(tmp_path / "run.toml"), "--out", str(tmp_path / f"out{i}")]
+        program = f"""
+            import sys, torch, gossamer.cli.train
+            from gossamer.cli import main
+            sys.argv = {command} + sys.stdin.readline().split()
+            sys.exit(main())
+        """
         return subprocess.Popen(
-            ["ip", "netns", "exec", machines[i].split()[0], sys.executable, "-m", "gossamer", *command],
-            env={**os.environ, "XDG_CONFIG_HOME": str(homes[i])}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            ["ip", "netns", "exec", machines[i].split()[0], sys.executable, "-c", textwrap.dedent(program)],
+            env={**os.environ, "XDG_CONFIG_HOME": str(homes[i])},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
-    first = started(0, "--listen", "10.78.0.1:29500")
-    assert first.stdout is not None
+    first, *others = (waiting(i) for i in (0, 2, 1))
+    assert first.stdin is not None and first.stdout is not None
+    first.stdin.write("--listen 10.78.0.1:29500\n")
+    first.stdin.flush()
     said = []
     while "worker 0 listens on 10.78.0.1:29500" not in (line := first.stdout.readline()):
         assert line, said
         said.append(line)
     words = line.partition("takes a free slot with ")[2].split()  # what it says, and nothing else
     assert words == ["--join", "10.78.0.1:29500"]
-    others = [started(i, *words) for i in (2, 1)]
+    for one in others:
+        assert one.stdin is not None
+        one.stdin.write(" ".join(words) + "\n")
+        one.stdin.flush()
     ends = [(one.communicate(timeout=150)[0], one.returncode) for one in (first, *others)]
     assert [code for _, code in ends] == [0] * 3, (said, ends)
     for i, (told, _) in zip((2, 1), ends[1:], strict=True):  # the slot of its own key, whoever comes first
