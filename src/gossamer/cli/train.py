@@ -28,6 +28,9 @@ __all__ = ["ServerOptions", "command", "import_early"]
 
 log = logging.getLogger("gossamer")
 
+_SIGNAL = 128
+"""Above it, the exit code of a process that a signal has ended."""
+
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +60,7 @@ _NO_SERVER = ServerOptions()
 
 def command(
     file: File = None, /, *, changes: Changes = NO_CHANGES, out: Path | None = None, resume: Path | None = None,
-    local: int | None = None, join: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None,
+    local: int | None = None, restarts: int = 0, join: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None,
     machines: Machines = ONE_MACHINE, served: ServerOptions = _NO_SERVER, output: Watchable = WATCHABLE,
 ) -> int:  # fmt: skip
     """Trains as one worker of a run, as the server of one, or starts all workers on this machine.
@@ -68,6 +71,8 @@ def command(
             changes; auto: continue the run in its folder (--out), or start it there
         local: start this many workers on this machine, each as many processes as it has stages; elastic and asynchronous
             runs may start with fewer than configured; with --rank they are some of those of all machines
+        restarts: with --local, how often all processes of a run in rounds start again when a signal ends one of them; they go on
+            from the newest round, and a middle stage whose checkpoints are gone from what others have of it
         join: join a running elastic, pairwise or asynchronous run through any worker; auto: read the address from the run
             folder
     """
@@ -78,6 +83,11 @@ def command(
     from gossamer.transport.keys import KEY, keys_for
 
     among = machines.entered()
+    if restarts < 0 or (restarts and (local is None or among is not None)):
+        raise ConfigError(
+            f"--restarts is {restarts}, and only who has started all processes can start them again; give it with --local N and "
+            "without --rank"
+        )
     config, folder, resumed = run_and_folder(file, changes.words, out, resume)
     # One of them tells what is imported: the launcher, or worker 0 of another's launcher.
     tells = multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"
@@ -111,7 +121,7 @@ def command(
             )
             words += ["--resume", resumed] if resumed == AUTO else []
             words += ["--quiet"] if output.silent else []
-            code = _start_workers(run, folder, local, [*words, *sets], among, resume=resumed)
+            code = _start_workers(run, folder, local, [*words, *sets], among, resume=resumed, restarts=restarts)
         else:
             _train_one(run, folder, join, served, resume=resumed)
     if code == 0 and output.json:
@@ -248,15 +258,20 @@ def import_early(*more: str) -> None:
 
 
 def _start_workers(
-    config: "ResolvedRun", folder: Path, n: int, words: list[str], among: "Among | None", *, resume: "Resume"
-) -> int:
+    config: "ResolvedRun", folder: Path, n: int, words: list[str], among: "Among | None", *, resume: "Resume", restarts: int
+) -> int:  # fmt: skip
     """Starts all workers of a run, and its server if it has one, on this machine; or some of them, among those of others."""
     from gossamer.cli import main
-    from gossamer.run.bookkeeping.which_round import ended, has_ended, must_end_later
-    from gossamer.transport.processes.local import run_local, run_served
+    from gossamer.run.bookkeeping.which_round import ended, has_ended, lost_stages, must_end_later
+    from gossamer.settings.schema import plain
+    from gossamer.transport.processes.local import STOPPED, run_local, run_served
     from gossamer.transport.secret import folder_secret
 
     goes_on = config.run.elastic or config.kind in ("pair", "no waiting")
+    if restarts and (goes_on or config.kind == "server"):
+        raise ConfigError(
+            f"--restarts is {restarts}, and the others of this run go on without a worker that dies; start that one alone again"
+        )
     if n != config.workers and not ((goes_on or among) and n < config.workers):
         raise ConfigError(f"--local {n} but the run file has workers = {config.workers}; make them equal")
     if resume and among is None:
@@ -271,7 +286,23 @@ def _start_workers(
         return run_served(n, main, words, folder_secret(folder, make=True), resume=again)
     if goes_on:
         return _start_participants(config, folder, n, words, among)
-    return run_local(n, main, words, parts=config.processes, among=among)
+    code = run_local(n, main, words, parts=config.processes, among=among)
+    # torch takes no new process into a group of which one has died, so that all begin again; a mistake would only come again.
+    while restarts and code > _SIGNAL and code != STOPPED:
+        restarts -= 1
+        lost = lost_stages(folder)
+        tables = ", ".join("{" + ", ".join(f"{k} = {v!r}" for k, v in plain(one).items()) + "}" for one in lost)
+        log.warning(
+            "a process was ended by signal %d; all %d start again, and go on from the newest round that they have",
+            code - _SIGNAL, sum(config.processes),
+        )  # fmt: skip
+        again = [
+            *words,
+            *([] if resume else ["--resume", AUTO]),
+            *(["--set", f"pipeline.lost=[{tables}]"] if lost else []),
+        ]
+        code = run_local(n, main, again, parts=config.processes)
+    return code
 
 
 def _start_participants(

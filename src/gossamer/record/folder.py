@@ -16,6 +16,7 @@ initial values has round -1 and step 0. A number that is not finite is written a
 * `{"kind":"train","round":r,"worker":i,"step":s,"loss":x,"lr":y,"tokens":t}`: the mean loss of a local phase, and the
   steps and tokens that this worker has behind it. With `record.hash` also `"hashes":[...]`, see there. Where messages of others
   did not count, `"declined":{"3":k}` says how many of whom, and `"shortened":{"3":k}` how many a rule has shortened.
+  Where stages of it were lost before the round, `"recovered":{"1":"worker 2"}` says what each went on from, or `"neighbours"`.
 * `{"kind":"eval","round":r,"step":s,"tokens":t,"loss":x,"worker_losses":[...],"disagreement":d}`: validation loss of
   the mean model and that of each worker's own, the tokens of all workers, and how far the workers are apart,
   `d = sqrt(mean_i |x_i - x_mean|² / P)` over P parameters; their list is empty without `run.eval_workers`; with `run.eval_js`
@@ -60,6 +61,7 @@ __all__ = [
     "newest_evaluation",
     "note_evaluation",
     "read_metrics",
+    "recoveries",
     "run_file",
 ]
 
@@ -317,6 +319,21 @@ def _lines(run_folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def is_of_its_branch(line: Mapping[str, Any], branches: Sequence[Branch]) -> bool:
     """Whether the line of an evaluation is of the branch to which its round belongs; those of 0.1.0 do not say it."""
     return line.get("branch") in (None, branch_of(branches, line["round"] + 1))
+
+
+def recoveries(lines: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, str]]:
+    """Before which rounds stages were lost, by lines of metrics, and what they went on from, in words.
+
+    >>> [*recoveries([{"kind": "train", "round": 6, "worker": 0, "recovered": {"1": "worker 2"}}])]
+    [(6, 'stage 1 of worker 0 was lost, and went on from worker 2')]
+    """
+    for line in lines:
+        if line["kind"] == "train" and isinstance(found := line.get("recovered"), dict):
+            for stage, source in found.items():
+                yield (
+                    line["round"],
+                    f"stage {stage:.8} of worker {line.get('worker')} was lost, and went on from {source!s:.20}",
+                )
 
 
 def newest_evaluation(lines: Iterable[Mapping[str, Any]], branches: Sequence[Branch] = ()) -> Mapping[str, Any] | None:

@@ -176,6 +176,22 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         Combination(stages=2, driver="train", hashes=True),
         ["pipeline.stages is 2", "record.hash is true"],
     ),
+    "lost stages and rule": (
+        Combination(stages=3, lost=frozenset({True}), rule=data_parallel(), topology=complete(4)),
+        ["'data_parallel'", "gradients in every inner step", "'diloco'"],
+    ),
+    "lost stages and overlap": (
+        Combination(stages=3, lost=frozenset({True}), schedule=Schedule(overlap_steps=1), topology=random(4)),
+        ["schedule.overlap_steps = 1", "set schedule.overlap_steps = 0"],
+    ),
+    "lost stages and neighbours": (
+        Combination(stages=3, lost=frozenset({False}), rule=diloco(), topology=complete(4)),
+        ["'diloco'", "differ from the others for good", "source = 'peer'"],
+    ),
+    "lost stages and inner optimizer": (
+        Combination(stages=3, lost=frozenset({True}), averaging="gpa", topology=random(4)),
+        ["inner.averaging = 'gpa'", "begins anew"],
+    ),
     "pipeline and asynchronous": (GOSSIP._replace(stages=2), ["pipeline.stages is 2", "set run.wait to true"]),
     "pipeline and elastic": (Combination(stages=2, elastic=True), ["pipeline.stages is 2", "run.elastic is true"]),
     "pipeline and rule": (Combination(stages=2, rule=RULES["sparta"](), topology=random(4)), ["'sparta'", "'diloco'"]),

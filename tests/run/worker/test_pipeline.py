@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,12 @@ from tiny import preset_document as document
 
 CUT = {"pipeline__stages": 2, "data__accumulate": 4}
 AQSGD = {**CUT, "pipeline__forward": "aqsgd", "pipeline__backward": {"name": "intk", "bits": 8}, "data__windows": 8}
+
+
+def lost(*more: int, worker: int = 0, stage: int = 1, source: str = "neighbours") -> dict[str, Any]:
+    """A run of four stages of which one is lost after a round, and others with it."""
+    found = [{"worker": worker, "stage": k, "after": 1, "source": source} for k in (stage, *more)]
+    return {"pipeline__stages": 4, "model__layers": 4, "data__accumulate": 4, "pipeline__lost": found}
 
 
 def replica(**overrides) -> Replica:
@@ -352,6 +359,17 @@ BAD = {
         "stages",
     ),
     "cuts that change": ({**CUT, "pipeline__resplit_every": 4}, "pipeline.resplit_every is 4, and a run keeps its cuts"),
+    "a lost stage of two": ({**lost(), "pipeline__stages": 2}, "cut the model into 3 stages or more"),
+    "a lost first stage": (lost(stage=0), "the first alone has the embeddings and the last the output head; of 4 stages these"),
+    "a lost stage of nobody": (lost(worker=3), "no such worker is in stages"),
+    "a peer that is lost too": (
+        {**lost(source="peer"), "workers": 1}, "no other worker has that stage then; take source = 'neighbours'",
+    ),
+    "a neighbour that is lost too": (lost(2), "a neighbour is lost with it, and there is no peer"),
+    "a stage that is lost twice": (lost(1, source="peer"), "it is named twice"),
+    "a lost memory": (
+        {**lost(), "pipeline__forward": "aqsgd", "data__windows": 8}, "pipeline.forward remembers, but what such a stage has",
+    ),
     "a cut beyond": ({**CUT, "pipeline__cuts": [3]}, "pipeline.cuts is [3], but the model has 3 layers"),
     "tied": ({**CUT, "model__tie_embeddings": True}, "model.tie_embeddings is true"),
     "dropout": ({**CUT, "model__dropout": 0.1}, "model.dropout is 0.1"),

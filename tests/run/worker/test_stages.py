@@ -33,6 +33,7 @@ from gossamer.record.logs.stage_seconds import end_logs_of_others, read_stages
 from gossamer.record.logs.trace import read_trace
 from gossamer.run.bookkeeping.evaluate import evaluate
 from gossamer.run.bookkeeping.resume import lineage
+from gossamer.run.bookkeeping.which_round import lost_stages
 from gossamer.run.config.resolve import resolve, settings_of
 from gossamer.run.config.run_file import dump, parse
 from gossamer.run.simulated.simulate import simulate
@@ -123,9 +124,10 @@ LATER = {
         "pipeline__schedule": "1f1b", "pipeline__chunks": 1, "pipeline__cuts": [3], "pipeline__backward": "intk",
     },
     "more stages than a simulation had": {"pipeline__stages": 4},
+    "four stages of one worker": {"pipeline__lost": [{"worker": 0, "stage": 2, "after": 1}]},
     "one that is laid otherwise, with a memory": {"pipeline__cuts": [3]},
 }  # fmt: skip
-"""What is set when the last round is trained again."""
+"""What is set when the last round is trained again; a stage that is lost has no checkpoint then."""
 LAST = {name: {**case, **LATER.get(name, {})} for name, case in {**CASES, **MIXED}.items()}
 
 DIVERGING = {
@@ -153,8 +155,9 @@ def train_pipelines(argv):
                 (root / f"said-{member.part}").write_text(str(error))
             dist.barrier()
             if turn + 1 < len(turns) and member.part:  # the newest round that all have is the one before
+                lost = any(one.stage == member.part for one in parse(turns[turn + 1]).pipeline.lost)
                 for saved in (root / "checkpoints").glob(f"stage-{member.part}-*"):
-                    checkpoint.rewind(saved, config.rounds - 1, member.worker)
+                    checkpoint.rewind(saved, -1 if lost else config.rounds - 1, member.worker)
             dist.barrier()
     leave()
     return 0
@@ -405,6 +408,40 @@ def test_when_a_stage_dies_all_processes_end_and_name_it_and_its_worker(tmp_path
     simulate(config, tmp_path / "simulated", until=1)
     simulate(other, tmp_path / "simulated", resume=True)
     assert all(map(torch.equal, parameters(other, tmp_path / "run"), parameters(other, tmp_path / "simulated")))
+
+
+def lose_a_stage(argv):
+    """`gossamer train`, in which stage 1 is killed once when it has saved, and nothing that it has saved is left."""
+
+    def save(store, finished, *state, real=checkpoint.save, **lineage):
+        real(store, finished, *state, **lineage)
+        if not (died := store.parent / "died").exists():
+            died.touch()
+            shutil.rmtree(store)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.environ.get("RANK") == "1":
+        checkpoint.save = save
+    return main(argv)
+
+
+def test_a_run_starts_again_without_a_stage_that_is_killed_and_goes_on_from_its_neighbours(
+    tmp_path, forks, monkeypatch, caplog
+):
+    small = {**TWO, "workers": 1, "pipeline__stages": 3, "data__accumulate": 3}
+    config = tiny(**small)
+    (tmp_path / "run.toml").write_text(dump(config))
+    monkeypatch.setattr("gossamer.cli.main", lose_a_stage)
+    words = ("train", tmp_path / "run.toml", "--local", 1, "--out", tmp_path / "run", "--restarts")
+    code, output = run(*words, 1)
+    assert code == 0 and "a process was ended by signal 9; all 3 start again" in caplog.text, output
+    assert "stage 1 of worker 0 was lost after round 1, and went on from the mean of its neighbours" in output
+    other = tiny(**small, pipeline__lost=[{"worker": 0, "stage": 1, "after": 1}])
+    simulate(other, tmp_path / "simulated")
+    assert all(map(torch.equal, parameters(other, tmp_path / "run"), parameters(other, tmp_path / "simulated")))
+    assert lost_stages(tmp_path / "run") == other.pipeline.lost
+    code, output = run(*words[:2], "--restarts", 1)
+    assert code == 2 and "--restarts is 1, and only who has started all processes" in output
 
 
 def test_stages_as_a_word_of_a_command_cut_the_workers_of_a_file(tmp_path):

@@ -130,7 +130,7 @@ def _details(runs: Sequence[RunData]) -> list[str]:
     return [
         *(_fold(f"Network {name}", to_toml(network)) for name, network in networks.items()),
         *settings,
-        *(_fold(f"Changes of settings of {run.label}", "\n".join(run.branches)) for run in runs if run.branches),
+        *(_fold(f"What changed in {run.label}", "\n".join(run.branches)) for run in runs if run.branches),
         *(_fold(f"Text sample of {run.label}", run.sample) for run in runs if run.sample is not None),
     ]
 

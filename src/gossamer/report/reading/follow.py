@@ -16,7 +16,7 @@ import numpy as np
 
 from gossamer.errors import DataError
 from gossamer.record.branches import Branch, read_branches
-from gossamer.record.folder import is_of_its_branch
+from gossamer.record.folder import is_of_its_branch, recoveries
 from gossamer.report.reading.lines import KINDS_OF_FILES, RunFile, line_of_kind, run_file_of
 from gossamer.report.reading.tail import Marks, Tail
 from gossamer.report.reading.thinning import Grid, KeptLines
@@ -225,6 +225,8 @@ class FollowedRun:
             self.steps.put(round, worker, _number(line.get("step")))
             self.tokens.put(round, worker, _number(line.get("tokens")))
             self._behind(worker, round + 1)
+            for _, sentence in recoveries([line]):
+                self._happen(round, sentence)
         elif line["kind"] == "validation" and worker is not None and round < 0:
             self.untrained[worker] = _number(line.get("loss"))
         elif line["kind"] == "validation" and worker is not None:

@@ -11,7 +11,7 @@ from gossamer.errors import DataError
 from gossamer.network.links import Network
 from gossamer.network.timeline import Timeline
 from gossamer.record.branches import described, read_branches
-from gossamer.record.folder import newest_evaluation, read_metrics
+from gossamer.record.folder import newest_evaluation, read_metrics, recoveries
 from gossamer.record.logs.events import EventTotals, read_events
 from gossamer.record.logs.trace import read_trace, trace_files
 from gossamer.report.reading.lines import networks_in
@@ -40,7 +40,7 @@ class RunData(NamedTuple):
     networks: Mapping[str, Network]
     """Those that it is priced on."""
     branches: tuple[str, ...] = ()
-    """Its changes of settings, in words."""
+    """Its changes of settings, and its stages that were lost, in words."""
     sent_until: tuple[float, ...] = ()
     """Bytes sent up to the end of each entry of the trace, mean over the workers; empty for an asynchronous run."""
     entries: int = 1
@@ -91,7 +91,7 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
         config,
         _read_text(folder / "sample.txt"),
         networks,
-        tuple(map(described, branches)),
+        (*map(described, branches), *(f"before round {r + 1}: {words}" for r, words in recoveries(metrics))),
         sent_until,
         per_round,
         tuple(line for line in metrics if line["kind"] == "alignment"),

@@ -66,6 +66,8 @@ class Combination(NamedTuple):
     """Whether `pipeline.workers` leaves some replicas whole."""
     scattered: bool = False
     """Whether the tensors of a stage do not follow each other in the order of the model."""
+    lost: frozenset[bool] = frozenset()
+    """Whether stages that are lost (`pipeline.lost`) go on from a peer's; False is in it where one does from its neighbours."""
     hashes: bool = False
     """As in `record.hash`."""
     batched: int = 1

@@ -102,4 +102,50 @@ STAGES = (
             "remove both"
         ),
     ),
+    Incompatibility(
+        "lost stages and rule",
+        lambda c: (
+            bool(c.lost)
+            and (
+                c.rule.needs not in ("connected", "everyone")
+                or c.rule.copies_per_peer > 0
+                or c.rule.site == "gradients"
+            )
+        ),
+        lambda c: (
+            f"pipeline.lost names stages, and rule '{c.rule.name}' "
+            + (
+                "exchanges gradients in every inner step"
+                if c.rule.site == "gradients"
+                else "keeps something of each peer or sums over fixed neighbours"
+            )
+            + ", which a stage that goes on from what others have would spoil; use a rule that gossips on parameters such as "
+            "'gasloc', or a mean over everyone such as 'diloco'"
+        ),
+    ),
+    Incompatibility(
+        "lost stages and overlap",
+        lambda c: bool(c.lost) and (c.schedule.overlap_steps > 0 or c.rule.delay_rounds > 0),
+        lambda c: (
+            f"pipeline.lost names stages, and with schedule.overlap_steps = {c.schedule.overlap_steps} and rule '{c.rule.name}' "
+            "messages are under way between two rounds, which are lost with a stage; set schedule.overlap_steps = 0 and use a "
+            "rule without delay such as 'diloco' or 'gasloc'"
+        ),
+    ),
+    Incompatibility(
+        "lost stages and neighbours",
+        lambda c: False in c.lost and c.topology.n > 1 and c.rule.identical,
+        lambda c: (
+            f"pipeline.lost has a stage that goes on from its neighbours, and rule '{c.rule.name}' adds the same to equal "
+            "parameters of all workers, so that this one would differ from the others for good; take source = 'peer'"
+        ),
+    ),
+    Incompatibility(
+        "lost stages and inner optimizer",
+        lambda c: bool(c.lost) and (c.averaging is not None or is_code(c.optimizer)),
+        lambda c: (
+            f"pipeline.lost names stages, whose inner optimizer begins anew, and with inner.optimizer = '{c.optimizer}' and "
+            f"inner.averaging = {c.averaging!r} what it keeps would be missing; use one of Gossamer's, without an average"
+        ),
+    ),
 )

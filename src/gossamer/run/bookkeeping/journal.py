@@ -18,6 +18,7 @@ from gossamer.record.logs.events import EventWriter
 from gossamer.record.logs.trace import Entry
 from gossamer.record.progress import say
 from gossamer.run.bookkeeping.spent_seconds import EventSeconds
+from gossamer.run.config.pipeline import donor_of
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.replica import Replica, joined
 from gossamer.run.worker.worker import RoundReport, Worker
@@ -82,7 +83,7 @@ class Journal:
         more: dict[str, Any] = {"hashes": worker.hashes()} if self.config.record.hash else {}
         if (staged := worker.replica.staged) is not None:
             more["boundary_bytes"] = staged.sent_bytes()
-        more |= self._distrust(worker, round)
+        more |= self._recovered(worker.index, round) | self._distrust(worker, round)
         self.record.log(
             "train", round=round, worker=worker.index, step=steps, loss=whole.loss, lr=whole.lr,
             tokens=steps * self.config.step_tokens, **more,
@@ -94,6 +95,20 @@ class Journal:
                 part = joined(gathered)
                 self.record.log_trace(Entry(entry, worker.index, len(part.losses), part.compute_s, tuple(sent)))
                 entry, gathered = entry + 1, []
+
+    def _recovered(self, worker: int, round: int) -> dict[str, Any]:
+        """Which stages of a worker were lost before a round, and what each went on from; says so."""
+        config, found = self.config, dict[str, str]()
+        for one in config.pipeline.lost:
+            if (one.worker, one.after) == (worker, round):
+                donor = donor_of(one, config.pipeline, config.workers)
+                found[str(one.stage)] = "neighbours" if donor is None else f"worker {donor}"
+                source = "the mean of its neighbours" if donor is None else f"that of worker {donor}"
+                say(
+                    f"round {round + 1}: stage {one.stage} of worker {worker} was lost after round {round}, and went on from "
+                    f"{source} with a new inner optimizer"
+                )
+        return {"recovered": found} if found else {}
 
     def _distrust(self, worker: Worker, round: int) -> dict[str, Any]:
         """How many messages of whom did not count in a round, or were shortened; says whose numbers were not sound."""

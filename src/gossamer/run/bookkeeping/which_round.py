@@ -10,7 +10,9 @@ none either, and will. What each worker knew of the others when it trained the r
 """
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,9 +26,10 @@ from gossamer.record.logs.outcomes import read_outcomes
 from gossamer.record.whole_files import worker_suffix
 from gossamer.run.bookkeeping.resume import History, history, lineage
 from gossamer.run.config.document import with_settings
-from gossamer.run.config.resolve import resolve_document
+from gossamer.run.config.pipeline import LostStage, misfits
+from gossamer.run.config.resolve import resolve_document, settings_in
 from gossamer.run.config.resolved import RunSettings
-from gossamer.run.worker.stages.checkpoints import Store
+from gossamer.run.worker.stages.checkpoints import Store, partition_of
 from gossamer.settings.schema import parse_toml
 
 __all__ = [
@@ -39,6 +42,7 @@ __all__ = [
     "has_ended",
     "heard",
     "kept_by",
+    "lost_stages",
     "must_end_later",
     "must_lose_nothing",
     "newest_of_all",
@@ -215,6 +219,29 @@ def together(processes: Sequence[KeptRounds]) -> KeptRounds:
 
 def _listed(slots: frozenset[int] | None) -> list[int] | None:
     return None if slots is None else sorted(slots)
+
+
+def lost_stages(folder: Path) -> tuple[LostStage, ...]:
+    """The stages that a run has lost, and those of which nothing is left here, lost after the newest round of the others.
+
+    None of the latter where they cannot be recovered, as the first and the last. Raises: ConfigError, DataError.
+    """
+    if not os.path.lexists(folder / "run.toml"):
+        return ()
+    config, has = settings_in(folder), dict[tuple[int, int], set[int]]()
+    line, known = lineage(config, folder), config.pipeline.lost
+    for worker, parts in enumerate(config.processes if config.pipeline.stages > 2 else ()):
+        for part in range(parts):
+            faults = Store(config, folder, partition_of(config, worker), part).faults(worker, line)
+            has[worker, part] = {round for round, fault in faults.items() if fault is None}
+    left = [rounds for rounds in has.values() if rounds]
+    after = max(set.intersection(*left), default=0) if left else 0
+    found = [LostStage(worker=w, stage=k, after=after) for (w, k), rounds in has.items() if after and not rounds]
+    if not found:
+        return known
+    pipeline = replace(config.pipeline, lost=(*known, *found))
+    unfit = any(misfits(pipeline, config.model, config.data, config.workers, config.schedule))
+    return known if unfit else pipeline.lost
 
 
 # --- which round counts -----------------------------------------------------------------------------------------------
@@ -447,6 +474,8 @@ def _none_counts(store: Store, choice: ChosenRound) -> CheckpointError:
     instead = "bring sound files back, and the checkpoint folders of all machines together"
     if sound and _may_be_elastic(config):
         instead += f", go on from what is sound with gossamer train --resume {store.folder} --set run.elastic=true"
+    if config.kind == "rounds" and config.pipeline.stages > 2:
+        instead += ", name a middle stage that is lost and the round in pipeline.lost, so that it goes on from what others have"
     whose = "" if len(kept) == 1 else f" for all {len(kept)} workers"
     return CheckpointError(
         f"no checkpoint of {where} is sound{whose} ({whys}), {only}; {instead}, or start again with another --out"

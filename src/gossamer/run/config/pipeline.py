@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -26,10 +26,12 @@ from gossamer.settings.schema import settings
 from gossamer.settings.user_code import is_code
 
 __all__ = [
+    "LostStage",
     "PipelineConfig",
     "boundary_of",
     "by_stage",
     "cuts_of",
+    "donor_of",
     "misfits",
     "must_come_again",
     "stage_in",
@@ -48,6 +50,21 @@ def _with_whole_backward_passes(name: object) -> object:
             "boundary codecs is not known; use 'interleaved', which idles least, '1f1b' or 'gpipe'"
         )
     return name
+
+
+@settings("pipeline.lost")
+class LostStage:
+    """A stage that loses all that it has between two rounds, as where its machine is gone, and goes on from what others have."""
+
+    worker: Number
+    """The worker that it is of."""
+    stage: Number
+    """Its number, from 0 on; not the first or the last, which alone have the embeddings and the output head."""
+    after: Count
+    """The rounds that are over then."""
+    source: Literal["peer", "neighbours"] | None = None
+    """What it goes on from: the same stage of the next worker, or the mean of the stages before and behind it. None takes a peer
+    where there is one."""
 
 
 @settings("pipeline")
@@ -74,6 +91,8 @@ class PipelineConfig:
     has every stages-th. 1 with the other schedules."""
     workers: Annotated[tuple[Number, ...], Field(min_length=1)] | None = None
     """The workers whose replicas are cut, by their numbers; None cuts all. The others train whole replicas."""
+    lost: Annotated[tuple[LostStage, ...], Changeable()] = ()
+    """The stages that are lost on the way: in a simulation to see what that costs, in a real run because it happened."""
 
     @property
     def pieces(self) -> int:
@@ -90,6 +109,11 @@ class PipelineConfig:
             yield (
                 f"pipeline.chunks is {self.chunks} and pipeline.schedule is '{self.schedule}', but with 'interleaved' each "
                 "process has several pieces, and with others one; set pipeline.chunks to 2 or more for 'interleaved' alone"
+            )
+        if self.lost and self.stages < 3:
+            yield (
+                f"pipeline.lost has {len(self.lost)} stages and pipeline.stages is {self.stages}, but only a stage between two "
+                "others can be recovered; remove pipeline.lost, or cut the model into 3 stages or more"
             )
         if not self.cuts:  # which --set can say, where a run has cuts
             object.__setattr__(self, "cuts", None)
@@ -130,6 +154,19 @@ class PipelineConfig:
     def processes(self, workers: int) -> tuple[int, ...]:
         """Of each of so many workers: a process for each stage, and one for a whole replica."""
         return tuple(self.stages if self.cuts_replica(worker) else 1 for worker in range(workers))
+
+
+def donor_of(one: LostStage, pipeline: PipelineConfig, workers: int) -> int | None:
+    """The worker from whose same stage a lost one goes on; None for its neighbours.
+
+    >>> lost = LostStage(worker=1, stage=1, after=6)
+    >>> donor_of(lost, PipelineConfig(stages=3, lost=(lost,)), 4), donor_of(lost, PipelineConfig(stages=3, lost=(lost,)), 1)
+    (2, None)
+    """
+    gone = {each.worker for each in pipeline.lost if (each.stage, each.after) == (one.stage, one.after)}
+    others = ((one.worker + k) % workers for k in range(1, workers))
+    found = next((w for w in others if pipeline.cuts_replica(w) and w not in gone), None)
+    return None if one.source == "neighbours" else found
 
 
 def boundary_of(choice: Choice) -> Boundary:
@@ -232,8 +269,37 @@ def misfits(
             f"{said} with pipeline.schedule 'interleaved', whose micro-batches go through the stages in groups of so many, and "
             f"data.accumulate is {data.accumulate}; set it to a multiple of {stages}"
         )
+    yield from _not_recovered(pipeline, model, workers)
     yield from _not_carried(pipeline, model, data, cuts)
     yield from _without_share(pipeline, schedule, model.shape.layers, cuts)
+
+
+def _not_recovered(pipeline: PipelineConfig, model: ModelConfig, workers: int) -> Iterator[str]:
+    """Why stages cannot go on from what others have once they are lost."""
+    for one in pipeline.lost:
+        said = f"pipeline.lost has stage {one.stage} of worker {one.worker} after round {one.after}, but "
+        if not 0 < one.stage < pipeline.stages - 1:
+            yield (
+                f"{said}only a stage between two others can be recovered, as the first alone has the embeddings and the last "
+                f"the output head; of {pipeline.stages} stages these are 1 to {pipeline.stages - 2}"
+            )
+        if one.worker >= workers or not pipeline.cuts_replica(one.worker):
+            yield f"{said}no such worker is in stages; name one of those whose replicas are cut"
+        donor = donor_of(one, pipeline, workers)
+        if one.source == "peer" and donor is None:
+            yield f"{said}no other worker has that stage then; take source = 'neighbours'"
+        near = (each for each in pipeline.lost if (each.worker, each.after) == (one.worker, one.after))
+        if donor is None and any(abs(each.stage - one.stage) == 1 for each in near):
+            yield f"{said}a neighbour is lost with it, and there is no peer to take them from; resume from an older round"
+        if [*pipeline.lost].count(one) > 1:
+            yield f"{said}it is named twice; name it once"
+    remembers = [f"pipeline.{name} remembers" for name in DIRECTIONS if boundary_of(getattr(pipeline, name)).remembers]
+    chunks = ["pipeline.chunks is not 1"] if pipeline.chunks > 1 else []
+    narrow = ["model.bottleneck is set"] if model.bottleneck is not None else []
+    for key in (*chunks, *narrow, *remembers) if pipeline.lost else ():
+        yield (
+            f"pipeline.lost names stages and {key}, but what such a stage has cannot be taken from others; remove one of the two"
+        )
 
 
 def _without_share(pipeline: PipelineConfig, schedule: Schedule, layers: int, cuts: Sequence[int]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import method_of, settled_rule, warnings_of
 from gossamer.run.config.choice import Choice
 from gossamer.run.config.document import DIRECTIONS, TABLES, flat, load_run
-from gossamer.run.config.pipeline import by_stage, must_come_again
+from gossamer.run.config.pipeline import by_stage, donor_of, must_come_again
 from gossamer.run.config.resolved import InPairs, ResolvedRun, RunSettings, WithServer
 from gossamer.run.config.run_file import RunConfig, decisive, digest, dump, parse, survey
 from gossamer.run.config.user_parts import BUILT_IN, UserParts, make, named, own_parts
@@ -258,6 +258,7 @@ def _facts(config: RunConfig, parts: UserParts, real: bool) -> tuple[Combination
         eval_js=run.eval_js, elastic=run.elastic, peers=bool(config.peers),
         stages=config.pipeline.stages, shards=run.shards if real else 1, partly=config.pipeline.workers is not None,
         scattered=config.pipeline.chunks > 1 or (config.model.bottleneck is not None and bool(config.model.bottleneck.cuts)),
+        lost=frozenset(donor_of(one, config.pipeline, config.workers) is not None for one in config.pipeline.lost),
         hashes=config.record.hash, batched=run.batched, holders=holders.parts if holders is not None else (),
         constant_batch=config.data.constant_batch, ghost_rounds=run.ghost_rounds,
         fragments=events.fragments, overlap=events.overlap, dylu=events.dylu, meetings=events.meetings,

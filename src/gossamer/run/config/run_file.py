@@ -385,6 +385,8 @@ def _document(config: RunConfig, *, neutral: bool = True) -> dict[str, Any]:
     else:
         for direction in DIRECTIONS:
             document["pipeline"][direction] = _chosen(getattr(config.pipeline, direction))
+        if not config.pipeline.lost:
+            document["pipeline"].pop("lost")  # so that the digest of such a run stays what it was
     if "network" in document:
         document["network"] = {name: to_options(network) for name, network in config.network.items()}
     kind = next((kind for kind in ("server", "pair") if kind in document), "rule")

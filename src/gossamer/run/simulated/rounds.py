@@ -41,6 +41,7 @@ from gossamer.run.simulated.threads import Lanes
 from gossamer.run.worker.batched import Stacks
 from gossamer.run.worker.replica import LocalPhase, Replica, must_start_alike
 from gossamer.run.worker.stages.checkpoints import Store
+from gossamer.run.worker.stages.recovery import recover_all
 from gossamer.run.worker.stages.timing import in_stages, pipeline_work, stage_seconds
 from gossamer.run.worker.task import Task, task_of
 from gossamer.run.worker.worker import RoundReport, Segment, Worker
@@ -220,6 +221,8 @@ def train_together(
 ) -> list[RoundReport]:  # fmt: skip
     """One round of all workers: every segment of all of them before the next. After the last one, nothing is in flight."""
     reports = [RoundReport([], []) for _ in workers]
+    if workers:
+        recover_all(workers, round)
     for segments in zip(*(worker.segments(round) for worker in workers), strict=True):
         turns = list(zip(workers, segments, strict=True))
         if alignment is not None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from gossamer.data.tokenizer import load_tokenizer
-from gossamer.errors import GossamerError
+from gossamer.errors import CheckpointError, GossamerError
 from gossamer.network.pacing import note_of
 from gossamer.record import checkpoint
 from gossamer.record.fault import Fault
@@ -51,6 +51,7 @@ from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.shards import Shards
 from gossamer.run.worker.stages.checkpoints import Store, partition_of
 from gossamer.run.worker.stages.own_process import OwnStages
+from gossamer.run.worker.stages.recovery import recover_own
 from gossamer.run.worker.stages.timing import pipeline_work
 from gossamer.run.worker.task import Task, found_by_each, moved, task_of
 from gossamer.run.worker.worker import RoundReport, Worker
@@ -239,6 +240,7 @@ def _trained_round(
     waited_s = 0.0
     if pipe is not None:
         pipe.round, waited_s = round, pipe.waited_s
+        recover_own(worker, transports[0], pipe, round)
     report = worker.train_round(round)
     # Taken before the stages tell each other their payloads: that wait is no part of a local phase.
     between_s = 0.0 if pipe is None else pipe.waited_s - waited_s
@@ -347,7 +349,16 @@ def _restore(worker: Worker, past: History, store: Store, member: Member, choice
     writes = _writes(store, member)
     # In this order, as this process may be killed at any line and the next start must find one history: the state is here, and
     # a checkpoint of it under this digest, before anything newer goes and the branch is written.
-    if round:
+    if round and store.begins_without(round, me, line):
+        # All else it takes from others before it trains. Nothing is saved until then: killed meanwhile, it does so again.
+        worker.replica.steps_taken = round * config.local_steps_of(me)
+        if "streams" in worker.replica.task.data.state():
+            raise CheckpointError(
+                f"stage {member.part} of worker {me} has no checkpoint of round {round}, and with it the place in "
+                f"'{config.data.source}' is lost, which is read as it comes; bring its checkpoint back, or start again with "
+                "another --out"
+            )
+    elif round:
         worker.restore(store.load(worker.replica.task, round, me, line))
         state = worker.state()  # of shards: all of them are restored once one has it
         if writes:

@@ -296,7 +296,9 @@ class Replica:
         Its random numbers follow from worker and inner step.
         """
         buffers = {"buffers": self.buffers} if self.buffers else {}
-        boundaries = {} if self.staged is None else {"boundaries": self.staged.state()}
+        boundaries = (
+            {} if self.staged is None else {"boundaries": self.staged.state(), "squares": self.staged.squares()}
+        )
         return {"inner": self.optimizer.state_dict(), "data": self.task.data.state(), **buffers, **boundaries}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -310,7 +312,8 @@ class Replica:
             for own, saved in zip(self.buffers, state.get("buffers", ()), strict=True):
                 own.copy_(saved)
             if self.staged is not None:
-                self.staged.restore(moved(state.get("boundaries", {}), self.device))
+                squares = {int(first): float(square) for first, square in state.get("squares", {}).items()}
+                self.staged.restore(moved(state.get("boundaries", {}), self.device), squares)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"the checkpoint of worker {self.index} does not fit this model and inner optimizer ({error}); use the run file "

@@ -26,7 +26,7 @@ from gossamer.transport.processes.member import place_of, sizes_of_workers
 from gossamer.transport.processes.store import Entries, hosted_store, reached_store, report_fallen, shared_part
 from gossamer.transport.secret import SECRET, environment_secret, new_secret
 
-__all__ = ["LISTENER", "Among", "loopback", "run_elastic", "run_local", "run_served"]
+__all__ = ["LISTENER", "STOPPED", "Among", "loopback", "run_elastic", "run_local", "run_served"]
 
 LISTENER = "GOSSAMER_LISTENER"
 """The environment variable with the file descriptor of the listening socket that a server inherits, and takes once."""

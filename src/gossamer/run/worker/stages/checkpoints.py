@@ -26,7 +26,7 @@ from gossamer.record.fault import Fault, FaultKind
 from gossamer.record.lineage import Lineage
 from gossamer.record.whole_files import worker_suffix
 from gossamer.run.config.layouts import Spans, arranged
-from gossamer.run.config.pipeline import cuts_of
+from gossamer.run.config.pipeline import LostStage, cuts_of
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.task import Task
 
@@ -95,14 +95,20 @@ class Store(NamedTuple):
 
         None stands for one that this process can go on from, with the checkpoints of any partition.
         """
-        found: dict[int, Fault | None] = {}
+        found: dict[int, Fault | None] = {one.after: None for one in self._lost(worker)}
         for one in (*self._others(), self.own):
             for round, fault in self._faults(one, worker, line).items():
                 found[round] = None if round in found and found[round] is None else fault
         return dict(sorted(found.items()))
 
+    def begins_without(self, round: int, worker: int, line: Lineage) -> bool:
+        """Whether this process's stage goes on from a round of which it has nothing, as it was lost then."""
+        return any(one.after == round for one in self._lost(worker)) and round not in self.sources(worker, line)
+
     def fault(self, round: int, worker: int, line: Lineage) -> Fault | None:
         """Why this round cannot be gone on from; None when it can. Cost: that of reading all it needs."""
+        if self.begins_without(round, worker, line):
+            return None
         paths = self._paths(self.sources(worker, line).get(round, self.own))
         try:
             for path in paths:
@@ -153,6 +159,11 @@ class Store(NamedTuple):
                 checkpoint.rewind(path, -1, worker)
                 with contextlib.suppress(OSError):  # other workers may have theirs there
                     path.rmdir()
+
+    def _lost(self, worker: int) -> list[LostStage]:
+        """When the stage of this process was lost."""
+        lost = self.config.pipeline.lost if self.own != WHOLE else ()
+        return [one for one in lost if (one.worker, one.stage) == (worker, self.part)]
 
     def _must_be_at(self, round: int, worker: int, state: dict[str, Any]) -> dict[str, Any]:
         """The state. Raises CheckpointError unless it has as many inner steps behind it as its worker takes in so many rounds."""
@@ -260,6 +271,7 @@ def joined_state(
         ],
         "inner": for_optimizer(build_optimizer(config.inner, model), known, names),
         "boundaries": {layer: ends for state in states for layer, ends in state["boundaries"].items()},
+        "squares": {first: square for state in states for first, square in state.get("squares", {}).items()},
     }
 
 

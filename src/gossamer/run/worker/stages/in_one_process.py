@@ -5,7 +5,7 @@ runs, and what pipelines of processes are compared with.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -36,6 +36,7 @@ __all__ = [
     "restore_boundaries",
     "spans_of",
     "squared_norm",
+    "squares_of",
 ]
 
 MicroBatch = tuple[Tensor, Sequence[int]]
@@ -63,6 +64,10 @@ class InStages(Protocol):
         """
         ...
 
+    def squares(self) -> dict[int, float]:
+        """The squared norms of the last gradients of its stages, by the first layer of each; those of a checkpoint before any."""
+        ...
+
     def sent_bytes(self) -> list[list[int]]:
         """The bytes that crossed each boundary since the last call, forward and backward."""
         ...
@@ -71,7 +76,7 @@ class InStages(Protocol):
         """What a checkpoint holds of the boundaries."""
         ...
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state: Any, squares: Mapping[int, float]) -> None:
         """Restores a saved state, which may be that of other cuts. Raises CheckpointError when it is none."""
         ...
 
@@ -103,6 +108,12 @@ def lost_of(table: Tensor, codec: Boundary) -> Tensor:
     """The part of the embeddings `[V, D]` that a linear boundary codec would lose."""
     rows = table[None]
     return (rows - codec.decode(codec.encode(rows), rows))[0]
+
+
+def squares_of(stages: Iterable[Stage], saved: Mapping[int, float]) -> dict[int, float]:
+    """As `InStages.squares`; `saved` are those of a checkpoint."""
+    found = {stage.first: stage for stage in stages if any(p.grad is not None for p in stage.parameters())}
+    return {first: squared_norm(stage).item() for first, stage in found.items()} or {**saved}
 
 
 Boundaries = Mapping[int, tuple[BoundaryEnd, BoundaryEnd]]
@@ -145,6 +156,7 @@ class StagedModel:
         self._linear = self.boundaries[0][0].codec.linear
         self._rest: Tensor | None = None
         self._forward = made_ready(Stage.forward, config)
+        self._squares: Mapping[int, float] = {}
 
     def begin(self) -> None:
         """A local phase begins: all stages learn which part of the embeddings `[V, D]` a linear codec would lose."""
@@ -188,6 +200,10 @@ class StagedModel:
         for stage in self.stages:
             torch.nn.utils.clip_grads_with_norm_(stage.parameters(), max_norm, total)
 
+    def squares(self) -> dict[int, float]:
+        """See `InStages`."""
+        return squares_of(self.stages, self._squares)
+
     def sent_bytes(self) -> list[list[int]]:
         """See `InStages`."""
         return [[end.take_sent() for end in ends] for ends in self.boundaries]
@@ -196,6 +212,7 @@ class StagedModel:
         """See `InStages`."""
         return boundaries_state(self._by_layer)
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state: Any, squares: Mapping[int, float]) -> None:
         """See `InStages`."""
         restore_boundaries(self._by_layer, state)
+        self._squares = squares

@@ -6,7 +6,7 @@ step all processes tell each other the losses and the norms of their gradients.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from gossamer.run.worker.stages.in_one_process import (
     restore_boundaries,
     spans_of,
     squared_norm,
+    squares_of,
 )
 from gossamer.run.worker.stages.torch_stage import CarriedStage, must_have_schedules, schedule_of
 from gossamer.transport.processes.pipe import Flow, Pipe
@@ -126,6 +127,7 @@ class OwnStages:
         self._losses: list[float] = []
         self._schedule = schedule_of(config.pipeline.schedule, carried, self._accumulate, self._loss)
         self._squares: list[Tensor] | None = None
+        self._saved: Mapping[int, float] = {}
         self._sent = torch.zeros(self._pieces - 1, 2, dtype=torch.int64)
         self._sent_by_all = self._sent
         self._compute_s = 0.0
@@ -239,6 +241,10 @@ class OwnStages:
         self._compute_s = self._pipe.waited_s = 0.0
         return found
 
+    def squares(self) -> dict[int, float]:
+        """See `gossamer.run.worker.stages.in_one_process.InStages`."""
+        return squares_of(self._stages.values(), self._saved)
+
     def sent_bytes(self) -> list[list[int]]:
         """See `gossamer.run.worker.stages.in_one_process.InStages`; of the round that `end_round` has ended."""
         return self._sent_by_all.tolist()
@@ -276,6 +282,7 @@ class OwnStages:
         """See `gossamer.run.worker.stages.in_one_process.InStages`."""
         return boundaries_state(self._by_layer)
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state: Any, squares: Mapping[int, float]) -> None:
         """See `gossamer.run.worker.stages.in_one_process.InStages`."""
         restore_boundaries(self._by_layer, state)
+        self._saved = squares

@@ -1,0 +1,176 @@
+"""A stage of a worker that is lost: what it goes on from, in a simulation and in real processes.
+
+Between two rounds a stage is parameters, an outer state and an inner optimizer. The first two come from the same stage of
+another worker, or as the mean of the stages before and behind it; the third begins anew. Its place in the data follows from
+the round.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from gossamer.optimizers import Joined
+from gossamer.rounds.loop import OuterLoop
+from gossamer.run.config.pipeline import LostStage, donor_of
+from gossamer.run.config.resolved import RunSettings
+from gossamer.run.worker.stages.in_one_process import spans_of
+from gossamer.run.worker.worker import Worker
+from gossamer.transport import wire
+from gossamer.transport.contract import Ticket, Transport
+from gossamer.transport.processes.pipe import Flow, Pipe
+from gossamer.tree import leaves
+
+__all__ = ["lost_before", "mean_of_neighbours", "recover_all", "recover_own", "stand_in"]
+
+Span = tuple[int, int]
+"""The first layer of a stage, and the one after its last."""
+_FRAGMENT = 1 << 16
+"""In tickets: above those of all exchanges, which are as many as fragments and moments."""
+
+
+def mean_of_neighbours(before: Tensor, behind: Tensor, squares: tuple[float, float]) -> Tensor:
+    """What a lost stage takes from its neighbours, where gradients of these squared norms (ω) were last.
+
+    W_s = (ω_(s-1) W_(s-1) + ω_(s+1) W_(s+1)) / (ω_(s-1) + ω_(s+1))
+
+    Numbers that are not floating-point count something that is alike in all stages, and stay as they are. Without gradients
+    both weigh the same.
+
+    Source: CheckFree, arXiv 2506.15461, algorithm 1.
+    Differs: its learning rate is not raised by a tenth afterwards; the outer state is averaged with the same weights.
+
+    >>> mean_of_neighbours(torch.tensor([1.0]), torch.tensor([5.0]), (3.0, 1.0))
+    tensor([2.])
+    """
+    if not before.is_floating_point():
+        return before
+    total = squares[0] + squares[1]
+    share = squares[0] / total if min(squares) > 0 and total < math.inf else 0.5
+    return (share * before.float() + (1 - share) * behind.float()).to(before.dtype)
+
+
+def stand_in(name: str, lost: Span, neighbour: Span) -> str:
+    """The parameter of a neighbouring stage that stands for one of a lost stage: of the layer at the same share of its stage.
+
+    >>> [stand_in(f"model.layers.{k}.w", (2, 4), (4, 6)) for k in (2, 3)], stand_in("model.layers.3.w", (2, 4), (1, 2))
+    (['model.layers.4.w', 'model.layers.5.w'], 'model.layers.1.w')
+    """
+    words = name.split(".")
+    words[2] = str(neighbour[0] + (int(words[2]) - lost[0]) * (neighbour[1] - neighbour[0]) // (lost[1] - lost[0]))
+    return ".".join(words)
+
+
+def lost_before(round: int, config: RunSettings) -> list[LostStage]:
+    """The stages that are lost right before a round."""
+    return [one for one in config.pipeline.lost if one.after == round]
+
+
+def recover_all(workers: Sequence[Worker], round: int) -> None:
+    """Before a round of all workers in this process: the stages that are lost then go on from what is there."""
+    config = workers[0].config
+    for one in lost_before(round, config):
+        worker, spans = workers[one.worker], spans_of(config)
+        lost, names = spans[one.stage], _names(worker, spans[one.stage])
+        donor = donor_of(one, config.pipeline, config.workers)
+        if donor is None:
+            sides = [spans[one.stage - 1], spans[one.stage + 1]]
+            values = _mean(*(_given(worker, lost, names, side) for side in sides))
+        else:
+            values = _taken(workers[donor].loop, names)
+        _go_on(worker, names, values)
+
+
+def recover_own(worker: Worker, transport: Transport, pipe: Pipe, round: int) -> None:
+    """As `recover_all`, by each process of a real run: it sends what another has lost, or takes what it has lost itself.
+
+    A neighbour reaches it through the connections of its worker, a peer through those of its stage. Raises: PeerError.
+    """
+    config = worker.config
+    for number, one in enumerate(lost_before(round, config)):
+        donor, spans = donor_of(one, config.pipeline, config.workers), spans_of(config)
+        lost, names = spans[one.stage], _names(worker, spans[one.stage])
+        mine = worker.index == one.worker and pipe.part == one.stage
+        if donor is None and mine:
+            like = [torch.zeros(1, dtype=torch.float64), *_taken(worker.loop, names)]
+            sides = (pipe.part - 1, pipe.part + 1)
+            _go_on(worker, names, _mean(*(_received(pipe, side, like) for side in sides)))
+        elif donor is None and worker.index == one.worker and abs(pipe.part - one.stage) == 1:
+            payload = wire.pack_frames(_given(worker, lost, names, spans[pipe.part]))
+            pipe.send(Flow("recovery", pipe.part), one.stage, payload, length_first=False)
+            pipe.flush()
+        elif donor is not None and pipe.part == one.stage and (mine or worker.index == donor):
+            ticket, own = Ticket(round, _FRAGMENT + number), _taken(worker.loop, names)
+            if mine:
+                transport.expect(ticket, donor, own)
+            else:
+                transport.post(ticket, one.worker, own)
+            transport.wait(ticket)
+            came = transport.collect(ticket)
+            if mine:
+                _go_on(worker, names, came[donor])
+
+
+def _names(worker: Worker, span: Span) -> list[str]:
+    """The parameters of these layers, which any process can name, as all layers are alike."""
+    own = (leaf.name.split(".", 3) for setup in worker.loop.fragments for leaf in setup.part.layout.leaves)
+    kinds = sorted({words[3] for words in own if words[1] == "layers"})
+    return [f"model.layers.{k}.{kind}" for k in range(*span) for kind in kinds]
+
+
+def _given(worker: Worker, lost: Span, names: Sequence[str], own: Span) -> list[Tensor]:
+    """What a neighbour gives for the parameters of a lost stage: the squared norm of its last gradient, and its own."""
+    staged = worker.replica.staged
+    assert staged is not None
+    square = torch.tensor([staged.squares().get(own[0], 0.0)], dtype=torch.float64)
+    return [square, *_taken(worker.loop, [stand_in(name, lost, own) for name in names])]
+
+
+def _received(pipe: Pipe, side: int, like: Sequence[Tensor]) -> list[Tensor]:
+    """What another stage of this worker has sent, in tensors like these."""
+    size = wire.frames_bytes(like)
+    pipe.expect(Flow("recovery", side), side, [size], size)
+    return wire.unpack_frames(pipe.receive(Flow("recovery", side), side).to(like[-1].device), like)
+
+
+def _mean(before: Sequence[Tensor], behind: Sequence[Tensor]) -> list[Tensor]:
+    squares = (before[0].item(), behind[0].item())
+    return [mean_of_neighbours(a, b, squares) for a, b in zip(before[1:], behind[1:], strict=True)]
+
+
+def _slices(loop: OuterLoop, names: Sequence[str]) -> list[Tensor]:
+    """The live slices of these parameters, and of each vector `[k P]` of the outer state; all of what is of no parameter."""
+    parts = [setup.part for setup in loop.fragments]
+    places = {leaf.name: (p, leaf) for p, part in enumerate(parts) for leaf in part.layout.leaves}
+    sizes, found = [part.layout.numel for part in parts], list[Tensor]()
+    for column in zip(*([part.x, *leaves(part.s)] for part in parts), strict=True):
+        if all(x.numel() and not x.numel() % size for x, size in zip(column, sizes, strict=True)):
+            for p, leaf in map(places.__getitem__, names):
+                found.append(column[p].view(-1, sizes[p])[:, leaf.start : leaf.stop])
+        else:
+            found += column
+    return found
+
+
+def _taken(loop: OuterLoop, names: Sequence[str]) -> list[Tensor]:
+    """A copy of what a worker has of these parameters and of their outer state."""
+    return [slice.clone(memory_format=torch.contiguous_format) for slice in _slices(loop, names)]
+
+
+@torch.no_grad()
+def _go_on(worker: Worker, names: Sequence[str], values: Sequence[Tensor]) -> None:
+    """Puts what was taken into these parameters and their outer state; their inner optimizer begins anew."""
+    for mine, theirs in zip(_slices(worker.loop, names), values, strict=True):
+        mine.copy_(theirs)
+    for setup in worker.loop.fragments:
+        if setup.rule.unsent is not None:  # the error of a codec, which who gave it has still to send
+            for leaf in setup.part.layout.leaves:
+                if leaf.name in names:
+                    setup.rule.unsent(setup.part.s)[leaf.start : leaf.stop] = 0.0
+    worker.loop.trust_anew()
+    parameters, optimizer = dict(worker.replica.model.named_parameters()), cast(Any, worker.replica.optimizer)
+    for part in optimizer.parts.values() if isinstance(optimizer, Joined) else (optimizer,):
+        for name in names:
+            part.state.pop(parameters[name], None)
