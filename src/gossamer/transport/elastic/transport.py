@@ -100,7 +100,7 @@ class ElasticTransport:
 
         It can be taken again by the thread that holds it: what the core asks of a connection may fail at once, and tell the core.
         """
-        self._closed, self._tried = False, -1
+        self._closed, self._tried = threading.Event(), -1
         self._looked_s: dict[int, float] = {}
         """When a process that is said to fill a slot was last looked for."""
         self._listener = Listener(
@@ -354,7 +354,8 @@ class ElasticTransport:
         if leaves:
             self.declare(MemberStatus.LEFT)
         with self.changed:
-            self._closed = True
+            self._closed.set()
+            self.changed.notify_all()
             links = [link for several in self._links.values() for link in several]
         self._listener.close()
         self._listener.hang_up()
@@ -374,7 +375,7 @@ class ElasticTransport:
             self.closing.outbox.clear()
         for peer, letter in outbox:
             entry = self.members.entries.get(peer)
-            if self._closed or entry is None:
+            if self._closed.is_set() or entry is None:
                 continue
             if (link := self._link_to(entry)) is not None:
                 link.send(letter)
@@ -400,6 +401,8 @@ class ElasticTransport:
         Each slot once a beat, however many letters say so.
         """
         claims, self.core.claims = self.core.claims, []
+        if self._closed.is_set():
+            return
         now = time.monotonic()
         for entry in claims:
             found = any(link.nonce == entry.nonce for link in self._links.get(entry.slot, []))
@@ -431,8 +434,7 @@ class ElasticTransport:
             else:
                 self.members.outbid(entry)
                 self.core.spread()
-            if not self._closed:
-                self._flush()
+            self._flush()
             self.changed.notify_all()
 
     def _open(self, entry: SlotEntry, *, known: bool = True) -> PeerConnection:
@@ -471,7 +473,11 @@ class ElasticTransport:
             # One worker may hold several for a moment, as both ends dial, but not any number: each costs two threads.
             self._accepted.admit(channel, f"worker {peer} at {host}")
             with self.changed:
-                self._add(peer, lambda: channel)
+                if not self._closed.is_set():
+                    self._add(peer, lambda: channel)
+                    return
+            self._accepted.release(channel)  # it was proving who it is while this process closed its connections
+            channel.close()
             return
         self._guests.admit(channel, host)
         try:
@@ -491,7 +497,9 @@ class ElasticTransport:
     def _accepts(self, link: PeerConnection, letter: Letter, size: int) -> bool:
         with self.changed:
             if letter.kind == LetterKind.PAYLOAD:  # whose size is known once this worker has begun its first round
-                self.changed.wait_for(lambda: self._closed or self.core.knows(letter.ticket), self._endpoint.timeout_s)
+                self.changed.wait_for(
+                    lambda: self._closed.is_set() or self.core.knows(letter.ticket), self._endpoint.timeout_s
+                )
             return self.core.accepts(letter, size)
 
     def _heard(self, link: PeerConnection, letter: Letter) -> None:
@@ -523,7 +531,7 @@ class ElasticTransport:
             current = entry is not None and self.core.is_filled_by(link.peer, link.nonce)
             # Both ends may have dialled at once. Of two connections with one process the loss of one is no loss of the process,
             # but what was queued on it is gone.
-            if not self._closed and current and not self._links_to(link.peer):
+            if not self._closed.is_set() and current and not self._links_to(link.peer):
                 if entry is not None and entry.status == MemberStatus.ALIVE:
                     log.info("worker %d lost the connection with worker %d (%s)", self.worker, link.peer, why)
                 self._reasons[link.peer] = why
@@ -542,10 +550,11 @@ class ElasticTransport:
 
     def _keep_house(self) -> None:
         """Looks at the time, and again and again for those that are suspected: they may have come back."""
-        while not self._closed:
-            time.sleep(self._beat_s)
+        while not self._closed.wait(self._beat_s):
             self.redial.look(time.monotonic())  # reads files, so without the lock
             with self.changed:
+                if self._closed.is_set():
+                    return  # else it would dial those whose connections have just ended
                 now, core = time.monotonic(), self.core
                 self._look_at(now)
                 linked = {slot for slot in self._links if self._links_to(slot)}
@@ -554,6 +563,5 @@ class ElasticTransport:
                         core.tell(entry.slot)
                 for entry in self.redial.due(now, self.members, linked, core.replaced.values()):
                     self._open(entry).nonce = entry.nonce  # its greeting tells whom it knows
-                if not self._closed:
-                    self._flush()
+                self._flush()
                 self.changed.notify_all()
