@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -412,11 +413,13 @@ def test_when_a_stage_dies_all_processes_end_and_name_it_and_its_worker(tmp_path
 
 
 def lose_a_stage(argv):
-    """`gossamer train`, in which stage 1 is killed once when it has saved, and nothing that it has saved is left."""
+    """`gossamer train`, in which stage 1 is killed once when all have saved, and nothing that it has saved is left."""
 
     def save(store, finished, *state, real=checkpoint.save, **lineage):
         real(store, finished, *state, **lineage)
         if not (died := store.parent / "died").exists():
+            while len([*store.parent.glob("stage-*/round-*/worker-*.json")]) < 3:
+                time.sleep(0.01)
             died.touch()
             shutil.rmtree(store)
             os.kill(os.getpid(), signal.SIGKILL)
