@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING
 
 from cyclopts import Parameter
 
-from gossamer.cli.report import publish, show
-from gossamer.cli.run_file_options import ExperimentFile, Overrides, imported_parts, whole_numbers
+from gossamer.cli.report import print_runs
+from gossamer.cli.run_file_options import (
+    ExperimentFile,
+    Overrides,
+    check_experiment,
+    experiment_and_folder,
+    runs_at_a_time,
+    whole_numbers,
+)
 from gossamer.cli.watch import WATCHABLE, Watchable
 from gossamer.errors import ConfigError, MissingPackageError
 
@@ -53,42 +60,29 @@ def command(
         scale: take the sizes of the file's [scale.NAME]
         jobs: runs at a time, each in a process of its own (default: one, in this process)
     """
-    if file is None:
-        raise ConfigError(
-            "no experiment file was given (got none, need one); name a TOML file such as configs/demo.toml"
-        )
-    if jobs < 1:
-        raise ConfigError(f"--jobs got {jobs}; give the number of runs at a time, at least 1")
     from gossamer.report.figures import check_figure
+    from gossamer.report.page.page import write_pages
     from gossamer.report.results import PointResult
-    from gossamer.run.config.document import settings
-    from gossamer.run.config.experiment_file import figure, opened, points
-    from gossamer.run.config.resolve import resolve
+    from gossamer.run.config.experiment_file import figure, points
 
-    document = opened(file, settings([*overrides]))
-    asked = figure(document)
-    runs = points(document, seeds=whole_numbers("--seeds", seeds) if seeds else [], scale=scale)
-    out = out or Path("runs") / "-".join([file.stem, *([scale] if scale else [])])
-    folders = folders_of(runs, out, resume=earlier.resume)
-    if asked is not None:
-        check_figure(runs, asked)
-    told = set[str]()
-    for run in runs:  # before the first of them is trained
-        parts = imported_parts(run.config, told)
-        told |= {code.name for code in parts.codes}
-        resolve(run.config, parts)
-    try:
+    jobs = runs_at_a_time(jobs)
+    with experiment_and_folder(file, overrides, out, scale, "such as configs/demo.toml") as (document, out):
+        asked = figure(document)
+        runs = points(document, seeds=whole_numbers("--seeds", seeds) if seeds else [], scale=scale)
+        folders = folders_of(runs, out, resume=earlier.resume)
+        if asked is not None:
+            check_figure(runs, asked)
+        check_experiment(run.config for run in runs)
         origins = trained(runs, folders, out, jobs=jobs, earlier=earlier, output=output)
-        page = out / "report.html"
-        rows = publish(folders, page, None, _words(file, out, seeds, scale))
+        page, options = out / "report.html", {"--out": out, "--seeds": seeds, "--scale": scale}
+        words = ["gossamer", "compare", file, *(word for one in options.items() if one[1] for word in one)]
+        rows = write_pages(folders, page, None, command=shlex.join(map(str, words)))
         outcomes = [
             PointResult(run.method, run.at, run.seed, row, origins[run.label])
             for run, row in zip(runs, rows, strict=True)
         ]
         drawn, numbers = _write_figure(outcomes, asked, out)
-        show(folders, rows, page, json=output.json, figure=drawn, numbers=numbers)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("stopped; the same command with --resume keeps the finished runs") from None
+        print_runs(folders, rows, page, json=output.json, figure=drawn, numbers=numbers)
 
 
 def trained(
@@ -112,14 +106,6 @@ def trained(
             runs, folders, out / "outcomes.jsonl", jobs=jobs, resume=earlier.resume, reuse=earlier.reuse, began=follow,
             told=tell, enough=enough,
         )  # fmt: skip
-
-
-def _words(file: Path, out: Path, seeds: str, scale: str) -> str:
-    """The command that compares these runs, for their page."""
-    options = {"--out": out, "--seeds": seeds, "--scale": scale}
-    return shlex.join(
-        ["gossamer", "compare", str(file), *(str(w) for key, own in options.items() if own for w in (key, own))]
-    )
 
 
 def folders_of(runs: "Sequence[Point]", out: Path, *, resume: bool) -> dict[str, Path]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gossamer.cli import compare
 from gossamer.cli.init import EXAMPLES
-from gossamer.cli.run_file_options import Overrides
+from gossamer.cli.run_file_options import Overrides, runs_at_a_time
 from gossamer.cli.watch import WATCHABLE, Watchable
 
 if TYPE_CHECKING:
@@ -41,20 +41,13 @@ def command(
         resume: keep the finished runs, and train the others
     """
     from gossamer.report.results import read_results
-    from gossamer.transport.processes.launch import available_cores
 
-    jobs = available_cores() if jobs is None else jobs
     if not output.silent and sys.stderr.isatty():
         output = replace(output, watch=True, opens=True)
     compare.command(
-        EXAMPLES / "demo.toml",
-        overrides=overrides,
-        out=out,
-        seeds=seeds,
-        jobs=jobs,
-        earlier=compare.Earlier(resume=resume),
-        output=output,
-    )
+        EXAMPLES / "demo.toml", overrides=overrides, out=out, seeds=seeds, jobs=runs_at_a_time(jobs),
+        earlier=compare.Earlier(resume=resume), output=output,
+    )  # fmt: skip
     if not output.json:
         print(f"\n{meaning(read_results(out / 'outcomes.jsonl'))}\n\n{NEXT}")
 

@@ -320,45 +320,50 @@ def _way(host: str, port: int, own: str | None, keys: "Keys | None") -> Iterator
         with contextlib.ExitStack() as until:
             back = None if own is None else until.enter_context(listen(own, 0))
             way = examine(at, secret, keys, back)
-    except socket.gaierror as error:
-        yield _Finding("peer", "fault", f"the name '{host}' is not known here ({error.strerror})", "give its address")
-    except ConnectionRefusedError:
+    except (OSError, PeerError, TransportError) as error:
+        fact, remedy = _out_of_reach(error, host, port)
+        yield _Finding("peer", "fault", fact, remedy)
+        return
+    who = "the secret" if keys is None else "the key of a peer"
+    if way is None:
         yield _Finding(
-            "peer", "fault", f"{host} answers, but nothing listens at port {port}",
-            f"start gossamer doctor FILE --listen {at} there, or gossamer train FILE --listen {at}",
+            "peer", "ok", f"a run at {at} has {who} and speaks this version",
+            "the way back and the speed are tried where gossamer doctor --listen answers",
         )  # fmt: skip
-    except TimeoutError:
-        yield _Finding(
-            "peer", "fault", f"nothing came back from {at} within {PATIENCE_S:g} s",
-            f"let TCP through to port {port} in the firewall there, or correct the address",
-        )  # fmt: skip
-    except (PeerError, TransportError) as error:
-        yield _Finding(
-            "peer", "fault", f"{at} answers, but {first_line(error)}",
-            "who has another secret or key is hung up on without a word: compare those of both machines",
-        )  # fmt: skip
-    except OSError as error:
-        yield _Finding(
-            "peer", "fault", f"{at} cannot be reached ({error.strerror or error})", "correct the address or the route"
-        )
+        return
+    yield _Finding("peer", "ok", f"{at} answers in {1e3 * way.round_trip_s:.3g} ms, and has {who}")
+    yield _way_back(way.seen_as, own, way.reached_back)
+    yield _Finding("link", "ok", f"{way.up_bps / 1e6:.3g} Mbit/s there and {way.down_bps / 1e6:.3g} Mbit/s back")
+    words = f"that of {at} is {abs(way.clock_ahead_s):.3g} s {'ahead' if way.clock_ahead_s > 0 else 'behind'}"
+    if abs(way.clock_ahead_s) > _CLOCK_S + way.round_trip_s:
+        remedy = "set both clocks by NTP: the logs of both are compared by their times"
+        yield _Finding("clock", "warning", words, remedy)
     else:
-        who = "the secret" if keys is None else "the key of a peer"
-        if way is None:
-            yield _Finding(
-                "peer", "ok", f"a run at {at} has {who} and speaks this version",
-                "the way back and the speed are tried where gossamer doctor --listen answers",
-            )  # fmt: skip
-            return
-        yield _Finding("peer", "ok", f"{at} answers in {1e3 * way.round_trip_s:.3g} ms, and has {who}")
-        yield _way_back(way.seen_as, own, way.reached_back)
-        yield _Finding("link", "ok", f"{way.up_bps / 1e6:.3g} Mbit/s there and {way.down_bps / 1e6:.3g} Mbit/s back")
-        words = f"that of {at} is {abs(way.clock_ahead_s):.3g} s {'ahead' if way.clock_ahead_s > 0 else 'behind'}"
-        if abs(way.clock_ahead_s) > _CLOCK_S + way.round_trip_s:
-            yield _Finding(
-                "clock", "warning", words, "set both clocks by NTP: the logs of both are compared by their times"
-            )
-        else:
-            yield _Finding("clock", "ok", words)
+        yield _Finding("clock", "ok", words)
+
+
+def _out_of_reach(error: Exception, host: str, port: int) -> tuple[str, str]:
+    """Why another machine is out of reach, and the remedy."""
+    from gossamer.errors import PeerError, TransportError
+    from gossamer.transport.sockets.addresses import shown
+    from gossamer.transport.sockets.examination import PATIENCE_S
+
+    at = shown(host, port)
+    match error:
+        case socket.gaierror():
+            return f"the name '{host}' is not known here ({error.strerror})", "give its address"
+        case ConnectionRefusedError():
+            how = f"start gossamer doctor FILE --listen {at} there, or gossamer train FILE --listen {at}"
+            return f"{host} answers, but nothing listens at port {port}", how
+        case TimeoutError():
+            how = f"let TCP through to port {port} in the firewall there, or correct the address"
+            return f"nothing came back from {at} within {PATIENCE_S:g} s", how
+        case PeerError() | TransportError():
+            how = "who has another secret or key is hung up on without a word: compare those of both machines"
+            return f"{at} answers, but {first_line(error)}", how
+        case OSError(strerror=words):
+            return f"{at} cannot be reached ({words or error})", "correct the address or the route"
+    raise AssertionError(error)
 
 
 def _way_back(seen_as: str, own: str | None, reached: bool) -> _Finding:

@@ -1,12 +1,12 @@
 """`gossamer goodput`: what failures of chips cost."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from gossamer.cli.output import Json, print_json
-from gossamer.cli.tables import print_table
+from gossamer.cli.output import Json
+from gossamer.cli.tables import print_estimate
 from gossamer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,12 +29,9 @@ def command(
     from gossamer.network.estimates.goodput import GoodputOptions, goodput_curves
     from gossamer.network.estimates.limits import build_settings
     from gossamer.network.estimates.utilisation import plot_curves
+    from gossamer.run.config.document import settings
 
-    given: dict[str, Any] = {}
-    if overrides:
-        from gossamer.run.config.document import settings
-
-        given = settings([*overrides])
+    given = settings([*overrides])
     options = build_settings(GoodputOptions, given, "option of goodput")
     if published and (others := given.keys() - {"restart_s", "downtime_s"}):
         raise ConfigError(
@@ -55,12 +52,7 @@ def _print_goodput(options: "GoodputOptions", json: bool) -> None:
     from gossamer.network.estimates.goodput import GOODPUT_HEADINGS, goodput_rows, goodput_table
 
     made = goodput_table(options)
-    if json:
-        print_json(made)
-        return
-    print_table(GOODPUT_HEADINGS, goodput_rows(made))
-    for sentence in made.assumptions:
-        print(f"assumed: {sentence}")
+    print_estimate(GOODPUT_HEADINGS, goodput_rows(made), made.assumptions, json=made if json else None)
 
 
 def _print_published(options: "GoodputOptions", json: bool) -> None:
@@ -72,13 +64,11 @@ def _print_published(options: "GoodputOptions", json: bool) -> None:
         "is lost",
         "each chip fails once a year; the published goodputs are from digests of arXiv 2604.21428",
     ]
-    if json:
-        print_json({"rows": cells, "assumptions": assumptions})
-        return
     rows = [
         (cell.method, str(cell.learners), str(cell.chips), f"{cell.published:.0%}", f"{cell.goodput:.1%}")
         for cell in cells
     ]
-    print_table(("method", "learners", "chips", "published", "ours"), rows)
-    for sentence in assumptions:
-        print(f"assumed: {sentence}")
+    print_estimate(
+        ("method", "learners", "chips", "published", "ours"), rows, assumptions,
+        json={"rows": cells, "assumptions": assumptions} if json else None,
+    )  # fmt: skip

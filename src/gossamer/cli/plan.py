@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from gossamer.cli.output import print_json, working
-from gossamer.cli.race import NO_RACE, RaceOptions, print_race, race, told
+from gossamer.cli.race import NO_RACE, Race, RaceOptions, print_race, race, race_facts
 from gossamer.cli.run_file_options import whole_numbers
 from gossamer.cli.tables import print_table
 from gossamer.cli.watch import WATCHABLE, Watchable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gossamer.network.links import Network
     from gossamer.run.planning.candidates import Priced
     from gossamer.run.planning.choice import Candidate, Pick
-    from gossamer.run.planning.plan import RunPlan
+    from gossamer.run.planning.plan import PlanSettings, RunPlan
     from gossamer.run.planning.planned_stages import StagePlan
 
 __all__ = ["PlanOptions", "command"]
@@ -95,7 +95,7 @@ def command(
     from gossamer.models.sizes import parameter_count
     from gossamer.network.links import read_network
     from gossamer.run.planning.candidates import USUAL, choose_among, price_recipes
-    from gossamer.run.planning.plan import PlanSettings, bits_per_parameter, plan, quicker_collective
+    from gossamer.run.planning.plan import plan
     from gossamer.run.planning.planned_stages import plan_in_stages
 
     options, json = options or PlanOptions(), output.json
@@ -104,15 +104,7 @@ def command(
         raise ConfigError(f"'{options.out}' already exists; name another file with --out, or remove it")
     links, model, step = _what(read_network(network), options, network)
     parameters = parameter_count(model, step["vocab_size"])
-    tokens, per_e_fold = _tokens(options, parameters, step["vocab_size"])
-    settings = PlanSettings(
-        **step, workers=options.workers, local_steps=whole_numbers("--local-steps", options.local_steps),
-        codecs=bits_per_parameter(options.codec or _CODECS, parameters), tokens=tokens,
-        hours=options.hours, keep_all=options.keep_all, step_s=options.step_s, peak_flops=options.peak_flops, mfu=options.mfu,
-        source=options.data or "stdlib", per_e_fold=per_e_fold,
-    )  # fmt: skip
-    boundaries = _boundaries(options)
-    cut = None
+    settings, boundaries, cut = _settings(options, step, parameters), _boundaries(options), None
     if options.memory_bytes is not None:
         cut = plan_in_stages(links, model, settings, options.memory_bytes, boundaries)
     made = plan(links, model, settings) if cut is None else cut.made
@@ -122,16 +114,7 @@ def command(
         priced = price_recipes(made, only, thorough=options.method is not None)
     choice = choose_among(made, priced, options.method)
     if not json:
-        if cut is not None:
-            _print_cut(cut)
-        elif options.memory_bytes is not None:
-            print(f"a replica fits a process of {options.memory_bytes / 1e9:.4g} GB, without activations")
-        _print(made, priced, choice, options)
-        if options.loss is not None:
-            by = "law" if options.law is not None else "anchor"
-            print(
-                f"loss {options.loss:g} by the {by}: after about {choice.hours_to_loss(choice.best):.4g} h", flush=True
-            )
+        _print(made, cut, priced, choice, options)
     found, best = None, choice.best
     if asked.race is not None:
         usual = [one for one in priced.candidates if one.method == USUAL]
@@ -139,20 +122,7 @@ def command(
         best = found.taken
     text = None if options.out is None else _run_file(made, best, options, options.out)
     if json:
-        print_json(
-            {
-                "parameters": made.parameters, "workers": made.workers, "tokens": choice.tokens, "hours": choice.hours,
-                "hours_to_loss": None if options.loss is None else choice.hours_to_loss(choice.best),
-                "chosen": _told(choice, choice.best), "undecided": [_told(choice, one) for one in choice.undecided],
-                "candidates": [_told(choice, one) for one in [*made.candidates, *priced.candidates]],
-                "race": None if found is None else told(found), "outside": choice.scale.outside,
-                "data_parallel_along": quicker_collective(made),
-                "unpriced": priced.unpriced, "run_file": options.out,
-                "stages": None if cut is None else {
-                    "replica_bytes": cut.replica_bytes, "chosen": cut.chosen, "tried": cut.tried, "refused": cut.refused,
-                },
-            }
-        )  # fmt: skip
+        print_json(_facts(made, cut, priced, choice, found, options))
     elif found is not None:
         print_race(found)
     if options.out is not None and text is not None:
@@ -190,6 +160,19 @@ def _check_race(asked: RaceOptions, options: PlanOptions, output: Watchable) -> 
         raise ConfigError(
             f"--race got {asked.race:g} minutes and --method '{options.method}', but a race compares methods; remove one of them"
         )
+
+
+def _settings(options: PlanOptions, step: dict[str, int], parameters: int) -> "PlanSettings":
+    """What is planned for and tried. Raises ConfigError for goals and options that do not fit each other."""
+    from gossamer.run.planning.plan import PlanSettings, bits_per_parameter
+
+    tokens, per_e_fold = _tokens(options, parameters, step["vocab_size"])
+    return PlanSettings(
+        **step, workers=options.workers, local_steps=whole_numbers("--local-steps", options.local_steps),
+        codecs=bits_per_parameter(options.codec or _CODECS, parameters), tokens=tokens,
+        hours=options.hours, keep_all=options.keep_all, step_s=options.step_s, peak_flops=options.peak_flops, mfu=options.mfu,
+        source=options.data or "stdlib", per_e_fold=per_e_fold,
+    )  # fmt: skip
 
 
 def _tokens(options: PlanOptions, parameters: int, vocab_size: int) -> tuple[float | None, float | None]:
@@ -233,13 +216,27 @@ def _tokens(options: PlanOptions, parameters: int, vocab_size: int) -> tuple[flo
     return tokens * math.exp(e_folds), None
 
 
-def _told(choice: "Pick", one: "Candidate") -> dict[str, Any]:
-    """A candidate with what is expected of it."""
-    loss, above = choice.loss(one), choice.above_best(one)
-    ranges = {
-        name: None if found is None else found._asdict() for name, found in (("loss", loss), ("above_choice", above))
-    }
-    return {**one._asdict(), "hours": choice.hours_of(one), "tokens": choice.tokens_of(one), **ranges}
+def _facts(
+    made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "Pick", found: Race | None, options: PlanOptions
+) -> dict[str, Any]:
+    """A plan as JSON."""
+    from gossamer.run.planning.plan import quicker_collective
+
+    def of(one: "Candidate") -> dict[str, Any]:
+        expected = {"loss": choice.loss(one), "above_choice": choice.above_best(one)}
+        return {**one._asdict(), "hours": choice.hours_of(one), "tokens": choice.tokens_of(one), **expected}
+
+    return {
+        "parameters": made.parameters, "workers": made.workers, "tokens": choice.tokens, "hours": choice.hours,
+        "hours_to_loss": None if options.loss is None else choice.hours_to_loss(choice.best),
+        "chosen": of(choice.best), "undecided": [of(one) for one in choice.undecided],
+        "candidates": [of(one) for one in [*made.candidates, *priced.candidates]],
+        "race": None if found is None else race_facts(found), "outside": choice.scale.outside,
+        "data_parallel_along": quicker_collective(made), "unpriced": priced.unpriced, "run_file": options.out,
+        "stages": None if cut is None else {
+            "replica_bytes": cut.replica_bytes, "chosen": cut.chosen, "tried": cut.tried, "refused": cut.refused,
+        },
+    }  # fmt: skip
 
 
 def _what(network: "Network", options: PlanOptions, file: Path) -> "tuple[Network, ModelConfig, dict[str, int]]":
@@ -314,12 +311,18 @@ def _print_cut(cut: "StagePlan") -> None:
     print()
 
 
-def _print(made: "RunPlan", priced: "Priced", choice: "Pick", options: PlanOptions) -> None:
-    """Prints the candidates, and which is taken."""
+def _print(
+    made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "Pick", options: PlanOptions
+) -> None:  # fmt: skip
+    """Prints how a replica is cut, the candidates, and which is taken."""
     from gossamer.run.planning.candidates import USUAL
     from gossamer.run.planning.choice import PLAN_HEADINGS, best_of_each, plan_rows
     from gossamer.run.planning.plan import quicker_collective
 
+    if cut is not None:
+        _print_cut(cut)
+    elif options.memory_bytes is not None:
+        print(f"a replica fits a process of {options.memory_bytes / 1e9:.4g} GB, without activations")
     size, parameters, settings = made.model.size, made.parameters, made.options
     default = settings.tokens is None and settings.hours is None
     print(
@@ -340,6 +343,9 @@ def _print(made: "RunPlan", priced: "Priced", choice: "Pick", options: PlanOptio
     elif USUAL in priced.unpriced:
         print(f"no price: {USUAL}: {priced.unpriced[USUAL]}")
     _print_choice(choice)
+    if options.loss is not None:
+        by, hours = "law" if options.law is not None else "anchor", choice.hours_to_loss(choice.best)
+        print(f"loss {options.loss:g} by the {by}: after about {hours:.4g} h", flush=True)
 
 
 def _basis(choice: "Pick") -> str:

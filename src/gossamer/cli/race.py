@@ -1,6 +1,5 @@
 """The race of a plan's shortlist, for `gossamer plan --race`."""
 
-import os
 import shlex
 import time
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from cyclopts import Parameter
 
 from gossamer.cli.compare import Earlier, folders_of, trained
 from gossamer.cli.output import working
-from gossamer.cli.report import publish
+from gossamer.cli.run_file_options import runs_at_a_time
 from gossamer.cli.tables import print_table
 from gossamer.cli.watch import Watchable
 from gossamer.errors import ConfigError
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from gossamer.run.planning.choice import Candidate, Pick
     from gossamer.run.planning.plan import RunPlan
 
-__all__ = ["NO_RACE", "Race", "RaceOptions", "print_race", "race", "told"]
+__all__ = ["NO_RACE", "Race", "RaceOptions", "print_race", "race", "race_facts"]
 
 _SEEDS, _SHARE = 3, 0.8
 """Seeds that must fit, and the share of the minutes that may be filled by estimate."""
@@ -82,6 +81,16 @@ class Race(NamedTuple):
         kept = found is None or self.choice in (found.best, *found.alike)
         return self.candidates[self.choice if kept or found is None else found.best]
 
+    def rounds(self, label: str) -> int:
+        """The rounds of a candidate's run."""
+        row = next(row for row in self.text["variant"] if row["label"] == label)
+        return row["run"]["steps"] // self.candidates[label].full_steps
+
+    def tokens(self, label: str) -> int:
+        """What a candidate's run reads."""
+        data = self.text["data"]
+        return self.rounds(label) * sum(self.candidates[label].local_steps) * data["seq_len"] * data["batch_size"]
+
 
 def race(
     made: "RunPlan", choice: "Pick", candidates: "Sequence[Candidate]", network: Path, asked: RaceOptions, output: Watchable
@@ -90,20 +99,13 @@ def race(
 
     Raises: ConfigError for minutes in which nothing fits, and a folder that exists; as `simulate`, but for runs that diverge.
     """
+    from gossamer.models.sizes import ModelConfig, parameter_count
+    from gossamer.report.page.page import write_pages
     from gossamer.report.results import read_results
     from gossamer.run.config.experiment_file import points
-    from gossamer.run.config.resolve import resolve
-    from gossamer.run.experiments.race import (
-        FILE,
-        MOST_SEEDS,
-        courses,
-        document,
-        label_of,
-        opened_race,
-        verdict,
-        written_race,
-    )
+    from gossamer.run.experiments.race import FILE, MOST_SEEDS, label_of, opened_race, standings
     from gossamer.run.planning.choice import shortlist
+    from gossamer.settings.schema import build
 
     began, some = time.monotonic(), shortlist(choice, candidates)
     assert asked.race is not None
@@ -112,23 +114,12 @@ def race(
             f"--race has {label_of(some[0])} alone on its shortlist, as nothing else is near it; leave --race out, or try more "
             "--local-steps and --codec"
         )
-    jobs = asked.jobs or len(
-        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    )
+    jobs = runs_at_a_time(asked.jobs)
     folder = asked.race_folder or Path("runs") / f"race-{network.stem}-{made.model.size}"
     if asked.resume:
         text, left = opened_race(folder, some), dict[str, str]()
     else:
-        if (folder / FILE).exists() or (folder / "run.toml").exists():
-            raise ConfigError(
-                f"'{folder}' already has a run or a race; go on with --resume, name another --race-folder, or remove it"
-            )
-        with working("timing an inner step"):
-            course = _fitting(courses(made, some), made, 60 * asked.race, jobs)
-        text, left = document(course, made, made.options.source), dict(course.left)
-        for run in points(text):
-            resolve(run.config)
-        written_race(folder, course, made, text)
+        text, left = _begun(made, some, folder, 60 * asked.race, jobs)
     by_label = {label_of(one): one for one in some}
     raced = {label: by_label[label] for label in (row["label"] for row in text["variant"])}
     left = {label: left.get(label, "it is not in the race that goes on") for label in by_label if label not in raced}
@@ -147,20 +138,34 @@ def race(
         raise KeyboardInterrupt(words) from None
     ended = read_results(outcomes)
     done = {(one.method, one.seed) for one in ended}
-    report = folder / "report.html"
-    publish(
-        {run.label: folders[run.label] for run in runs if (run.method, run.seed) in done}, report, None,
-        shlex.join(["gossamer", "compare", str(folder / FILE)]),
-    )  # fmt: skip
-    seeds, losses, standing = verdict(runs, ended)
-    return Race(folder, report, text, raced, tuple(seeds), losses, standing, left, _parameters(text), made.parameters)
+    report, words = folder / "report.html", shlex.join(["gossamer", "compare", str(folder / FILE)])
+    write_pages(
+        {run.label: folders[run.label] for run in runs if (run.method, run.seed) in done}, report, None, command=words
+    )
+    seeds, losses, standing = standings(runs, ended)
+    parameters = parameter_count(build(ModelConfig, text["model"], "model"), 256)
+    return Race(folder, report, text, raced, tuple(seeds), losses, standing, left, parameters, made.parameters)
 
 
-def _parameters(text: dict[str, Any]) -> int:
-    from gossamer.models.sizes import ModelConfig, parameter_count
-    from gossamer.settings.schema import build
+def _begun(
+    made: "RunPlan", some: "Sequence[Candidate]", folder: Path, seconds: float, jobs: int
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Writes a race that fits the seconds into its folder; returns its experiment file, and whom it leaves out and why."""
+    from gossamer.run.config.experiment_file import points
+    from gossamer.run.config.resolve import resolve
+    from gossamer.run.experiments.race import FILE, courses, document, written_race
 
-    return parameter_count(build(ModelConfig, text["model"], "model"), 256)
+    if (folder / FILE).exists() or (folder / "run.toml").exists():
+        raise ConfigError(
+            f"'{folder}' already has a run or a race; go on with --resume, name another --race-folder, or remove it"
+        )
+    with working("timing an inner step"):
+        course = _fitting(courses(made, some), made, seconds, jobs)
+    text = document(course, made, made.options.source)
+    for run in points(text):
+        resolve(run.config)
+    written_race(folder, course, made, text)
+    return text, dict(course.left)
 
 
 def _fitting(ways: "Sequence[Course]", made: "RunPlan", seconds: float, jobs: int) -> "Course":
@@ -195,15 +200,15 @@ def _fitting(ways: "Sequence[Course]", made: "RunPlan", seconds: float, jobs: in
     return found
 
 
-def told(found: Race) -> dict[str, Any]:
+def race_facts(found: Race) -> dict[str, Any]:
     """A race as JSON."""
     from gossamer.run.planning.choice import Candidate
 
     def of(label: str, one: Candidate) -> dict[str, Any]:
-        stands, run = None if found.standing is None else found.standing.above.get(label), _row(found, label)["run"]
+        stands = None if found.standing is None else found.standing.above.get(label)
         return {
-            "label": label, "chosen": label == found.choice, "rounds": run["steps"] // one.full_steps, "round_s": one.round_s,
-            "tokens": _tokens(found, label), "losses": found.losses[label],
+            "label": label, "chosen": label == found.choice, "rounds": found.rounds(label), "round_s": one.round_s,
+            "tokens": found.tokens(label), "losses": found.losses[label],
             "above": None if stands is None else {"nats": stands.mean, "half": stands.half},
             "alike": found.standing is not None and label in found.standing.alike,
         }  # fmt: skip
@@ -220,9 +225,7 @@ def print_race(found: Race) -> None:
     """Prints how the candidates stand."""
     standing, n = found.standing, len(found.seeds)
     print()
-    horizon_s = max(
-        _row(found, label)["run"]["steps"] // one.full_steps * one.round_s for label, one in found.candidates.items()
-    )
+    horizon_s = max(found.rounds(label) * one.round_s for label, one in found.candidates.items())
     print(
         f"race of {len(found.candidates)} candidates over {horizon_s / 3600:.4g} h of the network, with a model of "
         f"{found.parameters:,} parameters on '{found.text['data']['source']}', {n} seed{'s' * (n != 1)}"
@@ -240,10 +243,8 @@ def print_race(found: Race) -> None:
         gap = "lowest" if label == standing.best else "diverged"
         if stands is not None:
             gap = f"{stands.mean:+.4f}" + ("" if stands.half is None else f" ± {stands.half:.4f}")
-        rounds = _row(found, label)["run"]["steps"] // one.full_steps
-        rows.append(
-            (label, str(rounds), f"{one.round_s:.4g}", f"{_tokens(found, label):.3g}", f"{means[label]:.4f}", gap)
-        )
+        sizes = (str(found.rounds(label)), f"{one.round_s:.4g}", f"{found.tokens(label):.3g}")
+        rows.append((label, *sizes, f"{means[label]:.4f}", gap))
     headings = ("candidate", "rounds", "s a round", "tokens", "loss", "above the lowest")
     print_table(headings, rows, bold=labels.index(standing.best))
     print(
@@ -269,14 +270,3 @@ def _verdict(found: Race, standing: "Standing") -> str:
         return f"{words}; it is the choice of the plan"
     where = "is one of these" if found.choice in standing.alike else "ends higher"
     return f"{words}; the choice of the plan, {found.choice}, {where}"
-
-
-def _row(found: Race, label: str) -> dict[str, Any]:
-    return next(row for row in found.text["variant"] if row["label"] == label)
-
-
-def _tokens(found: Race, label: str) -> int:
-    """What a run of a candidate reads."""
-    one, data = found.candidates[label], found.text["data"]
-    rounds = _row(found, label)["run"]["steps"] // one.full_steps
-    return rounds * sum(one.local_steps) * data["seq_len"] * data["batch_size"]

@@ -3,16 +3,13 @@
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from gossamer.cli.output import Json, print_json
 
-if TYPE_CHECKING:
-    from gossamer.network.links import Network
-
-__all__ = ["command", "publish", "show"]
+__all__ = ["command", "print_runs"]
 
 
 def command(
@@ -28,13 +25,14 @@ def command(
         folders: run folders
         out: the page (default: report.html)
     """
+    from gossamer.report.page.page import write_pages
     from gossamer.run.config.document import load_run
     from gossamer.run.config.run_file import parse
 
     documents = [load_run(folder) for folder in folders]
     runs = dict(zip(_labels(folders, documents), folders, strict=True))
     words = shlex.join(["gossamer", "report", *map(str, folders), "--out", str(out)])
-    show(runs, publish(runs, out, parse(documents[0]).network, words), out, json=json)
+    print_runs(runs, write_pages(runs, out, parse(documents[0]).network, command=words), out, json=json)
 
 
 def _labels(folders: Sequence[Path], documents: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -44,16 +42,7 @@ def _labels(folders: Sequence[Path], documents: Sequence[Mapping[str, Any]]) -> 
     return next((labels for labels in choices if len({*labels}) == len(folders)), choices[-1])
 
 
-def publish(
-    runs: Mapping[str, Path], page: Path, networks: "Mapping[str, Network] | None", command: str
-) -> list[dict[str, Any]]:
-    """Writes the page and its table; returns the rows of the table."""
-    from gossamer.report.page.page import write_pages
-
-    return write_pages(runs, page, networks, command=command)
-
-
-def show(
+def print_runs(
     runs: Mapping[str, Path], rows: Sequence[Mapping[str, Any]], page: Path, *, json: bool, **more: Path | None
 ) -> None:
     """Prints the table of some runs and where their page is, with `more` files of the same comparison, or all of it as JSON."""

@@ -1,11 +1,11 @@
 """What the verbs that train have in common: the run file with its overrides, the run folder, and the hint how to resume."""
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -23,9 +23,12 @@ __all__ = [
     "ExperimentFile",
     "File",
     "Overrides",
+    "check_experiment",
+    "experiment_and_folder",
     "imported_parts",
     "resume_hint",
     "run_and_folder",
+    "runs_at_a_time",
     "whole_numbers",
 ]
 
@@ -91,13 +94,55 @@ def run_and_folder(
     return config, folder, AUTO if str(resume) == AUTO else True
 
 
-def imported_parts(config: "RunConfig", told: Collection[str] = (), without: Collection[str] = ()) -> "UserParts":
-    """The user's own parts of a run, without some kinds; prints a line for each that was imported, but for those told already."""
+@contextlib.contextmanager
+def experiment_and_folder(
+    file: Path | None, overrides: tuple[str, ...], out: Path | None, scale: str, example: str
+) -> Iterator[tuple[dict[str, Any], Path]]:
+    """The document of an experiment file and the folder of all its runs; a Ctrl-C in here says what keeps the finished ones.
+
+    Raises: ConfigError when no file is given, or it is no experiment file.
+    """
+    from gossamer.run.config.document import settings
+    from gossamer.run.config.experiment_file import opened
+
+    if file is None:
+        raise ConfigError(f"no experiment file was given (got none, need one); name a TOML file {example}")
+    folder = out or Path("runs") / "-".join([file.stem, *([scale] if scale else [])])
+    try:
+        yield opened(file, settings([*overrides])), folder
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("stopped; the same command with --resume keeps the finished runs") from None
+
+
+def check_experiment(configs: "Iterable[RunConfig]") -> None:
+    """Imports what the runs name and resolves each, before the first of them is trained; every import is printed once."""
+    from gossamer.run.config.resolve import resolve
+
+    printed = set[str]()
+    for config in configs:
+        parts = imported_parts(config, printed)
+        printed |= {code.name for code in parts.codes}
+        resolve(config, parts)
+
+
+def runs_at_a_time(jobs: int | None) -> int:
+    """The number that --jobs gives, or one for each core. Raises ConfigError for a number below 1."""
+    from gossamer.transport.processes.launch import available_cores
+
+    if jobs is None:
+        return available_cores()
+    if jobs < 1:
+        raise ConfigError(f"--jobs got {jobs}; give the number of runs at a time, at least 1")
+    return jobs
+
+
+def imported_parts(config: "RunConfig", printed: Collection[str] = (), without: Collection[str] = ()) -> "UserParts":
+    """The user's own parts of a run, without some kinds; prints a line for each that was imported, but for those in `printed`."""
     from gossamer.record.progress import say
     from gossamer.run.config.user_parts import own_parts
 
     parts = own_parts(config, without)
-    for code in (code for code in parts.codes if code.name not in told):
+    for code in (code for code in parts.codes if code.name not in printed):
         say(f"imported {code.name} from {code.path or 'no file'} (sha256 {code.sha256[:12]})")
     return parts
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from gossamer.cli.report import publish, show
+from gossamer.cli.report import print_runs
 from gossamer.cli.run_file_options import NO_CHANGES, Changes, File, imported_parts, resume_hint, run_and_folder
 from gossamer.cli.watch import WATCHABLE, Watchable
 
@@ -30,6 +30,8 @@ def command(
         resume: continue this run folder from its newest sound checkpoint, with --set for what changes; auto: continue or start
         replay: replay the recorded run in this folder bit for bit (server, elastic, asynchronous, or with changed settings)
     """
+    from gossamer.report.page.page import write_pages
+    from gossamer.run.config.resolve import resolve
     from gossamer.run.config.user_parts import own_parts
 
     config, folder, resumed = run_and_folder(file, changes.words, out, resume)
@@ -42,9 +44,12 @@ def command(
             if replay is None:
                 train_here(config, parts, folder, resume=resumed)
             else:
-                _replay(config, parts, folder, replay)
+                from gossamer.run.replay.replay import replay as repeat
+
+                repeat(lambda real: resolve(config, parts, real=real), folder, replay)
         page, runs = folder / "report.html", {config.name: folder}
-        show(runs, publish(runs, page, config.network, f"gossamer report {quote(str(folder))}"), page, json=output.json)
+        rows = write_pages(runs, page, config.network, command=f"gossamer report {quote(str(folder))}")
+        print_runs(runs, rows, page, json=output.json)
 
 
 def train_here(config: "RunConfig", parts: "UserParts", folder: Path, *, resume: "Resume" = False) -> None:
@@ -71,10 +76,3 @@ def _say_what_it_is_not(file: Path | None) -> None:
             "run; --replay %s computes the recorded one",
             file.parent, described(branches[-1]), file.parent,
         )  # fmt: skip
-
-
-def _replay(config: "RunConfig", parts: "UserParts", folder: Path, recorded: Path) -> None:
-    from gossamer.run.config.resolve import resolve
-    from gossamer.run.replay.replay import replay
-
-    replay(lambda real: resolve(config, parts, real=real), folder, recorded)

@@ -1,13 +1,16 @@
 """Printing tables: other packages compute the rows, and a verb prints them."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["print_table"]
+from gossamer.cli.output import print_json
+
+__all__ = ["print_estimate", "print_table"]
 
 
 def print_table(
@@ -42,3 +45,20 @@ def print_table(
     for place, row in enumerate(rows):
         view.add_row(*map(Text, row), style="bold" if place == bold else None)
     console.print(view)
+
+
+def print_estimate(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    assumptions: Iterable[str],
+    *,
+    json: Any = None,
+    **shape: Any,
+) -> None:
+    """Prints the table of an estimate and all that was assumed; or `json`, where a verb gives it, in their place."""
+    if json is not None:
+        print_json(json)
+        return
+    print_table(headings, rows, **shape)
+    for sentence in assumptions:
+        print(f"assumed: {sentence}")

@@ -6,8 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gossamer.cli.output import PLAIN, Output, print_json
-from gossamer.cli.run_file_options import ExperimentFile, Overrides, imported_parts
-from gossamer.errors import ConfigError
+from gossamer.cli.run_file_options import (
+    ExperimentFile,
+    Overrides,
+    check_experiment,
+    experiment_and_folder,
+    runs_at_a_time,
+)
 
 if TYPE_CHECKING:
     from gossamer.run.experiments.search import GridPoint
@@ -30,30 +35,16 @@ def command(
         jobs: runs at a time, each in a process of its own (default: one for each core)
         resume: keep the finished runs, and train the others
     """
-    if file is None:
-        raise ConfigError("no experiment file was given (got none, need one); name a TOML file with a [tune] table")
-    if jobs is not None and jobs < 1:
-        raise ConfigError(f"--jobs got {jobs}; give the number of runs at a time, at least 1")
     from gossamer.record.whole_files import atomic_write
-    from gossamer.run.config.document import settings
-    from gossamer.run.config.experiment_file import opened
-    from gossamer.run.config.resolve import resolve
     from gossamer.run.experiments.tune import contenders, tune, tuned_file
-    from gossamer.transport.processes.launch import available_cores
 
-    document = opened(file, settings([*overrides]))
-    methods = contenders(document, scale=scale)
-    told = set[str]()
-    for method in methods:  # before the first run is trained
-        parts = imported_parts(method.config, told)
-        told |= {code.name for code in parts.codes}
-        resolve(method.config, parts)
-    out = out or Path("runs") / "-".join([file.stem, *([scale] if scale else [])])
-    try:
+    jobs = runs_at_a_time(jobs)
+    with experiment_and_folder(file, overrides, out, scale, "with a [tune] table") as (document, out):
+        methods = contenders(document, scale=scale)
+        check_experiment(method.config for method in methods)
         with output.silenced():
-            found = tune(methods, out, jobs=jobs or available_cores(), resume=resume)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("stopped; the same command with --resume keeps the finished runs") from None
+            found = tune(methods, out, jobs=jobs, resume=resume)
+    assert file is not None  # or it had been refused
     page, chosen = out / "tune.md", out / "tuned.toml"
     atomic_write(page, f"# Tuned with one budget\n\n{tuned_page(found)}".encode())
     atomic_write(chosen, tuned_file(document, found, file.name, scale=scale).encode())

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from gossamer.cli.output import Json, print_json
-from gossamer.cli.tables import print_table
+from gossamer.cli.tables import print_estimate
 from gossamer.errors import ConfigError
 
 __all__ = ["command"]
@@ -30,12 +30,9 @@ def command(
         plot: draw utilisation against bandwidth (.png or .svg)
     """
     from gossamer.network.estimates.utilisation import plot_curves
+    from gossamer.run.config.document import settings
 
-    options: dict[str, Any] = {}
-    if overrides:
-        from gossamer.run.config.document import settings
-
-        options = settings([*overrides])
+    options = settings([*overrides])
     if analytic and (figure9 or plot is not None):
         other = "--figure9" if figure9 else f"--plot {plot}"
         raise ConfigError(f"--analytic was given with {other} but cannot be combined with it; remove one of the two")
@@ -71,12 +68,7 @@ def _print_hours(options: Mapping[str, Any], json: bool) -> None:
     from gossamer.network.estimates.wall_clock import HOURS_HEADINGS, WallClockOptions, hours_rows, wall_clock_table
 
     made = wall_clock_table(build_settings(WallClockOptions, options, "option of --analytic"))
-    if json:
-        print_json(made)
-        return
-    print_table(HOURS_HEADINGS, hours_rows(made))
-    for sentence in made.assumptions:
-        print(f"assumed: {sentence}")
+    print_estimate(HOURS_HEADINGS, hours_rows(made), made.assumptions, json=made if json else None)
 
 
 def _print_stragglers(options: Mapping[str, Any], json: bool) -> dict[str, Any]:
@@ -88,12 +80,10 @@ def _print_stragglers(options: Mapping[str, Any], json: bool) -> dict[str, Any]:
     points = straggler_table(run=run)
     assumptions = list(dict.fromkeys(sentence for point in points for sentence in point.assumptions))
     curves = {name: [(p.bandwidth_bps, p.mean) for p in points if p.method == name] for name in STRAGGLER_METHODS}
-    if json:
-        rows = [{key: value for key, value in p._asdict().items() if key != "assumptions"} for p in points]
-        print_json({"rows": rows, "assumptions": assumptions})
-        return curves
-    title = "share of the time spent computing, mean over workers (straggler's local steps)"
-    print_table(("Gbit/s", *STRAGGLER_METHODS), straggler_rows(run), title=title, text=0)
-    for sentence in assumptions:
-        print(f"assumed: {sentence}")
+    rows = [{key: value for key, value in p._asdict().items() if key != "assumptions"} for p in points]
+    print_estimate(
+        ("Gbit/s", *STRAGGLER_METHODS), straggler_rows(run), assumptions, text=0,
+        title="share of the time spent computing, mean over workers (straggler's local steps)",
+        json={"rows": rows, "assumptions": assumptions} if json else None,
+    )  # fmt: skip
     return curves
