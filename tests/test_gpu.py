@@ -16,7 +16,7 @@ from commands import free_port
 from drifted_rounds import play, random_drift, random_vectors
 from gossamer.codecs import CODECS
 from gossamer.rounds.compatibility.combination import Combination
-from gossamer.rounds.compatibility.incompatibilities import faults
+from gossamer.rounds.compatibility.incompatibilities import combination_faults
 from gossamer.rounds.kernel import PLAIN, compiled
 from gossamer.rules import RULES, Rule
 from gossamer.topologies import Topology, make_topology
@@ -32,7 +32,7 @@ def on(rule: Rule) -> Topology:
     """A topology that this rule runs on."""
     for name in ("random", "complete", "tree", "random_push"):
         topology = make_topology(name, WORKERS)
-        if not faults(Combination(workers=WORKERS, rule=rule, topology=topology)):
+        if not combination_faults(Combination(workers=WORKERS, rule=rule, topology=topology)):
             return topology
     raise AssertionError(f"{rule.name} runs nowhere")
 

@@ -5,10 +5,10 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gossamer.report.charts import drawing, line_style, plain_axes, svg
+from gossamer.report.charts import chart_style, line_style, plain_axes, svg
 from gossamer.report.results import PointResult
 from gossamer.report.table import DASH, markdown_lines
-from gossamer.run.config.experiment_file import Point, place_of
+from gossamer.run.config.experiment_file import Point, place_in_experiment
 
 __all__ = ["Branch", "annealed_page", "branches", "drawn_branches", "shares_between", "time_shares"]
 
@@ -31,8 +31,8 @@ def branches(runs: Sequence[Point], ended: Sequence[PointResult], target: str) -
 
     Args: `runs` are all runs of the file, with the seeds of `ended`.
     """
-    rounds = {place_of(run): run.config.rounds for run in runs}
-    known = [(rounds[place], one) for one in ended if (place := place_of(one)) in rounds]
+    rounds = {place_in_experiment(run): run.config.rounds for run in runs}
+    known = [(rounds[place], one) for one in ended if (place := place_in_experiment(one)) in rounds]
     longest = max((length for length, one in known if one.method == target), default=0)
     ends = {one.seed: one for length, one in known if one.method == target and length == longest}
     return [
@@ -109,7 +109,7 @@ def drawn_branches(found: Sequence[Branch], target: str) -> bytes:
     networks, methods = (
         [*dict.fromkeys(column)] for column in zip(*((o.network, o.method) for o in found), strict=True)
     )
-    with drawing():
+    with chart_style():
         canvas = Canvas(figsize=(1.0 + 5.0 * len(networks), 4.0), layout="constrained")
         for axes, network in zip(canvas.subplots(1, len(networks), squeeze=False)[0], networks, strict=True):
             for place, method in enumerate(methods):

@@ -57,10 +57,10 @@ from generators.gains import gains, gains_page
 from generators.leaderboard import leaderboard_page
 from generators.local_steps import equal_bytes_table, lengths, local_steps_table
 from generators.sources import NUMBER, RESULTS, ROOT, TEXT, Reading, Source, source
-from gossamer.report.figures import table
+from gossamer.report.figures import figure_table
 from gossamer.report.paired import effect
 from gossamer.report.results import read_results
-from gossamer.run.config.document import load
+from gossamer.run.config.document import load_document
 from gossamer.run.config.experiment_file import figure
 
 __all__ = ["Numbers", "filled", "marked", "numbers_of", "pages", "unbound", "with_sources"]
@@ -172,9 +172,9 @@ def filled(text: str, numbers: Numbers, page: str) -> str:
             raise ValueError(f"{page}: {name}: {key}: {error}") from None
 
     def whole_table(at: re.Match[str]) -> str:
-        asked = figure(load(ROOT / "experiments" / at[3]))
+        asked = figure(load_document(ROOT / "experiments" / at[3]))
         assert asked is not None
-        made = table(read_results(names[at[2]]), asked).split("\n\n")[int(at[1]) - 1]
+        made = figure_table(read_results(names[at[2]]), asked).split("\n\n")[int(at[1]) - 1]
         return at[0][: at.start(4) - at.start()] + made.rstrip("\n") + "\n"
 
     def cells(at: re.Match[str]) -> str:

@@ -5,8 +5,8 @@ from typing import Any
 
 from generators.sources import ROOT
 from gossamer.report.table import markdown_lines
-from gossamer.run.config.experiment_file import opened, points
-from gossamer.run.planning.check import examine
+from gossamer.run.config.experiment_file import open_experiment, points
+from gossamer.run.planning.check import examine_run
 
 __all__ = ["casts_page"]
 
@@ -55,8 +55,8 @@ def casts_page() -> str:
 
 
 def _round_s(method: str, codec: Mapping[str, Any], scale: str) -> float:
-    runs = points(opened(ROOT / _FILE, {**codec, "run.batched": 1}), scale=scale)
+    runs = points(open_experiment(ROOT / _FILE, {**codec, "run.batched": 1}), scale=scale)
     run = next(run for run in runs if run.method == f"{method}, H = 30")
-    (network,) = examine(run.config).networks
+    (network,) = examine_run(run.config).networks
     assert network.round_s is not None
     return network.round_s

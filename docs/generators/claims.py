@@ -18,8 +18,8 @@ from generators.verdicts import Arm, Found, costs_little, equal, leads, matches,
 from gossamer.record.jsonl import json_lines
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines
-from gossamer.run.config.document import load
-from gossamer.run.config.experiment_file import Point, place_of, points
+from gossamer.run.config.document import load_document
+from gossamer.run.config.experiment_file import Point, place_in_experiment, points
 
 __all__ = ["CHECKS", "NOT_RUN", "READ_AGAIN", "Check", "Outcomes", "claims_page", "committed", "registered"]
 
@@ -75,7 +75,7 @@ def committed(stem: str) -> tuple[Sequence[Point], Sequence[PointResult]]:
     if not outcomes.exists():
         return [], []
     (file, scale), ended = config_of(outcomes), read_results(outcomes)
-    return points(load(file), seeds=sorted({one.seed for one in ended}), scale=scale), ended
+    return points(load_document(file), seeds=sorted({one.seed for one in ended}), scale=scale), ended
 
 
 def _pairs(ended: Sequence[PointResult], praised: str, other: str) -> list[Arm]:
@@ -83,7 +83,7 @@ def _pairs(ended: Sequence[PointResult], praised: str, other: str) -> list[Arm]:
     places: dict[str, tuple[Mapping[str, Any], dict[str, dict[int, float]]]] = {}
     for one in ended:
         if one.method in (praised, other) and one.row["loss"] is not None:
-            _, losses = places.setdefault(place_of(one)[1], (one.at, {}))
+            _, losses = places.setdefault(place_in_experiment(one)[1], (one.at, {}))
             losses.setdefault(one.method, {})[one.seed] = one.row["loss"]
     arms = list[Arm]()
     for at, losses in places.values():

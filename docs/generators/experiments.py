@@ -17,11 +17,11 @@ from generators.leaderboard import LEADERBOARD, Standing, drawn_standings, leade
 from generators.sources import RESULTS, ROOT, config_of
 from gossamer.cli.tune import tuned_page
 from gossamer.record.jsonl import json_lines
-from gossamer.report.figures import Figure, draw_figure, spread, swept, table
+from gossamer.report.figures import Figure, draw_figure, figure_table, mean_and_deviation, swept
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines, number_text, table_cells
-from gossamer.run.config.document import load
-from gossamer.run.config.experiment_file import Point, figure, place_of, points
+from gossamer.run.config.document import load_document
+from gossamer.run.config.experiment_file import Point, figure, place_in_experiment, points
 from gossamer.run.experiments.tune import contenders, searched
 
 __all__ = ["FOLDERS", "drawn", "outcome_files", "page"]
@@ -38,7 +38,7 @@ def outcome_files() -> list[Path]:
 def page(outcomes: Path) -> str:
     """What the runs of an experiment have found, as Markdown; of those that have ended."""
     file, scale = config_of(outcomes)
-    document = load(file)
+    document = load_document(file)
     lines = [line for _, line in json_lines(outcomes)]
     verb = "tune" if _is_tuning(lines) else "compare"
     seeds = sorted({line["seed"] for line in lines})
@@ -57,7 +57,7 @@ def page(outcomes: Path) -> str:
         if ranked := _ranked(outcomes, found):
             parts.append(leaderboard_table(ranked))
         elif asked is not None and _has_target(found, asked):
-            parts.append(table(found, asked))
+            parts.append(figure_table(found, asked))
         elif at_ends:
             parts.append(annealed_page(at_ends, runs[0].method))
         elif asked is not None or not cells:
@@ -74,7 +74,7 @@ def page(outcomes: Path) -> str:
 def drawn(outcomes: Path) -> bytes | None:
     """The figure of an experiment: what its file asks for, the leaderboard, annealed losses or the gain of momentum."""
     file, scale = config_of(outcomes)
-    document = load(file)
+    document = load_document(file)
     if file.stem == FRESH or _is_tuning([line for _, line in json_lines(outcomes)]):
         return None
     runs = points(document, seeds=sorted({one.seed for one in read_results(outcomes)}), scale=scale)
@@ -120,8 +120,8 @@ def _has_target(found: Sequence[PointResult], asked: Figure) -> bool:
 
 def _in_order(outcomes: Path, runs: Sequence[Point]) -> list[PointResult]:
     """The runs that have ended, in the order of the file, whichever ended first."""
-    ended = {place_of(one): one for one in read_results(outcomes)}
-    places = [place_of(run) for run in runs]
+    ended = {place_in_experiment(one): one for one in read_results(outcomes)}
+    places = [place_in_experiment(run) for run in runs]
     return [ended[place] for place in places if place in ended]
 
 
@@ -130,7 +130,7 @@ def _seeds_table(found: Sequence[PointResult]) -> str:
     keys = [*dict.fromkeys(key for one in found for key in one.at)]
     at_point: dict[tuple[str, str], list[PointResult]] = {}
     for one in found:
-        at_point.setdefault(place_of(one)[:2], []).append(one)
+        at_point.setdefault(place_in_experiment(one)[:2], []).append(one)
     groups = [*at_point.values()]
     heads, cells = table_cells([_mean_row([one.row for one in some]) for some in groups])
     others = [k for k, head in enumerate(heads) if head == "worst worker" or heads.index("sent per worker") <= k]
@@ -143,7 +143,7 @@ def _seeds_table(found: Sequence[PointResult]) -> str:
         losses = [one.row["loss"] for one in some]
         lines.append(
             [
-                some[0].method, *(str(swept(some[0].at.get(key, DASH))) for key in keys), spread(losses),
+                some[0].method, *(str(swept(some[0].at.get(key, DASH))) for key in keys), mean_and_deviation(losses),
                 *(_each(losses, ".4f") for _ in several), *(_each([one.row[name] for one in some], ".2g") for name in apart),
                 *(line[k] for k in others),
             ]

@@ -10,11 +10,11 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
-from gossamer.report.charts import drawing, plain_axes, svg
+from gossamer.report.charts import chart_style, plain_axes, svg
 from gossamer.report.paired import effect, effect_cells, effect_heads
 from gossamer.report.results import PointResult
 from gossamer.report.table import DASH, markdown_lines
-from gossamer.run.config.experiment_file import Point, place_of
+from gossamer.run.config.experiment_file import Point, place_in_experiment
 from gossamer.run.config.run_file import RunConfig, decisive
 
 __all__ = ["MARGIN", "Gain", "drawn_gains", "gains", "gains_page", "is_map", "rank_correlation"]
@@ -45,7 +45,7 @@ def gains(runs: Sequence[Point], ended: Iterable[PointResult]) -> list[Gain]:
 
     Args: `runs` are all runs of the file, with the seeds of `ended`.
     """
-    found, cells = {place_of(one): one for one in ended}, dict[str, dict[str, list[Point]]]()
+    found, cells = {place_in_experiment(one): one for one in ended}, dict[str, dict[str, list[Point]]]()
     for run in runs:
         rule = run.config.rule.name
         if run.config.kind == "rounds" and rule in {*_WITHOUT, *_WITHOUT.values()}:
@@ -56,10 +56,10 @@ def gains(runs: Sequence[Point], ended: Iterable[PointResult]) -> list[Gain]:
         plain = next((name for name, own in arms.items() if _is_plain(own[0].config)), None)
         for name, own in arms.items():
             if plain is not None and not _is_plain(own[0].config):
-                base = {run.seed: found.get(place_of(run)) for run in arms[plain]}
+                base = {run.seed: found.get(place_in_experiment(run)) for run in arms[plain]}
                 both = [
                     (one, other) for run in own
-                    if (one := _ended(found.get(place_of(run)))) and (other := _ended(base.get(run.seed)))
+                    if (one := _ended(found.get(place_in_experiment(run)))) and (other := _ended(base.get(run.seed)))
                 ]  # fmt: skip
                 if both:
                     made.append(_gain(name, plain, own[0].config, both))
@@ -107,7 +107,7 @@ def drawn_gains(found: Sequence[Gain]) -> bytes:
     places = {_row(one): None for one in found}
     rows, columns = [*places], sorted({one.where["H"] for one in found})
     widest = max([0.01, *(abs(_mean(one)) for one in found)])
-    with drawing():
+    with chart_style():
         canvas = Canvas(figsize=(2.6 + 1.1 * len(columns), 1.0 + 0.3 * len(rows)), layout="constrained")
         axes = canvas.add_subplot()
         grid = [[math.nan] * len(columns) for _ in rows]

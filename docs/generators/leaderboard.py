@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from generators.claims import NOT_RUN
 from generators.sources import RESULTS, ROOT
-from gossamer.report.charts import drawing, line_style, plain_axes, svg
-from gossamer.report.figures import spread
+from gossamer.report.charts import chart_style, line_style, plain_axes, svg
+from gossamer.report.figures import mean_and_deviation
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines
-from gossamer.run.config.document import load
+from gossamer.run.config.document import load_document
 
 __all__ = [
     "LEADERBOARD",
@@ -78,7 +78,7 @@ def leaderboard_table(found: Sequence[Standing], asked: Sequence[str] = ()) -> s
     heads = ["method", "loss at equal tokens", "MB sent", *(f"minutes, {name}" for name in networks)]
     rows = [
         [
-            one.method, spread(one.loss), f"{one.sent_bytes / _MEGA:.1f}",
+            one.method, mean_and_deviation(one.loss), f"{one.sent_bytes / _MEGA:.1f}",
             *(DASH if (minutes := one.minutes[name]) is None else f"{minutes:.1f}" for name in networks),
         ]
         for one in found
@@ -91,7 +91,7 @@ def leaderboard_table(found: Sequence[Standing], asked: Sequence[str] = ()) -> s
 def leaderboard_page() -> str:
     """The table of the committed outcomes, with a row for each registered method."""
     outcomes = RESULTS / "evidence" / f"{LEADERBOARD}.jsonl"
-    rows: list[dict[str, Any]] = load(ROOT / "experiments" / "evidence" / "leaderboard.toml")["variant"]
+    rows: list[dict[str, Any]] = load_document(ROOT / "experiments" / "evidence" / "leaderboard.toml")["variant"]
     asked = [row.get("label", row["method"]) for row in rows]
     return leaderboard_table(standings(read_results(outcomes)) if outcomes.exists() else [], asked)
 
@@ -101,7 +101,7 @@ def drawn_standings(found: Sequence[Standing]) -> bytes:
     from matplotlib.figure import Figure as Canvas
 
     networks, places = [*found[0].minutes], range(len(found))
-    with drawing():
+    with chart_style():
         canvas = Canvas(figsize=(8.0, 1.0 + 0.3 * len(found)), layout="constrained")
         losses, minutes = canvas.subplots(1, 2, sharey=True)
         means = [statistics.fmean(one.loss) for one in found]
@@ -127,7 +127,7 @@ def drawn_over_time(ended: Iterable[PointResult]) -> bytes:
     for one in ended:
         if one.row["loss"] is not None and _SLOW in one.row["loss_at_s"]:
             runs.setdefault(one.method, []).append(one.row["loss_at_s"][_SLOW])
-    with drawing():
+    with chart_style():
         canvas = Canvas(figsize=(7.5, 4.2), layout="constrained")
         axes = canvas.subplots()
         for place, (method, label) in enumerate(_OVER_TIME.items()):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from generators.gains import MARGIN
 from generators.sources import RESULTS
-from gossamer.report.figures import spread
+from gossamer.report.figures import mean_and_deviation
 from gossamer.report.paired import effect_cells, effect_heads
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines
@@ -55,7 +55,7 @@ def local_steps_table(found: Mapping[str, Mapping[int, Length]]) -> str:
     rows = list[list[str]]()
     for method, own in found.items():
         cells = [own.get(steps) for steps in LENGTHS]
-        rows.append([method, *(DASH if one is None else spread([*one.losses.values()]) for one in cells)])
+        rows.append([method, *(DASH if one is None else mean_and_deviation([*one.losses.values()]) for one in cells)])
         rows.append(["MB sent", *(DASH if one is None else f"{one.sent_bytes / _MEGA:.1f}" for one in cells)])
     heads = ["loss after equal tokens", *(f"H = {steps}" for steps in LENGTHS)]
     return markdown_lines([heads, ["---", *["---:"] * len(LENGTHS)], *rows])

@@ -9,7 +9,7 @@ from typing import Any
 from generators.local_steps import LENGTHS
 from generators.sources import RESULTS, ROOT, config_of
 from gossamer.report.results import read_results
-from gossamer.run.config.document import load
+from gossamer.run.config.document import load_document
 
 __all__ = ["FILE", "measured_losses"]
 
@@ -50,7 +50,7 @@ def measured_losses() -> str:
 def _cell(stem: str, label: str) -> dict[str, Any]:
     """A method's losses and settings."""
     file, _ = config_of(RESULTS / "evidence" / f"{stem}.jsonl")
-    document = load(file)
+    document = load_document(file)
     (variant,) = [one for one in document["variant"] if one["label"] == label]
     settings = {
         "inner_lr": variant.get("inner.lr", document["inner"]["lr"]), "lr": variant.get("rule.lr"),

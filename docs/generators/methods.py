@@ -13,7 +13,7 @@ from generators.prose import about, begun, escaped, first_line, options_table, t
 from gossamer.asynchronous import PAIRS, SERVERS
 from gossamer.rules import RULES, WRAPPERS
 from gossamer.run.config.document import with_settings
-from gossamer.run.config.recipes import FACTORIES, Recipe, made_of, missing, recipes, said
+from gossamer.run.config.recipes import FACTORIES, Recipe, docstring_part, made_of, missing, recipes
 from gossamer.topologies import make_topology
 
 __all__ = ["GROUPS", "grouped", "pages", "python_of"]
@@ -142,7 +142,13 @@ def _index() -> str:
             link = f"[`{name}`](methods/{name}.md)"
             if name not in counted:
                 lines.append(
-                    (link, escaped(first_line(FACTORIES[name])), "", "", escaped(said(FACTORIES[name], "Source")))
+                    (
+                        link,
+                        escaped(first_line(FACTORIES[name])),
+                        "",
+                        "",
+                        escaped(docstring_part(FACTORIES[name], "Source")),
+                    )
                 )
                 continue
             row = counted[name]
@@ -179,11 +185,11 @@ def _page(name: str, recipe: Recipe, row: MethodRow) -> str:
         "## Who sends to whom\n",
         _picture(kind, recipe.settings),
         "\n## Cost\n",
-        _cost(row, said(factory, "Cost")),
+        _cost(row, docstring_part(factory, "Cost")),
     ]
     parts.append(f"## When it fails\n\n{_fails(recipe.fails)}\n")
     parts.append(f"## Source\n\n{_sentence(recipe.source)}\n")
-    differs = [text for text in (recipe.differs, said(factory, "Differs")) if text]
+    differs = [text for text in (recipe.differs, docstring_part(factory, "Differs")) if text]
     if differs:
         parts.append("## Where it differs from the source\n\n" + "\n\n".join(map(_sentence, differs)) + "\n")
     if options := options_table(factory):

@@ -22,7 +22,7 @@ from gossamer.rounds.exchange import initial_state, with_mixing
 from gossamer.rules import Context
 from gossamer.run.config.document import DIRECTIONS, with_settings
 from gossamer.run.config.layouts import layout_for
-from gossamer.run.config.recipes import FACTORIES, Recipe, first_sentence, made_of, missing, recipes, said
+from gossamer.run.config.recipes import FACTORIES, Recipe, docstring_part, first_sentence, made_of, missing, recipes
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.resolved import InPairs, RunSettings, WithServer
 from gossamer.run.config.run_file import parse
@@ -103,7 +103,9 @@ def _codec_row(name: str, make: Callable[..., Boundary]) -> BoundaryRow:
 
 def _boundary_row(name: str, made: Callable[..., Any], set_as: str, bits: str) -> BoundaryRow:
     what = (inspect.getdoc(made) or "").partition("\n")[0]
-    return BoundaryRow(name, what, set_as, bits, first_sentence(said(made, "Source")), said(made, "Fails when"))
+    return BoundaryRow(
+        name, what, set_as, bits, first_sentence(docstring_part(made, "Source")), docstring_part(made, "Fails when")
+    )
 
 
 def _table(rows: Sequence[MethodRow] | Sequence[BoundaryRow]) -> str:
@@ -115,10 +117,14 @@ def _table(rows: Sequence[MethodRow] | Sequence[BoundaryRow]) -> str:
 def markdown() -> str:
     """The page, docs/methods.md."""
     differing = {
-        name: recipe.differs or said(FACTORIES[name], "Differs") for name, recipe in recipes().items() if _own(name)
+        name: recipe.differs or docstring_part(FACTORIES[name], "Differs")
+        for name, recipe in recipes().items()
+        if _own(name)
     }
     notes = "".join(f"- `{name}`: {text.rstrip('.')}.\n" for name, text in differing.items() if text)
-    closed = [f"`{name}` ({first_sentence(said(f, 'Source'))})" for name, f in FACTORIES.items() if missing(f)]
+    closed = [
+        f"`{name}` ({first_sentence(docstring_part(f, 'Source'))})" for name, f in FACTORIES.items() if missing(f)
+    ]
     notes = f"Not for training models, but as a reference: {', '.join(closed)}.\n\n" + notes if closed else notes
     return (
         f"{_HEAD}\n{counted_for()}\n\n{_table(rows())}\n{_BOUNDARIES}\n{_table(boundary_rows())}\n"

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 from generators.sources import ROOT
 from gossamer.models.sizes import parameter_count
 from gossamer.report.table import DASH, markdown_lines
-from gossamer.run.config.document import load, with_settings
+from gossamer.run.config.document import load_document, with_settings
 from gossamer.run.config.recipes import recipes
 from gossamer.run.config.run_file import RunConfig, parse
-from gossamer.run.planning.check import examine
+from gossamer.run.planning.check import examine_run
 
 __all__ = ["prices_page"]
 
@@ -60,7 +60,7 @@ class _Priced(NamedTuple):
 
 def prices_page() -> str:
     """The page. Cost: some seconds."""
-    document = load(ROOT / _FILE)
+    document = load_document(ROOT / _FILE)
     tuned = {row["method"] for row in document.pop("variant")}
     for key in ("tune", "name"):
         document.pop(key)
@@ -108,7 +108,7 @@ def _priced(document: Mapping[str, Any], method: str) -> _Priced:
     steps, rounds = runs[0].full_steps, runs[0].rounds
     if runs[0].workers == 1:
         return _Priced(method, steps, 0.0, rounds, (None,) * len(names), frozenset())
-    examined = [examine(run) for run in runs]
+    examined = [examine_run(run) for run in runs]
     sent = examined[0].sent_bytes
     assert sent is not None  # as the vocabulary is known
     networks = [network for one in examined for network in one.networks]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from gossamer.report.figures import swept
 from gossamer.report.reach import reach
 from gossamer.report.results import PointResult, read_results
-from gossamer.run.config.experiment_file import place_of
+from gossamer.run.config.experiment_file import place_in_experiment
 
 __all__ = ["NUMBER", "RESULTS", "ROOT", "TEXT", "Reading", "Source", "config_of", "source"]
 
@@ -72,7 +72,7 @@ def _of_outcomes(results: list[PointResult], label: str, only: Mapping[str, str]
         values |= {"seed": str(run.seed)}
         if run.method == label and all(value in map(values.get, name.split("/")) for name, value in only.items()):
             value = _measured(run, results, measure)
-            found += [] if value is None else [Reading(place_of(run)[1], run.seed, value)]
+            found += [] if value is None else [Reading(place_in_experiment(run)[1], run.seed, value)]
     return found
 
 

@@ -23,10 +23,10 @@ from gossamer.clock.server_core import Send, ServerCore
 from gossamer.errors import ConfigError, PairingError
 from gossamer.network.links import Network, from_options, read_network, tcp_bps
 from gossamer.record.logs.events import read_events
-from gossamer.run.config.document import load
+from gossamer.run.config.document import load_document
 from gossamer.run.config.experiment_file import points
 from gossamer.run.config.resolve import resolve
-from gossamer.run.planning.check import examine
+from gossamer.run.planning.check import examine_run
 from gossamer.run.simulated.simulate import simulate
 
 CONFIGS = Path(__file__).parents[2] / "src" / "gossamer" / "configs"
@@ -345,7 +345,7 @@ def test_a_run_file_with_sites_trains_regions_and_records_what_passed_between_th
 def test_the_links_of_the_example_are_those_of_the_network_file_scaled_to_its_model():
     theirs = read_network(CONFIGS / "networks" / "halos.toml")
     assert theirs.step_s[5] == pytest.approx(0.238391 / 0.531, rel=1e-5)
-    for run in points(load(CONFIGS / "halos.toml")):
+    for run in points(load_document(CONFIGS / "halos.toml")):
         ours = run.config.network["regions"]
         assert (ours.sites, ours.step_s) == (theirs.sites, theirs.step_s)
         for one, other in zip(ours.routes, theirs.routes, strict=True):
@@ -355,7 +355,7 @@ def test_the_links_of_the_example_are_those_of_the_network_file_scaled_to_its_mo
 
 def test_check_counts_the_servers_of_both_levels_and_says_that_real_processes_have_one_level():
     config = timed(WAN, server=SERVED)
-    found = examine(config)
+    found = examine_run(config)
     copies = {kept.what: kept.copies for kept in found.kept}
     assert (copies["server of a region: state"], copies["server of all: state"]) == (4.0, 3.0)
     (refused,) = found.refused["train"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.run.config.resolve import faults
+from gossamer.run.config.resolve import run_faults
 from gossamer.run.config.run_file import parse
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -28,7 +28,7 @@ def test_two_stages_behind_a_really_slow_link_take_about_as_long_as_priced() -> 
 
 @pytest.mark.parametrize("arm", pipelines.ARMS)
 def test_every_arm_can_start_with_one_timed_step(arm: str) -> None:
-    assert faults(parse(pipelines.document(arm, 1)), real=True) == []
+    assert run_faults(parse(pipelines.document(arm, 1)), real=True) == []
 
 
 def test_the_page_has_a_line_for_each_arm_and_rate() -> None:

@@ -30,7 +30,7 @@ from gossamer.cli import VERBS, app, main
 from gossamer.data.tokenizer import load_tokenizer
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, StepOf, to_toml
-from gossamer.run.config.document import load, with_settings
+from gossamer.run.config.document import load_document, with_settings
 from gossamer.run.config.recipes import FACTORIES, recipes
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import parse
@@ -112,7 +112,7 @@ def test_the_command_on_the_page_of_a_method_can_start(name, source):
     page = (source / "docs" / "methods" / f"{name}.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^gossamer simulate .*$", page, re.MULTILINE)
     _, _, file, _, setting = shlex.split(command)
-    resolve(parse(with_settings(load(ROOT / file), dict([setting.split("=")]))))
+    resolve(parse(with_settings(load_document(ROOT / file), dict([setting.split("=")]))))
 
 
 def test_the_page_of_a_method_has_python_where_an_own_loop_can_run_it():

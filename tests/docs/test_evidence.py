@@ -13,12 +13,12 @@ import scipy
 
 from generators import annealed, casts, claims, experiments, fresh, gains, leaderboard, local_steps, sources, verdicts
 from generators.verdicts import Arm
-from gossamer.data.corpus import fingerprint, open_corpus
+from gossamer.data.corpus import open_corpus, text_fingerprint
 from gossamer.errors import DataError
 from gossamer.models.sizes import parameter_count
 from gossamer.report.paired import effect, holm
 from gossamer.report.results import PointResult, read_results
-from gossamer.run.config.document import load
+from gossamer.run.config.document import load_document
 from gossamer.run.config.experiment_file import Point, points
 from gossamer.run.config.resolve import resolve
 from gossamer.run.experiments.tune import contenders, searched
@@ -98,7 +98,7 @@ def told(
 ) -> verdicts.Found | None:
     """What a claim's test says of these variants, places and rows, over three seeds that scatter a little."""
     stem = claims.CHECKS[number].command.split("/")[2].split(".")[0]
-    runs = points(load(CONFIGS / f"{stem}.toml"), seeds=range(3))
+    runs = points(load_document(CONFIGS / f"{stem}.toml"), seeds=range(3))
     ended = [
         PointResult(
             name, at, seed, {key: None if value is None else value * (1 + seed / 1e4) for key, value in row.items()}
@@ -357,14 +357,14 @@ def test_later_stages_use_the_settings_that_tuning_chose() -> None:
     chosen: dict[tuple[str, str, str], dict[str, Any]] = {}
     for shards, name in (("iid", "tuning"), ("contiguous", "tuning_contiguous")):
         outcomes = FIRST_STAGE / f"{name}.jsonl"
-        for one in searched(contenders(load(CONFIGS / f"{name}.toml")), outcomes) if outcomes.exists() else ():
+        for one in searched(contenders(load_document(CONFIGS / f"{name}.toml")), outcomes) if outcomes.exists() else ():
             if one.found is not None and one.found.best is not None:
                 topology = one.contender.config.topology
                 graph = f"{topology.name}{topology.options.get('peers', '')}"
                 chosen[shards, one.contender.config.rule.name, graph] = one.contender.chosen(one.found.best)
     assert len(chosen) >= 7
     for name in AT_STAGE_1:
-        for run in points(load(CONFIGS / f"{name}.toml")):
+        for run in points(load_document(CONFIGS / f"{name}.toml")):
             rule, topology = run.config.rule, run.config.topology
             graph = f"{topology.name}{topology.options.get('peers', '')}"
             shards = str(run.config.data.shards)
@@ -384,11 +384,11 @@ def given(run: Point) -> dict[str, Any]:
 def test_what_runs_again_and_the_demo_use_the_settings_that_whole_runs_chose() -> None:
     chosen = {
         one.contender.row.label: one.contender.chosen(one.found.best)
-        for one in searched(contenders(load(CONFIGS / "leaderboard.toml")), FIRST_STAGE / "leaderboard.jsonl")
+        for one in searched(contenders(load_document(CONFIGS / "leaderboard.toml")), FIRST_STAGE / "leaderboard.jsonl")
         if one.found is not None and one.found.best is not None
     }
     for file in (CONFIGS / "tuned_again.toml", CONFIGS / "straggler_again.toml", ROOT / "configs" / "demo.toml"):
-        for run in points(load(file)):
+        for run in points(load_document(file)):
             wanted = chosen[SEARCHED_AS[run.method]]
             assert wanted.items() <= given(run).items(), (file.name, run.label, wanted)
 
@@ -535,7 +535,7 @@ def test_our_form_of_gasloc_ends_lower_than_the_published_one_with_two_peers_by_
 @pytest.mark.parametrize("stem", ["straggler_steps", "straggler_steps-uplink_20"])
 def test_diloco_without_the_slow_worker_is_first_and_then_two_peers_in_each_seed_between_lengths_too(stem: str) -> None:
     file, scale = sources.config_of(FIRST_STAGE / f"{stem}.jsonl")
-    runs, ended = points(load(file), seeds=(0, 1, 2), scale=scale), read_results(FIRST_STAGE / f"{stem}.jsonl")
+    runs, ended = points(load_document(file), seeds=(0, 1, 2), scale=scale), read_results(FIRST_STAGE / f"{stem}.jsonl")
     found = annealed.branches(runs, ended, "DiLoCo, H = 30")
 
     without, peers = "DiLoCo without the slow worker, H = 30", "GASLoC 2-Peer, H = 30"
@@ -645,7 +645,7 @@ def test_what_was_predicted_of_the_held_out_size_is_compared_with_what_came() ->
 
 
 def test_the_registered_sizes_have_the_parameters_that_their_names_say() -> None:
-    size = load(CONFIGS / "size.toml")
+    size = load_document(CONFIGS / "size.toml")
     counts = [parameter_count(points(size, scale=scale)[0].config.model, 256) for scale in ("", "440k", "870k")]
     assert counts == [139_584, 436_896, 869_504]
     for scale in ("", "440k", "870k"):
@@ -655,7 +655,7 @@ def test_the_registered_sizes_have_the_parameters_that_their_names_say() -> None
 
 def test_the_second_corpus_is_a_choice_of_the_user_and_its_absence_is_told(tmp_path: Path) -> None:
     for name in ("tuning", "momentum", "rounds"):
-        file = load(CONFIGS / f"{name}.toml", {"tune": {}, "scale.prose.data.source": str(tmp_path / "*.txt")})
+        file = load_document(CONFIGS / f"{name}.toml", {"tune": {}, "scale.prose.data.source": str(tmp_path / "*.txt")})
         file.pop("tune")
         prose = points(file, scale="prose")[0].config.data
         assert prose.sources == (str(tmp_path / "*.txt"),)
@@ -663,7 +663,7 @@ def test_the_second_corpus_is_a_choice_of_the_user_and_its_absence_is_told(tmp_p
             open_corpus(prose, 8, 0)
     for place in range(40):
         (tmp_path / f"{place}.txt").write_text(f"A page of a manual, number {place}.\n" * 30, encoding="utf-8")
-    assert len(fingerprint(open_corpus(prose, 8, 0))) == 32
+    assert len(text_fingerprint(open_corpus(prose, 8, 0))) == 32
 
 
 def test_the_page_of_evidence_is_ten_answers_that_a_busy_reader_can_read() -> None:
@@ -732,9 +732,10 @@ def test_the_warm_up_that_was_taken_is_the_lowest_in_the_mean_and_the_page_says_
         )
         for steps in (90, 270, 540)
     }
-    taken = load(CONFIGS / "fresh.toml")["inner"]["warmup_steps"]
+    taken = load_document(CONFIGS / "fresh.toml")["inner"]["warmup_steps"]
     assert (
-        means[taken] == min(means.values()) and load(CONFIGS / "effective_step.toml")["inner"]["warmup_steps"] == taken
+        means[taken] == min(means.values())
+        and load_document(CONFIGS / "effective_step.toml")["inner"]["warmup_steps"] == taken
     )
     assert f"these six runs end {means[90] - means[taken]:.3f} lower in the mean" in page_of_evidence()
     assert f"in place of 90 end {means[90] - means[taken]:.3f} lower" in page_of_evidence()
@@ -742,7 +743,7 @@ def test_the_warm_up_that_was_taken_is_the_lowest_in_the_mean_and_the_page_says_
 
 def test_fresh_seeds_are_compared_as_registered_over_those_that_all_arms_have() -> None:
     arms = dict.fromkeys(arm for pair in fresh.COMPARED.values() for arm in pair)
-    assert [*arms] and {run.method for run in points(load(CONFIGS / "fresh.toml"))} == {*arms}
+    assert [*arms] and {run.method for run in points(load_document(CONFIGS / "fresh.toml"))} == {*arms}
     shift = {"DiLoCo": 0.05, "GASLoC 2-Peer": 0.02}
     ended = [
         PointResult(arm, {}, seed, {"loss": 2.0 + 0.1 * seed - shift.get(arm, 0.0) * (1 + 0.01 * seed)})
@@ -757,7 +758,7 @@ def test_fresh_seeds_are_compared_as_registered_over_those_that_all_arms_have() 
 
 def test_the_fresh_seeds_chose_no_setting_and_their_settings_are_those_that_were_chosen() -> None:
     assert min(one.seed for one in read_results(FIRST_STAGE / "fresh.jsonl")) >= 5
-    ours = {run.method: given(run) for run in points(load(CONFIGS / "fresh.toml"))}
+    ours = {run.method: given(run) for run in points(load_document(CONFIGS / "fresh.toml"))}
     for stem in ("tuned_again", "averaging_tuned"):
-        for run in points(load(CONFIGS / f"{stem}.toml")):
+        for run in points(load_document(CONFIGS / f"{stem}.toml")):
             assert ours[run.method] == given(run), run.method

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from gossamer.models.sizes import parameter_count
-from gossamer.report.figures import Figure, draw_figure, table
+from gossamer.report.figures import Figure, draw_figure, figure_table
 from gossamer.report.reach import ROUNDS, reach
 from gossamer.report.results import PointResult
 from gossamer.report.table import summary_rows
-from gossamer.run.config.document import load
-from gossamer.run.config.experiment_file import Point, figure, opened, points
+from gossamer.run.config.document import load_document
+from gossamer.run.config.experiment_file import Point, figure, open_experiment, points
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import RunConfig, dump
 from gossamer.run.experiments.search import needed_tokens
@@ -30,7 +30,7 @@ from tiny import TEXT, document
 CONFIGS = Path(__file__).parents[2] / "experiments"
 FILES = sorted((CONFIGS / "paper").glob("*.toml"))
 RIVALS = sorted((CONFIGS / "rivals").glob("*.toml"))
-REGISTERED = [file for file in sorted((CONFIGS / "evidence").glob("*.toml")) if figure(load(file))]
+REGISTERED = [file for file in sorted((CONFIGS / "evidence").glob("*.toml")) if figure(load_document(file))]
 VOCABULARY = {"bytes": 256, "hf-internal-testing/llama-tokenizer": 32_000}
 
 
@@ -99,7 +99,7 @@ def drawn(pytestconfig: pytest.Config) -> Callable[[list[PointResult], Figure], 
 def test_every_experiment_runs_in_small_and_draws_its_figure(
     file: Path, ran: Callable[[RunConfig], Path], drawn: Callable[[list[PointResult], Figure], bytes]
 ) -> None:
-    document = load(file)
+    document = load_document(file)
     asked = figure(document)
     first: dict[str, Point] = {}
     for point in points(document):
@@ -108,12 +108,14 @@ def test_every_experiment_runs_in_small_and_draws_its_figure(
     rows = summary_rows(folders, next(iter(first.values())).config.network)
     outcomes = [PointResult(p.method, p.at, p.seed, row) for p, row in zip(first.values(), rows, strict=True)]
     assert asked is not None
-    assert all(method in table(outcomes, asked) for method in first)
+    assert all(method in figure_table(outcomes, asked) for method in first)
     assert xml.etree.ElementTree.fromstring(drawn(outcomes, asked)).tag.endswith("svg")
 
 
 def test_every_registered_tuning_can_start_at_each_of_its_sizes_and_its_budget_suffices() -> None:
-    tunings = [document for file in (CONFIGS / "evidence").glob("*.toml") if "tune" in (document := load(file))]
+    tunings = [
+        document for file in (CONFIGS / "evidence").glob("*.toml") if "tune" in (document := load_document(file))
+    ]
     assert tunings
     for document in tunings:
         for scale in ("", *document.get("scale", {})):
@@ -124,7 +126,7 @@ def test_every_registered_tuning_can_start_at_each_of_its_sizes_and_its_budget_s
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_experiment_has_the_size_of_the_paper_or_only_tunes(file: Path) -> None:
-    document = load(file)
+    document = load_document(file)
     if "scale" not in document:
         assert file.stem.endswith("_lr")
         return
@@ -142,7 +144,7 @@ def test_what_the_command_line_sets_holds_at_every_size_of_a_file(tmp_path: Path
     (tmp_path / "sizes.toml").write_text(tomli_w.dumps(document(rule__lr=0.7, scale={"long": long}, variant=rows)))
 
     def at(scale: str, **overrides: Any) -> list[tuple[int, int, float]]:
-        found = points(opened(tmp_path / "sizes.toml", overrides), scale=scale)
+        found = points(open_experiment(tmp_path / "sizes.toml", overrides), scale=scale)
         return [(one.run.steps, one.inner.warmup_steps, one.rule.options["lr"]) for _, _, _, _, one in found]
 
     (steps, warmup, lr), _ = at("")
@@ -155,11 +157,11 @@ def test_what_the_command_line_sets_holds_at_every_size_of_a_file(tmp_path: Path
 @pytest.mark.parametrize("scale", ["", "paper"])
 @pytest.mark.parametrize(
     "file",
-    [file for file in FILES if file.stem.startswith("straggler") and "network" in load(file)],
+    [file for file in FILES if file.stem.startswith("straggler") and "network" in load_document(file)],
     ids=lambda file: file.stem,
 )
 def test_a_model_leaves_a_full_link_in_five_thirds_of_an_inner_step(file: Path, scale: str) -> None:
-    for point in points(load(file), scale=scale):
+    for point in points(load_document(file), scale=scale):
         config = point.config
         model_bits = 32 * parameter_count(config.model, VOCABULARY[config.data.tokenizer])
         for name, network in config.network.items():

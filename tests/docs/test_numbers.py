@@ -8,7 +8,7 @@ import pytest
 from generators import bound, sources
 from generators.bound import Numbers, filled, marked, numbers_of, unbound
 from gossamer.rounds.stability import stability_of
-from gossamer.run.config.document import load
+from gossamer.run.config.document import load_document
 from gossamer.run.config.experiment_file import points
 from gossamer.run.config.resolve import resolve
 
@@ -65,7 +65,7 @@ def test_the_predicted_variances_of_the_rivals_are_those_of_the_code() -> None:
     page = sources.source(sources.RESULTS / "rivals.md")
     ours = "GASLoC, post"
     predicted = {}
-    for run in points(load(sources.ROOT / "experiments" / "rivals" / "equal.toml")):
+    for run in points(load_document(sources.ROOT / "experiments" / "rivals" / "equal.toml")):
         method = resolve(run.config).in_rounds
         found = stability_of(method.rule, method.topology, method.schedule.merge)
         predicted[run.method] = 0.0 if found is None else found.variance

@@ -14,7 +14,7 @@ from generators import experiments, prices, sources
 from gossamer.cli import main
 from gossamer.report.results import PointResult, read_results, result_lines
 from gossamer.run.bookkeeping.evaluate import evaluate
-from gossamer.run.config.document import load
+from gossamer.run.config.document import load_document
 from gossamer.run.config.experiment_file import points
 from gossamer.run.config.recipes import recipes
 from tiny import document
@@ -82,7 +82,7 @@ def test_an_experiment_has_an_outcome_for_each_of_its_runs_and_seeds(file: Path)
     raw = (ROOT / "docs" / "results" / "paper" / f"{file.stem}.jsonl").read_text(encoding="utf-8")
     outcomes = [json.loads(line) for line in raw.splitlines()]
     seeds = sorted({one["seed"] for one in outcomes})
-    asked = [(run.method, dict(run.at), run.seed) for run in points(load(file), seeds=seeds)]
+    asked = [(run.method, dict(run.at), run.seed) for run in points(load_document(file), seeds=seeds)]
     assert [(one["method"], one["at"], one["seed"]) for one in outcomes] == asked
     assert seeds == ([0] if file.stem.endswith("_lr") else [0, 1, 2])
 

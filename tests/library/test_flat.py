@@ -27,7 +27,7 @@ from gossamer.errors import GossamerError, PeerError
 from gossamer.library.dtensors import local
 from gossamer.library.flat import flat_of
 from gossamer.rounds.compatibility.combination import Combination
-from gossamer.rounds.compatibility.incompatibilities import faults
+from gossamer.rounds.compatibility.incompatibilities import combination_faults
 from gossamer.rounds.exchange import Exchange
 from gossamer.rules import RULES, clipped, trusted
 from gossamer.run.config.recipes import missing
@@ -652,7 +652,11 @@ def test_what_cannot_be_sharded_is_refused_in_a_sentence(told, what, sentence):
 @pytest.mark.parametrize("name", [name for name, make in RULES.items() if not missing(make)])
 def test_every_rule_runs_on_shards_or_is_refused_by_its_name(name):
     rule = RULES[name]()
-    said = [one for one in faults(Combination(driver="library", rule=rule, shards=2)) if "mesh of 2 processes" in one]
+    said = [
+        one
+        for one in combination_faults(Combination(driver="library", rule=rule, shards=2))
+        if "mesh of 2 processes" in one
+    ]
     assert bool(said) == (not rule.elementwise and not rule.sums_over_shards)
     assert all(f"rule '{name}'" in one for one in said)
 

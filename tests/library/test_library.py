@@ -25,7 +25,7 @@ from gossamer.library.watch import warn_of_phases
 from gossamer.optimizers.inner import build_optimizer
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import FITTING, Method
-from gossamer.rounds.compatibility.incompatibilities import faults
+from gossamer.rounds.compatibility.incompatibilities import combination_faults
 from gossamer.rounds.exchange import finish_all
 from gossamer.rounds.kernel import PLAIN
 from gossamer.rounds.loop import OuterLoop
@@ -583,7 +583,7 @@ def compared():
             continue
         topology = make_topology(FITTING[make().needs], 4)
         for codec in ("exact", "int8"):
-            if not faults(Combination(rule=make(), topology=topology, codec=CODECS[codec]())):
+            if not combination_faults(Combination(rule=make(), topology=topology, codec=CODECS[codec]())):
                 yield pytest.param(make(), topology, CODECS[codec](), id=f"{name}-{codec}")
 
 

@@ -32,7 +32,7 @@ from gossamer.library.siblings import Siblings
 from gossamer.library.sites import LaneTransport
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import FITTING
-from gossamer.rounds.compatibility.incompatibilities import faults
+from gossamer.rounds.compatibility.incompatibilities import combination_faults
 from gossamer.rules import RULES
 from gossamer.run.config.recipes import missing
 from gossamer.topologies import make_topology
@@ -650,6 +650,6 @@ def test_a_method_that_elastic_runs_do_not_have_is_refused_by_its_name(
 def test_every_rule_runs_on_elastic_sites_or_is_refused_as_in_an_elastic_run(name: str) -> None:
     rule = RULES[name]()
     topology = make_topology(FITTING[rule.needs], 4, seed=0)
-    of_a_run = faults(Combination(driver="train", rule=rule, topology=topology, elastic=True))
-    said = faults(Combination(driver="library", rule=rule, topology=topology, elastic=True))
+    of_a_run = combination_faults(Combination(driver="train", rule=rule, topology=topology, elastic=True))
+    said = combination_faults(Combination(driver="library", rule=rule, topology=topology, elastic=True))
     assert not [one for one in of_a_run if "run.elastic" in one] or [one for one in said if "elastic is true" in one]

@@ -20,9 +20,9 @@ from gossamer.record.folder import read_metrics
 from gossamer.record.logs.trace import read_trace
 from gossamer.run.bookkeeping.evaluate import evaluate, model_with
 from gossamer.run.config.layouts import Holding
-from gossamer.run.config.resolve import faults, resolve, settings_of
+from gossamer.run.config.resolve import resolve, run_faults, settings_of
 from gossamer.run.config.run_file import RunConfig, digest, dump, parse
-from gossamer.run.planning.check import examine
+from gossamer.run.planning.check import examine_run
 from gossamer.run.planning.traffic import traffic
 from gossamer.run.simulated.simulate import simulate
 from gossamer.run.worker.replica import Replica
@@ -210,7 +210,7 @@ def test_each_worker_sends_the_bytes_of_a_ring_over_the_holders_of_each_part(run
         values = 2 * (1 - 1 / m) * shared + 2 * (1 - 1 / copies) * resident
         assert held.ring_numbers(worker) == values
         assert trace.sent_bytes[worker] == 4 * values * config.rounds
-    said = examine(config)
+    said = examine_run(config)
     assert said.sent_bytes == said.most_bytes == 4 * held.ring_numbers(0)
     f = 1 - shared / held.layout.numel
     assert said.experts is not None
@@ -300,13 +300,13 @@ def test_a_mixture_that_cannot_be_is_refused_with_a_sentence(settings, sentence)
     ],
 )
 def test_what_needs_whole_vectors_or_all_workers_is_refused_by_name(settings, sentence):
-    assert any(sentence in found and "2 of 4 workers" in found for found in faults(moe(**settings)))
+    assert any(sentence in found and "2 of 4 workers" in found for found in run_faults(moe(**settings)))
 
 
 @pytest.mark.parametrize("rule", ["local_sgd", "data_parallel", "slowmo", "sparseloco"])
 def test_other_rules_exchange_experts_among_their_holders_too(rule, tmp_path):
     codec = {"codec": "topk2bit"} if rule == "sparseloco" else {}
     config = moe(rule=rule, run__local_steps=1 if rule == "data_parallel" else 2, run__steps=2, **codec)
-    assert not faults(config)
+    assert not run_faults(config)
     result = simulate(config, tmp_path)
     assert 0 < result.loss < 5.7

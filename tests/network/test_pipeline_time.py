@@ -28,7 +28,7 @@ from gossamer.run.config.experiment_file import Point
 from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.resolve import settings_of
 from gossamer.run.experiments.compare import train_all
-from gossamer.run.planning.check import examine
+from gossamer.run.planning.check import examine_run
 from gossamer.run.simulated.simulate import simulate
 from gossamer.run.worker.stages.timing import in_stages, pipeline_work
 from tiny import preset as tiny
@@ -237,7 +237,7 @@ def test_a_report_and_an_outcome_price_a_run_in_stages_as_a_check_does(tmp_path)
         [Point("far", {}, 0, "far", config)], {"far": folder}, tmp_path / "outcomes.jsonl",
         began=lambda run: None, told=lambda run, end: None,
     )  # fmt: skip
-    (checked,), (outcome,) = examine(config).networks, read_results(tmp_path / "outcomes.jsonl")
+    (checked,), (outcome,) = examine_run(config).networks, read_results(tmp_path / "outcomes.jsonl")
     (row,) = summary_rows({"far": folder}, config.network)
     assert outcome.row["wall_s"] == row["wall_s"] and outcome.row["utilisation"] == row["utilisation"]
     assert row["wall_s"] == {"far": read_seconds(folder)[-1].end_s} == {"far": pytest.approx(2 * checked.round_s)}
@@ -278,7 +278,7 @@ def test_a_record_of_work_that_no_inner_step_has_is_refused(tmp_path, change):
 
 
 def test_a_check_says_which_share_of_a_round_stages_wait_for_each_other():
-    examined = examine(tiny(**FAR))
+    examined = examine_run(tiny(**FAR))
     (network,) = examined.networks
     assert network.utilisation < 0.1 and network.utilisation + network.between_stages > 0.9
     said = f"{network.utilisation:.1%} of it computing, {network.between_stages:.1%} waiting between stages"

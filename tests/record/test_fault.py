@@ -59,14 +59,14 @@ def test_what_is_wrong_with_a_checkpoint_has_a_kind_a_clause_and_a_form_for_the_
     hurt, kind, clause = CASES[case]
     checkpoint.save(tmp_path, 5, 2, STATE, digest=LINE)
     hurt(tmp_path)
-    found = checkpoint.faults(tmp_path, 2, LINE)[5]
+    found = checkpoint.generation_faults(tmp_path, 2, LINE)[5]
     assert found is not None and found.kind == kind and clause in found.why and "; " not in found.why, found
     assert checkpoint.fault(tmp_path, 5, 2, LINE) == found, "reading all of it says the same"
     assert fault_heard(json.loads(json.dumps(found.said))) == found
 
 
 def test_nothing_there_is_no_fault_of_a_generation(tmp_path: Path) -> None:
-    assert checkpoint.faults(tmp_path, 2, LINE) == {}
+    assert checkpoint.generation_faults(tmp_path, 2, LINE) == {}
     found = checkpoint.fault(tmp_path, 5, 2, LINE)
     assert found is not None and found.kind == FaultKind.ABSENT
 

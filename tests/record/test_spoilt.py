@@ -28,12 +28,12 @@ from gossamer.record.logs.seconds import read_seconds
 from gossamer.record.logs.trace import read_trace
 from gossamer.record.whole_files import Appender, atomic_write, make_folder
 from gossamer.run.bookkeeping.resume import history
-from gossamer.run.config.document import load
-from gossamer.run.config.document import settings as words_as_settings
+from gossamer.run.config.document import load_document
+from gossamer.run.config.document import parse_overrides as words_as_settings
 from gossamer.run.config.experiment_file import figure, points
 from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.resolve import settings_of
-from gossamer.run.config.run_file import dump, faults, parse
+from gossamer.run.config.run_file import dump, parse, parse_faults
 from gossamer.run.simulated.simulate import simulate
 from gossamer.run.worker.stages.timing import pipeline_work
 from gossamer.transport.processes.local import run_local
@@ -86,7 +86,7 @@ def planned(call: Callable[[], object]) -> None:
 def test_a_mutated_run_or_experiment_file_has_faults_and_nothing_else(name: str, data: st.DataObject) -> None:
     changed = mutate(DOCUMENTS[name], data, JUNK)
     planned(lambda: parse(changed))
-    assert all(faults(changed)) or faults(changed) == []
+    assert all(parse_faults(changed)) or parse_faults(changed) == []
     planned(lambda: figure(changed))
     if name != "methods":  # which is a run of every method, described in the same words as the others
         planned(lambda: points(changed, scale=data.draw(st.sampled_from(["", "tiny"]))))
@@ -103,7 +103,7 @@ def test_a_mutated_run_or_experiment_file_has_faults_and_nothing_else(name: str,
 def test_deep_toml_is_refused_in_one_sentence(text: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(text)
     with pytest.raises(ConfigError, match=sentence):
-        load(tmp_path / "run.toml")
+        load_document(tmp_path / "run.toml")
     with pytest.raises(ConfigError, match=sentence):
         from_toml(text, "a network")
     assert words_as_settings(["a=" + "[" * 5000]) == {"a": "[" * 5000}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gossamer.errors import ConfigError
-from gossamer.report.figures import Figure, draw_figure, table
+from gossamer.report.figures import Figure, draw_figure, figure_table
 from gossamer.report.reach import reach
 from gossamer.report.results import PointResult, result_lines
 
@@ -23,7 +23,7 @@ def timed(method: str, *curve: tuple[float, float], seed: int = 0) -> PointResul
 
 def test_each_cell_is_the_mean_over_seeds_of_its_own_point():
     runs = [outcome(m, loss + s, s, h=h) for m, loss in (("a", 1.0), ("b", 5.0)) for h in (1, 2) for s in (0, 1)]
-    assert table(runs, Figure(x="h")).splitlines()[2:] == [
+    assert figure_table(runs, Figure(x="h")).splitlines()[2:] == [
         "| a | 1.5000 ± 0.7071 | 1.5000 ± 0.7071 |",
         "| b | 5.5000 ± 0.7071 | 5.5000 ± 0.7071 |",
     ]
@@ -31,10 +31,10 @@ def test_each_cell_is_the_mean_over_seeds_of_its_own_point():
 
 def test_a_run_that_diverged_leaves_its_cell_empty_and_the_figure_whole():
     runs = [outcome("a", 1.0, h=1), outcome("a", None, h=2), outcome("a", math.nan, h=3)]
-    assert table(runs, Figure(x="h")).splitlines()[2] == "| a | 1.0000 | – | – |"
+    assert figure_table(runs, Figure(x="h")).splitlines()[2] == "| a | 1.0000 | – | – |"
     assert b"<svg" in draw_figure(runs, Figure(x="h"))
     grid = [outcome("a", loss, x=x, y=y) for x, y, loss in [(1, 1, 2.0), (2, 1, math.nan), (1, 2, 90.0), (2, 2, 2.5)]]
-    assert b"<svg" in draw_figure(grid, Figure(x="x", y="y")) and "| 1 | 2.0000 | – |" in table(
+    assert b"<svg" in draw_figure(grid, Figure(x="x", y="y")) and "| 1 | 2.0000 | – |" in figure_table(
         grid, Figure(x="x", y="y")
     )
 
@@ -42,20 +42,20 @@ def test_a_run_that_diverged_leaves_its_cell_empty_and_the_figure_whole():
 def test_variants_that_sweep_different_keys_share_an_axis():
     runs = [outcome("a", 1.0, **{"topology.name": "ring"}), outcome("b", 2.0, **{"topology.graph": "ring"})]
     wanted = Figure(x=("topology.name", "topology.graph"))
-    assert table(runs, wanted).splitlines()[2:] == ["| a | 1.0000 |", "| b | 2.0000 |"]
+    assert figure_table(runs, wanted).splitlines()[2:] == ["| a | 1.0000 |", "| b | 2.0000 |"]
     with pytest.raises(ConfigError, match=r"'b' sweeps topology\.graph"):
-        table(runs, Figure(x="topology.name"))
+        figure_table(runs, Figure(x="topology.name"))
 
 
 def test_runs_that_differ_in_another_key_do_not_count_as_seeds():
     runs = [outcome("a", 1.0, s, lr=lr, workers=n) for lr in (1, 2) for n in (4, 8) for s in (0, 1)]
     with pytest.raises(ConfigError, match=r"'a' sweeps workers too, and its runs at 4 and 8 .* name it as figure\.y"):
-        table(runs, Figure(x="lr"))
+        figure_table(runs, Figure(x="lr"))
     with pytest.raises(ConfigError, match=r"figure\.target is 'a', but 'a' sweeps workers too.*leave \[figure\] out"):
         draw_figure(runs, Figure(target="a"))
-    assert "± 0.0000" in table(runs, Figure(x="lr", y="workers"))
+    assert "± 0.0000" in figure_table(runs, Figure(x="lr", y="workers"))
     together = [outcome("a", 1.0, s, steps=n, warmup=n // 10) for n in (10, 20) for s in (0, 1)]
-    assert table(together, Figure(x="steps")).splitlines()[2] == "| a | 1.0000 ± 0.0000 | 1.0000 ± 0.0000 |"
+    assert figure_table(together, Figure(x="steps")).splitlines()[2] == "| a | 1.0000 ± 0.0000 | 1.0000 ± 0.0000 |"
 
 
 def test_the_first_evaluation_that_is_as_good_counts_and_none_is_interpolated():
@@ -67,7 +67,7 @@ def test_the_first_evaluation_that_is_as_good_counts_and_none_is_interpolated():
     assert [one.ratio for one in reach(runs, "slow")] == [1.0, 0.45, None]
     behind = [one.behind for one in reach(runs, "slow")]
     assert behind == [0.0, pytest.approx(0.1), None], "of the last evaluation in the target's time"
-    assert "| never | 0 of 1 runs | – | – |" in table(runs, Figure(target="slow"))
+    assert "| never | 0 of 1 runs | – | – |" in figure_table(runs, Figure(target="slow"))
 
 
 def test_runs_are_paired_at_the_targets_bytes_after_its_rounds_and_in_its_time():
@@ -78,7 +78,7 @@ def test_runs_are_paired_at_the_targets_bytes_after_its_rounds_and_in_its_time()
 
     runs = [run("mean", seed, 3.0, 2.5, 2.0, size=7.0, takes_s=8.0) for seed in (0, 1)]
     runs += [run("pairs", seed, 3.0, 2.2 + 0.2 * seed, 2.1, 1.5, size=4.0, takes_s=9.0) for seed in (0, 1)]
-    tables = table(runs, Figure(target="mean", paired=True)).split("\n\n")
+    tables = figure_table(runs, Figure(target="mean", paired=True)).split("\n\n")
     for where, differences in [
         ("at its sent bytes", "-0.5000, -0.5000 | -0.5000 ± 0.0000"),
         ("after its rounds", "+0.1000, +0.1000 | +0.1000 ± 0.0000"),
@@ -95,7 +95,9 @@ def test_runs_that_are_validated_once_are_compared_at_their_ends_whatever_they_s
         return PointResult(method, {}, seed, row)
 
     runs = [run("mean", seed, 2.0, 8.0) for seed in (0, 1)] + [run("more", seed, 1.5, 9.0) for seed in (0, 1)]
-    found = table([*runs, run("lost", 0, 2.5, 8.0), run("lost", 1, None, 8.0)], Figure(target="mean", paired=True))
+    found = figure_table(
+        [*runs, run("lost", 0, 2.5, 8.0), run("lost", 1, None, 8.0)], Figure(target="mean", paired=True)
+    )
     assert found.startswith("| loss above mean's, at the end |") and "sent bytes" not in found
     assert "| more | -0.5000, -0.5000 | -0.5000 ± 0.0000 |" in found
     assert "| lost | +0.5000, – | +0.5000 |" in found

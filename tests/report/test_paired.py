@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gossamer.errors import ConfigError
-from gossamer.report.figures import Figure, table
+from gossamer.report.figures import Figure, figure_table
 from gossamer.report.paired import effect, holm, standing, trend
 from gossamer.report.results import PointResult
 
@@ -72,7 +72,7 @@ def swept(gap: float) -> list[PointResult]:
 
 def test_a_sweep_shows_every_difference_its_interval_and_the_tests_that_the_file_states() -> None:
     asked = Figure(x="run.local_steps", against="DiLoCo", margin=0.05, side="above", trend="rising")
-    losses, one, two, four, page = table(swept(0.01), asked).split("\n\n")
+    losses, one, two, four, page = figure_table(swept(0.01), asked).split("\n\n")
     assert losses.splitlines()[0] == "| local steps | 1 | 2 | 4 |"
     heads = "| each seed | mean, 95 % interval | in % | p (above, Holm) | p (within ±0.05) | verdict |"
     assert one.splitlines()[0] == f"| loss above DiLoCo's, local steps 1 {heads}"
@@ -81,7 +81,7 @@ def test_a_sweep_shows_every_difference_its_interval_and_the_tests_that_the_file
     assert "local steps 4" in four
     assert page.splitlines()[0] == "| differences from DiLoCo rising along local steps | p (Page) |"
     assert page.splitlines()[2] == "| GASLoC | 0.005 |"
-    assert len(table(swept(0.01), Figure(x="run.local_steps", trend="falling")).split("\n\n")) == 2
+    assert len(figure_table(swept(0.01), Figure(x="run.local_steps", trend="falling")).split("\n\n")) == 2
 
 
 def test_a_seed_that_diverged_leaves_its_pair_out_and_no_other() -> None:
@@ -89,7 +89,7 @@ def test_a_seed_that_diverged_leaves_its_pair_out_and_no_other() -> None:
         run._replace(row={"loss": None}) if (run.method, run.seed, run.at["run.local_steps"]) == ("GASLoC", 1, 2) else run
         for run in swept(0.01)
     ]  # fmt: skip
-    lines = table(runs, Figure(x="run.local_steps", against="DiLoCo")).split("\n\n")[2].splitlines()
+    lines = figure_table(runs, Figure(x="run.local_steps", against="DiLoCo")).split("\n\n")[2].splitlines()
     assert lines[2].startswith("| GASLoC | +0.0300, –, +0.0280 |") and lines[3].count("+0.0") >= 4
 
 
@@ -107,7 +107,7 @@ def test_a_test_without_its_pairs_is_refused_in_a_sentence(options: dict[str, An
     with pytest.raises(ConfigError, match=sentence):
         Figure(**options)
     with pytest.raises(ConfigError, match=r"figure\.against"):
-        table(swept(0.01), Figure(x="run.local_steps", against="DiLoC"))
+        figure_table(swept(0.01), Figure(x="run.local_steps", against="DiLoC"))
 
 
 arms = st.integers(2, 6).flatmap(

@@ -10,7 +10,7 @@ from gossamer.codecs.error import relative_error
 from gossamer.rounds.compatibility import lossy_codecs as coding
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import FITTING, warnings_of
-from gossamer.rounds.compatibility.incompatibilities import faults
+from gossamer.rounds.compatibility.incompatibilities import combination_faults
 from gossamer.rules import (
     RULES,
     anchored_gasloc,
@@ -24,7 +24,7 @@ from gossamer.rules import (
     sgp,
     sparseloco,
 )
-from gossamer.testing.numbers import changes_as_little_as_said, every_codec, moved
+from gossamer.testing.numbers import changes_as_little_as_said, distance_moved, every_codec
 from gossamer.topologies import TOPOLOGIES, complete, make_topology, random, random_push
 
 START = random_vectors(1, 4096, seed=3, dtype=torch.float32)[0]
@@ -50,8 +50,8 @@ def test_workers_that_agree_and_stand_still_stay(name, request):
     for topology, codec in pairs:
         facts = Combination(rule=rule, topology=topology, codec=codec)
         changes_as_little_as_said(facts)
-        if not faults(facts):
-            share, sentence = coding.change(facts), coding.warning(facts) or ""
+        if not combination_faults(facts):
+            share, sentence = coding.change(facts), coding.lossy_warning(facts) or ""
             assert ("whole parameters" in sentence) == (share is not None)
             assert share is None or f"up to {share:.2%} of their norm" in sentence
 
@@ -64,7 +64,7 @@ def test_the_number_of_the_warning_holds_for_workers_that_nearly_agree_and_is_no
     facts = Combination(rule=rule, topology=random(4), codec=codec)
     apart = [START + 0.01 * noise for noise in random_vectors(4, START.numel(), dtype=torch.float32)]
     share = coding.change(facts)
-    assert share is not None and share / 4 < moved(facts, apart) <= share
+    assert share is not None and share / 4 < distance_moved(facts, apart) <= share
 
 
 REFUSED = {
@@ -82,9 +82,9 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_codec_that_destroys_the_model_is_refused_with_a_way_out(name):
     rule, topology, codec, way = REFUSED[name]
-    (sentence,) = faults(Combination(rule=rule, topology=topology, codec=codec))
+    (sentence,) = combination_faults(Combination(rule=rule, topology=topology, codec=codec))
     assert way in sentence
-    assert not faults(Combination(rule=rule, topology=topology))
+    assert not combination_faults(Combination(rule=rule, topology=topology))
 
 
 def test_pairs_send_whole_parameters_and_servers_receive_differences():
@@ -92,9 +92,11 @@ def test_pairs_send_whole_parameters_and_servers_receive_differences():
         Combination(kind="pair", pair=ad_psgd(), topology=complete(4)),
         Combination(kind="server", server="heloco"),
     )
-    assert "'ad_psgd' sends whole parameters" in faults(pair._replace(codec=topk()))[0]
+    assert "'ad_psgd' sends whole parameters" in combination_faults(pair._replace(codec=topk()))[0]
     assert "use a [server]" in warnings_of(pair._replace(codec=int8()))[0]
-    assert not faults(server._replace(codec=topk())) and coding.change(server._replace(codec=topk())) is None
+    assert (
+        not combination_faults(server._replace(codec=topk())) and coding.change(server._replace(codec=topk())) is None
+    )
 
 
 def test_a_small_drift_survives_a_mean_of_parameters_only_in_a_fine_codec():

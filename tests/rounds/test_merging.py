@@ -11,7 +11,7 @@ from gossamer.errors import ConfigError
 from gossamer.layout import Layout, Leaf
 from gossamer.rounds.merging import Merge, merging
 from gossamer.rounds.schedule import Schedule
-from gossamer.rounds.stability import stability_of, warning
+from gossamer.rounds.stability import stability_of, stability_warning
 from gossamer.rules import diloco, gasloc, gossip, sparta
 from gossamer.testing import check_parity
 from gossamer.topologies import make_topology, random
@@ -160,7 +160,7 @@ def test_stability_predicts_for_a_correction_what_it_predicts_without_and_no_var
     kept, corrected = (stability_of(rule, topology, merge) for merge in ("keep", "taylor"))
     assert kept is not None and corrected is not None
     assert kept.radius == corrected.radius and corrected.variance != corrected.variance
-    assert warning(rule, topology, "taylor") == warning(rule, topology, "keep") is not None
+    assert stability_warning(rule, topology, "taylor") == stability_warning(rule, topology, "keep") is not None
 
 
 def test_a_strength_that_nothing_reads_is_refused() -> None:

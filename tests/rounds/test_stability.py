@@ -22,10 +22,10 @@ from gossamer.rounds.stability import (
     resolve_alpha,
     stability,
     stability_of,
-    warning,
+    stability_warning,
 )
 from gossamer.rules import RULES, Consensus, Rule, anchored, gasloc, gossip, noloco, weighted
-from gossamer.run.planning.check import examine
+from gossamer.run.planning.check import examine_run
 from gossamer.topologies import TOPOLOGIES, Topology, base, complete, exponential, make_topology, random, ring, star
 from gossamer.topologies.mixing import from_edges, laplacian_condition, matrix
 from tiny import tiny
@@ -226,7 +226,7 @@ def test_islands_never_agree() -> None:
     topology = ring(4)._replace(mixing=lambda round, alive=None: islands)
     assert stability(Consensus(1.0, 0.5, "post"), topology).radius == pytest.approx(1.0)
     assert math.isnan(largest_stable_gamma(1.0, "post", topology))
-    said = warning(gasloc(momentum=0.7), topology)
+    said = stability_warning(gasloc(momentum=0.7), topology)
     assert said is not None
     assert "no momentum is stable with gossip step 1" in said and "with momentum 0.7 no gossip step is stable" in said
 
@@ -262,7 +262,7 @@ def test_auto_is_settled_for_the_topology() -> None:
     rule = resolve_alpha(gasloc(alpha="auto", momentum=0.9, lr=0.5), topology)
     assert rule.options == {**gasloc(lr=0.5, momentum=0.9).options, "alpha": best_alpha(0.9, "post", topology)}
     assert rule.consensus is not None and stability(rule.consensus, topology).stable
-    assert warning(rule, topology) is None
+    assert stability_warning(rule, topology) is None
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -273,11 +273,11 @@ def test_a_rule_that_is_settled_stays_as_it_is(name: str) -> None:
 
 def test_auto_has_no_stability_before_it_is_settled() -> None:
     with pytest.raises(ConfigError, match=r"call resolve_alpha\(rule, topology\)"):
-        warning(gasloc(alpha="auto"), random(8))
+        stability_warning(gasloc(alpha="auto"), random(8))
 
 
 def test_the_warning_says_how_bad_it_is_and_what_would_be_stable() -> None:
-    said = warning(gasloc(momentum=0.9), random(8))
+    said = stability_warning(gasloc(momentum=0.9), random(8))
     assert said is not None
     assert "rule 'gasloc'" in said and "topology 'random' with 8 workers" in said
     assert "multiplied by 1.022 per round" in said
@@ -286,7 +286,7 @@ def test_the_warning_says_how_bad_it_is_and_what_would_be_stable() -> None:
 
 
 def test_rules_whose_replicas_are_equal_are_never_warned_about() -> None:
-    assert warning(RULES["diloco"](), complete(8)) is None
+    assert stability_warning(RULES["diloco"](), complete(8)) is None
 
 
 def test_large_topologies_are_analysed_at_once() -> None:
@@ -366,9 +366,9 @@ def test_a_merge_that_keeps_nothing_is_the_plain_recursion(rule: Rule) -> None:
 
 def test_a_momentum_that_random_pairs_do_not_bear_is_stable_with_a_merge() -> None:
     rule, topology = gasloc(momentum=0.9), random(8)
-    assert warning(rule, topology, 0.5) is None
-    assert "multiplied by 1.022" in str(warning(rule, topology, 0.0))
-    assert "a smaller schedule.merge" in str(warning(rule, topology, 1.0))
+    assert stability_warning(rule, topology, 0.5) is None
+    assert "multiplied by 1.022" in str(stability_warning(rule, topology, 0.0))
+    assert "a smaller schedule.merge" in str(stability_warning(rule, topology, 1.0))
     merged, drawn = (stability_of(rule, one, 0.5) for one in (topology, topology._replace(exchangeable=False)))
     assert merged is not None and drawn is not None
     assert round(merged.radius, 3) == 0.684 and drawn.radius == pytest.approx(merged.radius, rel=0.01)
@@ -377,7 +377,7 @@ def test_a_momentum_that_random_pairs_do_not_bear_is_stable_with_a_merge() -> No
 
 def test_a_check_predicts_the_disagreement_with_the_merge_of_the_schedule() -> None:
     run = tiny(workers=8, rule__momentum=0.9, schedule__merge=0.5)
-    (with_merge, without) = (examine(one) for one in (run, tiny(workers=8, rule__momentum=0.9)))
+    (with_merge, without) = (examine_run(one) for one in (run, tiny(workers=8, rule__momentum=0.9)))
     assert with_merge.disagreement == pytest.approx(0.684, abs=1e-3) and not with_merge.warnings
     assert without.disagreement == pytest.approx(1.022, abs=1e-3) and "lose consensus" in without.warnings[0]
 

@@ -10,7 +10,7 @@ from gossamer import rng
 from gossamer.codecs import CODECS, int4, make_codec, topk
 from gossamer.errors import ConfigError
 from gossamer.rules import anchored_gasloc, cocktail, local_sgd
-from gossamer.run.config.document import settings, with_settings
+from gossamer.run.config.document import parse_overrides, with_settings
 from gossamer.run.config.run_file import dump, parse
 from gossamer.topologies import make_topology
 from tiny import document
@@ -116,7 +116,7 @@ def test_a_way_back_that_cannot_work_is_refused_in_a_sentence(back, said):
 
 
 def test_the_way_back_is_a_table_in_a_run_file():
-    words = settings(["rule.name=cocktail", "rule.back.name=topk", "rule.back.k=128", "topology.name=complete"])
+    words = parse_overrides(["rule.name=cocktail", "rule.back.name=topk", "rule.back.k=128", "topology.name=complete"])
     config = parse(with_settings(document(), words))
     assert config.rule.options == {"back": {"name": "topk", "k": 128}}
     assert parse(tomllib.loads(dump(config))) == config

@@ -13,7 +13,7 @@ from gossamer.rounds.schedule import Schedule, Stop
 from gossamer.rounds.stability import stability, stability_of
 from gossamer.rules import anchored, diloco, fgd, weighted
 from gossamer.run.config.resolve import resolve
-from gossamer.run.planning.check import examine
+from gossamer.run.planning.check import examine_run
 from gossamer.testing import check_parity
 from gossamer.testing.drifted_workers import DriftedWorkers, simulated_workers
 from gossamer.testing.numbers import half_precision_follows_full_precision
@@ -201,7 +201,7 @@ def seconds(uplink_bps, **rule):
     """Seconds of a round of 5 steps of a second each, and the bytes sent in it."""
     link = {"uplink_bps": uplink_bps, "downlink_bps": uplink_bps, "step_s": 1.0}
     given = {"rule": {"name": "fgd", **rule}, "network": {"link": link}}
-    found = examine(tiny(workers=4, run__local_steps=5, run__steps=40, **given))
+    found = examine_run(tiny(workers=4, run__local_steps=5, run__steps=40, **given))
     return found.networks[0].round_s, found.sent_bytes
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gossamer.cli import main
 from gossamer.errors import ConfigError
-from gossamer.rounds.stability import Stability, mean_gap, outlook, stability_of, too_large, warning
+from gossamer.rounds.stability import Stability, mean_gap, outlook, stability_of, stability_warning, too_large
 from gossamer.rules import gasloc
 from gossamer.topologies import TOPOLOGIES, Topology, make_topology
 from gossamer.topologies.contract import chosen
@@ -92,7 +92,7 @@ def test_what_is_too_large_to_predict_is_not_predicted_and_said_so(
 ) -> None:
     topology = make_topology(name, 2**14)
     assert too_large(topology) and mean_gap(topology) is None
-    assert stability_of(gasloc(), topology) is None and warning(gasloc(), topology) is None
+    assert stability_of(gasloc(), topology) is None and stability_warning(gasloc(), topology) is None
     assert main(["topology", name, "--workers", str(2**14)]) == 0
     assert "too many workers to" in capsys.readouterr().out
 
@@ -104,7 +104,7 @@ def test_what_is_known_for_any_number_of_workers_is_predicted(name: str) -> None
 
 
 def test_a_warning_whose_remedy_takes_too_long_to_find_names_none() -> None:
-    sentence = warning(gasloc(), make_topology("base", 100))
+    sentence = stability_warning(gasloc(), make_topology("base", 100))
     assert sentence is not None and sentence.endswith("; use a smaller rule.momentum or rule.alpha")
 
 

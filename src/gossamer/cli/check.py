@@ -19,13 +19,13 @@ def command(file: File = None, /, *, changes: Changes = NO_CHANGES, json: Json =
 
     With --json the runs of an experiment file are a list.
     """
-    from gossamer.run.config.document import load, settings
-    from gossamer.run.planning.check import checked
+    from gossamer.run.config.document import load_document, parse_overrides
+    from gossamer.run.planning.check import examine_document
 
     if file is None:
         raise ConfigError("no run file was given (got none, need one); name a TOML file such as configs/gasloc.toml")
     with uncollected():
-        results, wrong = checked(load(file, settings([*changes.words])))
+        results, wrong = examine_document(load_document(file, parse_overrides([*changes.words])))
     for sentence in wrong:
         print(f"gossamer: {sentence}", file=sys.stderr)
     if wrong:
@@ -131,12 +131,14 @@ def _experts(experts: "HeldExperts") -> str:
 
 
 def _seconds(network: Any) -> str:
-    from gossamer.network.timeline import in_words
+    from gossamer.network.timeline import utilisation_in_words
 
     if network.round_s is None:
         return network.note
     note = f" ({network.note})" if network.note else ""
-    return f"{network.round_s:.4g} s per round, {in_words(network.utilisation, network.between_stages)}{note}"
+    return (
+        f"{network.round_s:.4g} s per round, {utilisation_in_words(network.utilisation, network.between_stages)}{note}"
+    )
 
 
 def _plain(one: "Examined") -> dict[str, Any]:

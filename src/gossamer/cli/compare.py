@@ -135,7 +135,7 @@ def _write_figure(
 ) -> tuple[Path | None, Path | None]:
     """Writes the outcomes, and the figure that the experiment asks for with its numbers; returns the files of these two."""
     from gossamer.record.whole_files import atomic_write
-    from gossamer.report.figures import draw_figure, table
+    from gossamer.report.figures import draw_figure, figure_table
     from gossamer.report.results import result_lines
 
     atomic_write(out / "outcomes.jsonl", result_lines(outcomes).encode())
@@ -143,7 +143,7 @@ def _write_figure(
         return None, None
     drawn, numbers = out / "figure.svg", out / "figure.md"
     try:
-        atomic_write(numbers, table(outcomes, asked).encode())
+        atomic_write(numbers, figure_table(outcomes, asked).encode())
     except MissingPackageError as error:
         print(f"gossamer: {error}", file=sys.stderr)
         return None, None

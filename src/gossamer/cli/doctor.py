@@ -88,11 +88,11 @@ def _findings(file: Path | None, join: str | None, listen: str | None) -> Iterat
     yield _clock()
     config, keys = None, None
     if file is not None:
-        from gossamer.run.config.document import load
+        from gossamer.run.config.document import load_document
         from gossamer.run.config.run_file import parse
 
         try:
-            config = parse(load(file, {}))
+            config = parse(load_document(file, {}))
         except GossamerError as error:
             yield _Finding(
                 "run file", "fault", str(error), f"gossamer check {file} lists everything that is wrong with it"
@@ -210,10 +210,10 @@ def _workers_here(config: "RunConfig", keys: "Keys | None") -> int:
 
 def _room(config: "RunConfig", workers: int) -> Iterator[_Finding]:
     """Whether memory and disk hold so many workers."""
-    from gossamer.run.planning.check import examine
+    from gossamer.run.planning.check import examine_run
 
     try:
-        each = examine(config).worker_bytes
+        each = examine_run(config).worker_bytes
     except GossamerError as error:
         yield _Finding("run file", "fault", str(error))
         return

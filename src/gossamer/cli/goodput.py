@@ -29,9 +29,9 @@ def command(
     from gossamer.network.estimates.goodput import GoodputOptions, goodput_curves
     from gossamer.network.estimates.limits import build_settings
     from gossamer.network.estimates.utilisation import plot_curves
-    from gossamer.run.config.document import settings
+    from gossamer.run.config.document import parse_overrides
 
-    given = settings([*overrides])
+    given = parse_overrides([*overrides])
     options = build_settings(GoodputOptions, given, "option of goodput")
     if published and (others := given.keys() - {"restart_s", "downtime_s"}):
         raise ConfigError(

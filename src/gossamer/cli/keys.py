@@ -23,7 +23,7 @@ def command(
     """
     import base64
 
-    from gossamer.transport.keys import certificate_of, fingerprint, new_key, own_keys
+    from gossamer.transport.keys import certificate_fingerprint, certificate_of, new_key, own_keys
 
     if action == "new":
         if name is None:
@@ -38,13 +38,15 @@ def command(
             )
     found = [(name or path.stem, path, certificate_of(path)) for path in paths]
     if json:
-        shown = [(named, path, fingerprint(raw), base64.b64encode(raw).decode()) for named, path, raw in found]
+        shown = [
+            (named, path, certificate_fingerprint(raw), base64.b64encode(raw).decode()) for named, path, raw in found
+        ]
         print_json(
             {"keys": [dict(zip(("name", "file", "fingerprint", "certificate"), one, strict=True)) for one in shown]}
         )
         return
     for named, path, raw in found:
-        print(f"# the key is in {path}, and stays there; {fingerprint(raw)}")
+        print(f"# the key is in {path}, and stays there; {certificate_fingerprint(raw)}")
         print(f'[peers.{_key(named)}]\ncertificate = "{base64.b64encode(raw).decode()}"\n')
     if action == "new":
         print("# paste this into the run file of every machine, with workers = N if this machine fills several")

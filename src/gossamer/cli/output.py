@@ -16,7 +16,7 @@ from cyclopts import Parameter
 if TYPE_CHECKING:
     from gossamer.report.terminal import Terminal
 
-__all__ = ["PLAIN", "Json", "Output", "plain", "print_json", "uncollected", "working"]
+__all__ = ["PLAIN", "Json", "Output", "json_value", "print_json", "uncollected", "working"]
 
 Json = Annotated[bool, Parameter(name="--json", help="print the result as one JSON object on one line (docs/json.md)")]
 """Of a verb that shows no progress."""
@@ -77,24 +77,24 @@ def print_json(result: Any) -> None:
     """Prints a result as JSON on one line; a number that is not finite becomes null."""
     from gossamer.record.folder import finite
 
-    print(json.dumps(finite(plain(result)), allow_nan=False))
+    print(json.dumps(finite(json_value(result)), allow_nan=False))
 
 
-def plain(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """The same value of dicts, lists, numbers and texts alone.
 
     >>> from gossamer.network.links import Site
-    >>> plain({"where": Path("runs"), 3: (Site(workers=(0, 1)),)})["3"][0]["workers"]
+    >>> json_value({"where": Path("runs"), 3: (Site(workers=(0, 1)),)})["3"][0]["workers"]
     [0, 1]
     """
     if isinstance(value, Mapping):
-        return {str(key): plain(part) for key, part in value.items()}
+        return {str(key): json_value(part) for key, part in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return plain(value._asdict())  # pyright: ignore[reportAttributeAccessIssue]
+        return json_value(value._asdict())  # pyright: ignore[reportAttributeAccessIssue]
     if is_dataclass(value) and not isinstance(value, type):
-        return plain(asdict(value))
+        return json_value(asdict(value))
     if isinstance(value, list | tuple):
-        return [plain(part) for part in value]
+        return [json_value(part) for part in value]
     if isinstance(value, Path):
         return str(value)
     return value

@@ -20,7 +20,7 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
     """
     from gossamer.network.links import PerWorker, read_network
     from gossamer.network.pricing import price
-    from gossamer.network.timeline import in_words
+    from gossamer.network.timeline import utilisation_in_words
     from gossamer.record.logs.events import event_files
     from gossamer.record.logs.trace import read_trace
     from gossamer.run.config.layouts import layout_for
@@ -50,5 +50,5 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
         return
     print(
         f"{timeline.total_s:.1f} s for {trace.rounds} rounds of {trace.workers} workers, "
-        f"{in_words(timeline.mean_utilisation, timeline.mean_between_stages)}"
+        f"{utilisation_in_words(timeline.mean_utilisation, timeline.mean_between_stages)}"
     )

@@ -80,11 +80,11 @@ def _started(local: int, words: Sequence[str], among: "Among | None") -> int:
 
 def _run_of(file: Path | None, overrides: Sequence[str], workers: int) -> "RunConfig":
     """The run whose inner step is measured; a run file's, or that of the defaults. Raises ConfigError."""
-    from gossamer.run.config.document import load, settings, with_settings
+    from gossamer.run.config.document import load_document, parse_overrides, with_settings
     from gossamer.run.config.run_file import parse
 
-    changes = settings([*overrides])
-    config = parse(with_settings({"workers": workers}, changes) if file is None else load(file, changes))
+    changes = parse_overrides([*overrides])
+    config = parse(with_settings({"workers": workers}, changes) if file is None else load_document(file, changes))
     if config.workers != workers:
         raise ConfigError(
             f"{workers} workers were started but the run file has workers = {config.workers}; make them equal, or add --set "

@@ -71,11 +71,11 @@ def run_and_folder(
     Raises: ConfigError when neither or both are given, the run cannot work, or a run to resume may not change so.
     """
     from gossamer.run.bookkeeping.resume import history
-    from gossamer.run.config.document import load, load_run, settings, with_settings
+    from gossamer.run.config.document import load_document, load_run, parse_overrides, with_settings
     from gossamer.run.config.resolve import settings_of
     from gossamer.run.config.run_file import parse
 
-    changes = settings([*overrides])
+    changes = parse_overrides([*overrides])
     if resume is not None and str(resume) != AUTO:
         if file is not None or out is not None:
             raise ConfigError(
@@ -86,7 +86,7 @@ def run_and_folder(
     elif file is None:
         raise ConfigError("no run file was given (got none, need one); name a TOML file, or --resume with a run folder")
     else:
-        config = parse(load(file, changes))
+        config = parse(load_document(file, changes))
         folder = out or Path("runs") / config.name
     if resume is None:
         return config, folder, False
@@ -102,14 +102,14 @@ def experiment_and_folder(
 
     Raises: ConfigError when no file is given, or it is no experiment file.
     """
-    from gossamer.run.config.document import settings
-    from gossamer.run.config.experiment_file import opened
+    from gossamer.run.config.document import parse_overrides
+    from gossamer.run.config.experiment_file import open_experiment
 
     if file is None:
         raise ConfigError(f"no experiment file was given (got none, need one); name a TOML file {example}")
     folder = out or Path("runs") / "-".join([file.stem, *([scale] if scale else [])])
     try:
-        yield opened(file, settings([*overrides])), folder
+        yield open_experiment(file, parse_overrides([*overrides])), folder
     except KeyboardInterrupt:
         raise KeyboardInterrupt("stopped; the same command with --resume keeps the finished runs") from None
 

@@ -27,11 +27,11 @@ def command(
     """
     from gossamer.cli.gossip_table import gossip_facts, gossip_table
     from gossamer.rounds.stability import outlook
-    from gossamer.run.config.document import settings
+    from gossamer.run.config.document import parse_overrides
     from gossamer.topologies import make_topology
     from gossamer.topologies.draw import draw_round
 
-    topology = make_topology(name, workers, seed=seed, **settings([*overrides]))
+    topology = make_topology(name, workers, seed=seed, **parse_overrides([*overrides]))
     with uncollected():
         found = outlook(topology, alpha=alpha, gamma=momentum)
         drawn = draw_round(topology, round)

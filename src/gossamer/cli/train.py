@@ -263,7 +263,7 @@ def _start_workers(
     """Starts all workers of a run, and its server if it has one, on this machine; or some of them, among those of others."""
     from gossamer.cli import main
     from gossamer.run.bookkeeping.which_round import ended, has_ended, lost_stages, must_end_later
-    from gossamer.settings.schema import plain
+    from gossamer.settings.schema import toml_value
     from gossamer.transport.processes.local import STOPPED, run_local, run_served
     from gossamer.transport.secret import folder_secret
 
@@ -291,7 +291,7 @@ def _start_workers(
     while restarts and code > _SIGNAL and code != STOPPED:
         restarts -= 1
         lost = lost_stages(folder)
-        tables = ", ".join("{" + ", ".join(f"{k} = {v!r}" for k, v in plain(one).items()) + "}" for one in lost)
+        tables = ", ".join("{" + ", ".join(f"{k} = {v!r}" for k, v in toml_value(one).items()) + "}" for one in lost)
         log.warning(
             "a process was ended by signal %d; all %d start again, and go on from the newest round that they have",
             code - _SIGNAL, sum(config.processes),

@@ -30,9 +30,9 @@ def command(
         plot: draw utilisation against bandwidth (.png or .svg)
     """
     from gossamer.network.estimates.utilisation import plot_curves
-    from gossamer.run.config.document import settings
+    from gossamer.run.config.document import parse_overrides
 
-    options = settings([*overrides])
+    options = parse_overrides([*overrides])
     if analytic and (figure9 or plot is not None):
         other = "--figure9" if figure9 else f"--plot {plot}"
         raise ConfigError(f"--analytic was given with {other} but cannot be combined with it; remove one of the two")

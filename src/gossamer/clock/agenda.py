@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gossamer.clock.events import Record
-from gossamer.clock.saved import plain, rebuilt
+from gossamer.clock.saved import as_dicts, rebuilt
 
 __all__ = ["ABSENCE", "ARRIVAL", "DECISION", "PHASE", "RELAY", "REPLY", "Agenda", "AgendaState"]
 
@@ -84,7 +84,7 @@ class Agenda:
     def state(self) -> AgendaState:
         """The time and all that is planned."""
         planned = [
-            _Saved(time_s, kind, worker, serial, type(event).__name__, plain(event))
+            _Saved(time_s, kind, worker, serial, type(event).__name__, as_dicts(event))
             for time_s, kind, worker, serial, event in sorted(self._heap)
         ]
         return AgendaState(self.time_s, self._serial, self._was_stuck, planned)

@@ -13,7 +13,7 @@ from gossamer.clock.durations import Durations
 from gossamer.clock.events import Absence, Phase, Record, Transfer
 from gossamer.clock.gossip_worker import GossipWorker
 from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, PhaseEnd, Phases, PhasesState
-from gossamer.clock.saved import plain, rebuilt, within
+from gossamer.clock.saved import as_dicts, rebuilt, within
 from gossamer.codecs import exact
 from gossamer.network.links import Network
 from gossamer.rounds.compatibility.combination import Combination
@@ -110,7 +110,7 @@ class GossipRun:
         """The part of a checkpoint for this loop; the learners have parts of their own."""
         published = [[(time_s, leaves(message)) for time_s, message in own] for own in self._published]
         states = [leaves(worker.s) for worker in self._workers]
-        return plain(_GossipState(self._agenda.state(), self._phases.state(), states, published))
+        return as_dicts(_GossipState(self._agenda.state(), self._phases.state(), states, published))
 
     def restore(self, state: Any) -> None:
         """Continues from a state, before the learners are restored. Raises ValueError when it does not fit."""

@@ -15,7 +15,7 @@ from gossamer.clock.durations import Durations
 from gossamer.clock.events import Absence, Phase, Record, Transfer
 from gossamer.clock.pair_worker import PairWorker
 from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, PhaseEnd, Phases, PhasesState
-from gossamer.clock.saved import plain, rebuilt, tensors_of, within
+from gossamer.clock.saved import as_dicts, rebuilt, tensors_of, within
 from gossamer.errors import ConfigError
 from gossamer.network.links import Network
 from gossamer.rng import numpy_rng
@@ -150,7 +150,7 @@ class PairRun:
             for peer in self._peers
         ]
         agenda, phases, rng = self._agenda.state(), self._phases.state(), dict(self._rng.bit_generator.state)
-        return plain(_PairState(agenda, phases, peers, rng, self._meetings, self._meeting_planned))
+        return as_dicts(_PairState(agenda, phases, peers, rng, self._meetings, self._meeting_planned))
 
     def restore(self, state: Any) -> None:
         """Continues from a state. Raises ValueError, TypeError or KeyError when it does not fit."""

@@ -11,27 +11,27 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, TypeAdapter
 from torch import Tensor
 
-__all__ = ["plain", "rebuilt", "tensors_of", "within"]
+__all__ = ["as_dicts", "rebuilt", "tensors_of", "within"]
 
 T = TypeVar("T")
 
 
-def plain(value: Any) -> Any:
+def as_dicts(value: Any) -> Any:
     """The value with a dict of its fields in the place of each named tuple.
 
     >>> from gossamer.clock.events import Absence
-    >>> plain([Absence(1.5, 0, "leave")])
+    >>> as_dicts([Absence(1.5, 0, "leave")])
     [{'time_s': 1.5, 'worker': 0, 'change': 'leave'}]
     """
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return {name: plain(part) for name, part in zip(value._fields, value, strict=True)}  # pyright: ignore[reportAttributeAccessIssue]
+        return {name: as_dicts(part) for name, part in zip(value._fields, value, strict=True)}  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(value, dict):
-        return {key: plain(part) for key, part in value.items()}
-    return [plain(part) for part in value] if isinstance(value, list | tuple) else value
+        return {key: as_dicts(part) for key, part in value.items()}
+    return [as_dicts(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def rebuilt(kind: type[T], value: Any) -> T:
-    """The named tuple of this kind that `plain` has written as `value`. Raises ValueError for anything else.
+    """The named tuple of this kind that `as_dicts` has written as `value`. Raises ValueError for anything else.
 
     >>> from gossamer.clock.events import Absence
     >>> rebuilt(Absence, {"time_s": 1.5, "worker": 0, "change": "leave"})

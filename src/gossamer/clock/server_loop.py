@@ -14,7 +14,7 @@ from gossamer.clock.events import SERVER, Absence, Phase, Record, Relay, Transfe
 from gossamer.clock.fragment import Push, RegionReport
 from gossamer.clock.global_core import GlobalCore, GlobalState
 from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, PhaseEnd, Phases, PhasesState
-from gossamer.clock.saved import plain, rebuilt, within
+from gossamer.clock.saved import as_dicts, rebuilt, within
 from gossamer.clock.server_core import WAITS, CoreState, Send, ServerAction, ServerCore
 from gossamer.clock.server_worker import ServerWorker, ServerWorkerState
 from gossamer.network.links import Network
@@ -155,7 +155,7 @@ class ServerRun:
         """The part of a checkpoint for this loop; the learners have parts of their own."""
         cores, above = [core.whole_state() for core in self._cores], self._global and self._global.state()
         workers = [worker.state() for worker in self._workers]
-        return plain(_ServerState(self._agenda.state(), self._phases.state(), cores, above, workers))
+        return as_dicts(_ServerState(self._agenda.state(), self._phases.state(), cores, above, workers))
 
     def restore(self, state: Any) -> None:
         """Continues from a state, before the learners are restored. Raises ValueError when it does not fit."""

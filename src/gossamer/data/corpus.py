@@ -8,12 +8,12 @@ text decides whether it is for validation, so all workers, machines and formats 
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from gossamer.data.settings import DataConfig, must_fit
+from gossamer.data.settings import DataConfig, must_fit_memory
 from gossamer.data.streams import StreamCorpus
 from gossamer.data.token_files import FileCorpus, SourceRead
 from gossamer.data.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Batches", "Corpus", "fingerprint", "open_corpus"]
+__all__ = ["Batches", "Corpus", "open_corpus", "text_fingerprint"]
 
 
 class Batches(Protocol):
@@ -60,13 +60,13 @@ def open_corpus(config: DataConfig, workers: int, seed: int, *, scored: bool = F
     Raises: DataError when text is missing, empty, unreadable or too short; ConfigError when a package is missing, and for a
     batch larger than this machine's memory.
     """
-    must_fit(config)
+    must_fit_memory(config)
     tokenizer = load_tokenizer(config.tokenizer)
     if config.streamed:
         return StreamCorpus(config, tokenizer, workers, seed)
     return FileCorpus(config, tokenizer, workers, seed, scored=scored)
 
 
-def fingerprint(corpus: Batches) -> str:
+def text_fingerprint(corpus: Batches) -> str:
     """The hash by which workers check that they have the same text; empty for a stream, which has not been read yet."""
     return str(corpus.state().get("fingerprint", ""))

@@ -12,7 +12,7 @@ from gossamer.settings.options import Count, Number
 from gossamer.settings.schema import settings
 from gossamer.settings.user_code import is_code
 
-__all__ = ["DataConfig", "must_fit"]
+__all__ = ["DataConfig", "must_fit_memory"]
 
 
 _Text = Annotated[str, Field(min_length=1), Words("text: a path, 'stdlib' or 'hf:NAME'")]
@@ -132,7 +132,7 @@ class DataConfig:
         return (self.source,) if isinstance(self.source, str) else self.source
 
 
-def must_fit(data: DataConfig, batches: int = 1) -> None:
+def must_fit_memory(data: DataConfig, batches: int = 1) -> None:
     """Raises ConfigError where a batch, or so many for validation, is more than this machine's memory."""
     here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     each = 8 * data.batch_size * (data.seq_len + 1)

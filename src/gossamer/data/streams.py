@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gossamer.data.documents import Document, field, held_out, utf8
-from gossamer.data.settings import DataConfig, must_fit
+from gossamer.data.settings import DataConfig, must_fit_memory
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.errors import DataError, require
 from gossamer.rng import numpy_rng
@@ -71,7 +71,7 @@ class StreamCorpus:
 
     def validation(self, num_batches: int) -> list[Tensor]:
         """See `Corpus.validation`. Cost: reads `1 / val_fraction` times as much text from the start of the stream."""
-        must_fit(self._config, num_batches)
+        must_fit_memory(self._config, num_batches)
         while len(self._val_batches) < num_batches:
             self._val_batches.append(torch.from_numpy(self._val.take().reshape(self._shape)))
         return self._val_batches[:num_batches]

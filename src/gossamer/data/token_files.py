@@ -30,7 +30,7 @@ from gossamer.data.documents import (
     read_documents,
     utf8,
 )
-from gossamer.data.settings import DataConfig, must_fit
+from gossamer.data.settings import DataConfig, must_fit_memory
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.errors import DataError
 from gossamer.rng import numpy_rng
@@ -459,7 +459,7 @@ class FileCorpus:
 
     def validation(self, num_batches: int) -> list[Tensor]:
         """See `Corpus.validation`; the windows are spread evenly over the validation text."""
-        must_fit(self._config, num_batches)
+        must_fit_memory(self._config, num_batches)
         size = self._config.batch_size
         starts = np.linspace(0, len(self._val) - self._window, num_batches * size).astype(np.int64)
         return [self._windows(self._val, starts[k * size : (k + 1) * size]) for k in range(num_batches)]

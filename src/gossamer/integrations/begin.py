@@ -18,7 +18,7 @@ from gossamer.rules import Rule
 from gossamer.transport.processes.backend import backend_of
 
 __all__ = [
-    "begin",
+    "begin_outer",
     "let_every_worker_save",
     "load_outer",
     "must_be_alone",
@@ -36,7 +36,7 @@ _UNKNOWN = 1 << 60
 """More steps than anybody takes, for a training whose length is not known."""
 
 
-def begin(
+def begin_outer(
     model: M,
     rule: str | Rule | OuterMethod,
     options: OuterOptions,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Unpack
 
 from gossamer.errors import require
-from gossamer.integrations.begin import begin, must_be_alone, must_have_rounds
+from gossamer.integrations.begin import begin_outer, must_be_alone, must_have_rounds
 from gossamer.library import Outer, OuterMethod, OuterOptions
 from gossamer.rules import Rule
 
@@ -64,7 +64,9 @@ class LightningCallback(Callback):
         """Makes the outer loop, or continues that of a checkpoint."""
         self._steps, self._seconds = trainer.global_step, 0.0
         saved = self._saved or self.state_dict() or None  # a second `fit` continues from the first
-        self.outer = begin(pl_module, self._rule, self._options, step=self._steps, saved=saved if self._steps else None)
+        self.outer = begin_outer(
+            pl_module, self._rule, self._options, step=self._steps, saved=saved if self._steps else None
+        )
         must_have_rounds(self.outer, _steps_in_all(trainer))
         self.outer.lr = lambda: float(trainer.optimizers[0].param_groups[0]["lr"])
         self._saved = None

@@ -19,7 +19,14 @@ from torch import nn
 from typing_extensions import Unpack
 
 from gossamer.errors import ConfigError, require
-from gossamer.integrations.begin import begin, load_outer, must_be_alone, must_have_rounds, save_outer, warn_of_copies
+from gossamer.integrations.begin import (
+    begin_outer,
+    load_outer,
+    must_be_alone,
+    must_have_rounds,
+    save_outer,
+    warn_of_copies,
+)
 from gossamer.library import Outer, OuterMethod, OuterOptions
 from gossamer.rules import Rule
 
@@ -74,7 +81,7 @@ class TransformersCallback(TrainerCallback):
         saved = self._load(args, state.global_step) if state.global_step else None
         asked = bool(getattr(args, "fsdp", None)) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
         warn_of_copies(model, args.world_size, "the Trainer", asked=asked)
-        self.outer = begin(model, self._rule, self._options, step=state.global_step, saved=saved)
+        self.outer = begin_outer(model, self._rule, self._options, step=state.global_step, saved=saved)
         must_have_rounds(self.outer, state.max_steps)
         optimizer = kwargs["optimizer"]
         self.outer.lr = lambda: float(optimizer.param_groups[0]["lr"])

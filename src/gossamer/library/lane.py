@@ -28,7 +28,7 @@ __all__ = [
     "at_board",
     "board",
     "claimed",
-    "joined",
+    "join_sites",
     "lane_in",
     "lane_of_site",
     "must_have_equal_shards",
@@ -243,7 +243,7 @@ def taken(lane: Lane, join: str, why: str = "") -> PeerError:
     )
 
 
-def joined(lane: Lane, join: str, timeout_s: float) -> Lane:
+def join_sites(lane: Lane, join: str, timeout_s: float) -> Lane:
     """The lane of a site that has met all others, whose number is fixed.
 
     Raises: as `at_board`; PeerError when the others do not come, when a site is there already, or has another number of

@@ -20,7 +20,7 @@ from gossamer.errors import CheckpointError, ConfigError, PeerError
 from gossamer.library.dtensors import local, mesh_of, reshard
 from gossamer.library.flat import flat_of, must_carry_copies
 from gossamer.library.guard import Rest, must_be_trainable, must_not_be_wrapped, rest_of
-from gossamer.library.lane import at_board, joined, lane_in, lane_of_site
+from gossamer.library.lane import at_board, join_sites, lane_in, lane_of_site
 from gossamer.library.metrics import Meter, OuterMetrics
 from gossamer.library.parts import (
     LOCAL_STEPS,
@@ -191,7 +191,7 @@ class Outer(Generic[M]):
         )  # fmt: skip
         with self._siblings.all_or_none("the start of Outer"):
             if join is not None:
-                self._lane = at_board(lane, join, timeout_s) if elastic else joined(lane, join, timeout_s)
+                self._lane = at_board(lane, join, timeout_s) if elastic else join_sites(lane, join, timeout_s)
         self._site: ElasticSite | None = None
         with self._siblings.all_or_none("the start of Outer"):
             if elastic and join is not None:

@@ -22,7 +22,7 @@ from gossamer.errors import PeerError
 from gossamer.layout import Layout
 from gossamer.library.guard import Rest, broadcast, fingerprints, must_be_alike
 from gossamer.library.lane import Lane
-from gossamer.record.lineage import in_words
+from gossamer.record.lineage import choice_in_words
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.transport.contract import Reduce, Ticket, Transport, WaitingTransport
 from gossamer.transport.memory import MemoryNetwork
@@ -66,8 +66,8 @@ def common_of(
     same_steps = m.schedule.overlap_steps or m.rule.delay_rounds
     return Common(
         f"{len(layout.leaves)} tensors of {layout.numel} numbers in {dtype}, whose names and shapes hash to {shapes}{shard}",
-        in_words(m.rule.name, m.rule.options),
-        in_words(m.topology.name, m.topology.options),
+        choice_in_words(m.rule.name, m.rule.options),
+        choice_in_words(m.topology.name, m.topology.options),
         f"{_codec(m.codec)}{f' and back {_codec(m.codec.back)}' if m.codec.back else ''}",
         str(m.schedule), reduction, rest, str(local_steps) if same_steps else "any", str(seed),
     )  # fmt: skip
@@ -95,7 +95,7 @@ def _said(theirs: object, place: int) -> str:
 
 
 def _codec(codec: Codec) -> str:
-    return in_words(codec.name, codec.options)
+    return choice_in_words(codec.name, codec.options)
 
 
 def read_losses(entries: Entries, workers: int) -> dict[int, float]:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from gossamer.models.sizes import BottleneckConfig
 
-__all__ = ["BOTTLENECKS", "ResidualBottleneck", "Subspace", "narrow", "widen"]
+__all__ = ["BOTTLENECKS", "ResidualBottleneck", "Subspace", "narrow", "widen_stream"]
 
 
 class ResidualBottleneck(nn.Module):
@@ -17,8 +17,8 @@ class ResidualBottleneck(nn.Module):
 
     z = E(h) + h[:w];   x = D(z) + (z, 0)
 
-    The halves lie on two stages: `narrow` and `widen` use one each. With E = D = 0 it drops all but the first w coordinates; its
-    linear form is a matrix of rank w at most, so it never is the identity for w < D.
+    The halves lie on two stages: `narrow` and `widen_stream` use one each. With E = D = 0 it drops all but the first w
+    coordinates; its linear form is a matrix of rank w at most, so it never is the identity for w < D.
 
     Cost: 32 w / D bits per element in each direction; where the maps are linear, 2 w D parameters at each cut.
     Source: ResBM, arXiv 2604.11947.
@@ -33,7 +33,7 @@ class ResidualBottleneck(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """`[B, S, D]` to `[B, S, D]`, as one process has it."""
-        return widen(narrow(h, self.encoder), self.decoder)
+        return widen_stream(narrow(h, self.encoder), self.decoder)
 
 
 def narrow(h: Tensor, encoder: nn.Module) -> Tensor:
@@ -42,7 +42,7 @@ def narrow(h: Tensor, encoder: nn.Module) -> Tensor:
     return z + h[..., : z.shape[-1]]
 
 
-def widen(z: Tensor, decoder: nn.Module) -> Tensor:
+def widen_stream(z: Tensor, decoder: nn.Module) -> Tensor:
     """What the receiver computes: `[B, S, w]` to `[B, S, D]`."""
     x = decoder(z)
     return x + F.pad(z, (0, x.shape[-1] - z.shape[-1]))

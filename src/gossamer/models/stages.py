@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import ConfigError
-from gossamer.models.bottleneck import narrow, widen
+from gossamer.models.bottleneck import narrow, widen_stream
 from gossamer.models.llama import Decoder, Llama
 from gossamer.models.sizes import in_subspace
 
@@ -96,7 +96,7 @@ class Stage(OwnLayers):
             k = int(name)
             if name in self.model.cuts:
                 halves = cast(nn.ModuleDict, self.model.cuts[name])
-                x = widen(x if k == self.first else narrow(x, halves["encoder"]), halves["decoder"])
+                x = widen_stream(x if k == self.first else narrow(x, halves["encoder"]), halves["decoder"])
             x = layer(x, cos, sin, self.subspace if k < self._in_subspace else None)
         if self.model.norm is not None and self.lm_head is not None:
             return self.lm_head(self.model.norm(x))

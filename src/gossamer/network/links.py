@@ -65,7 +65,7 @@ from gossamer.record.logs.trace import Integers
 from gossamer.rng import numpy_rng
 from gossamer.settings.fields import Words
 from gossamer.settings.options import Count
-from gossamer.settings.schema import build, parse_toml, plain, read_toml, settings
+from gossamer.settings.schema import build, parse_toml, read_toml, settings, toml_value
 
 __all__ = [
     "Change",
@@ -176,7 +176,7 @@ class StepOf:
     """Sequences of the step."""
 
     def __str__(self) -> str:
-        other = {key: value for key, value in plain(self.model, defaults=False).items() if key != "size"}
+        other = {key: value for key, value in toml_value(self.model, defaults=False).items() if key != "size"}
         own = f" with {', '.join(f'{key} = {value}' for key, value in other.items())}" if other else ""
         return (
             f"{self.model.size}{own}, a vocabulary of {self.vocab_size:,} and {self.batch_size} sequences of "
@@ -408,7 +408,7 @@ def _of_document(options: dict[str, Any], where: str) -> Network:
 
 def to_options(network: Network) -> dict[str, Any]:
     """The table from which `from_options` makes this network again, without what is at its default."""
-    return plain(network, defaults=False)
+    return toml_value(network, defaults=False)
 
 
 def to_toml(network: Network) -> str:

@@ -8,7 +8,16 @@ import numpy as np
 from gossamer.network.links import Floats, Links, MeanKind, Network, jitter_factors
 from gossamer.record.logs.trace import Integers, Messages, Trace
 
-__all__ = ["Leg", "Timeline", "compute_seconds", "in_words", "legs_among", "legs_of", "no_rounds", "streams_of"]
+__all__ = [
+    "Leg",
+    "Timeline",
+    "compute_seconds",
+    "legs_among",
+    "legs_of",
+    "no_rounds",
+    "streams_of",
+    "utilisation_in_words",
+]
 
 
 class Timeline(NamedTuple):
@@ -90,10 +99,10 @@ def legs_among(mean: Literal["ring", "tree"], members: Integers, payload: float)
         yield from (leg._replace(source=leg.target, target=leg.source) for leg in reversed(inwards))
 
 
-def in_words(computing: float, between_stages: float) -> str:
+def utilisation_in_words(computing: float, between_stages: float) -> str:
     """How a round is spent, by the shares of it that a worker computes and that its stages wait for each other.
 
-    >>> in_words(0.75, 0.0), in_words(0.5, 0.25)
+    >>> utilisation_in_words(0.75, 0.0), utilisation_in_words(0.5, 0.25)
     ('75.0% of it computing', '50.0% of it computing, 25.0% waiting between stages')
     """
     waiting = f", {between_stages:.1%} waiting between stages" if between_stages else ""

@@ -45,7 +45,7 @@ __all__ = [
     "decoded",
     "encoded",
     "fault",
-    "faults",
+    "generation_faults",
     "load",
     "rewind",
     "rounds",
@@ -190,7 +190,7 @@ def fault(folder: Path, round: int, worker: int, digest: str | Lineage) -> Fault
     return None
 
 
-def faults(folder: Path, worker: int, digest: str | Lineage | None = None) -> dict[int, Fault | None]:
+def generation_faults(folder: Path, worker: int, digest: str | Lineage | None = None) -> dict[int, Fault | None]:
     """What is wrong with each generation of which this worker has a file, by round, ascending.
 
     None stands for one that is complete (of this configuration, if given): it has a sound manifest and a tensor file of the right
@@ -201,8 +201,8 @@ def faults(folder: Path, worker: int, digest: str | Lineage | None = None) -> di
 
 
 def rounds(folder: Path, worker: int, digest: str | Lineage | None = None) -> list[int]:
-    """The rounds of which this worker has a complete generation, ascending; see `faults`, which has the others as well."""
-    return [round for round, why in faults(folder, worker, digest).items() if why is None]
+    """The rounds of which this worker has a complete generation, ascending; `generation_faults` has the others as well."""
+    return [round for round, why in generation_faults(folder, worker, digest).items() if why is None]
 
 
 def says_what_it_is_of(folder: Path, round: int, worker: int) -> bool:
@@ -212,7 +212,7 @@ def says_what_it_is_of(folder: Path, round: int, worker: int) -> bool:
 
 
 def _fault(folder: Path, round: int, worker: int, digest: str | Lineage | None) -> Fault | None:
-    """As `faults` has it."""
+    """As `generation_faults` has it."""
     manifest, tensor_file = _paths(folder, round, worker)
     try:
         saved, size = _manifest(manifest, round, worker, digest)["bytes"], _size(tensor_file)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-__all__ = ["Lineage", "OddField", "in_words", "odd_field", "state_is_of"]
+__all__ = ["Lineage", "OddField", "choice_in_words", "odd_field", "state_is_of"]
 
 _CHANGEABLE = "rule option lr"  # the state has the same meaning under another outer learning rate
 _LONGEST = 120  # characters of a saved word in a sentence
@@ -44,10 +44,10 @@ def state_is_of(
     }
 
 
-def in_words(name: str, options: Mapping[str, Any]) -> str:
+def choice_in_words(name: str, options: Mapping[str, Any]) -> str:
     """A part of a method with its options, in words.
 
-    >>> in_words("int8", {"block": 64})
+    >>> choice_in_words("int8", {"block": 64})
     "'int8' (block = 64)"
     """
     return f"'{name}' ({', '.join(f'{key} = {value!r}' for key, value in options.items())})"

@@ -5,7 +5,7 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["FAINT", "INK", "drawing", "line_style", "plain_axes", "svg"]
+__all__ = ["FAINT", "INK", "chart_style", "line_style", "plain_axes", "svg"]
 
 INK, FAINT = "#2b2b2b", "#d9d9d9"
 _COLOURS = ("#1f6f9f", "#d2691e", "#3f8f5b", "#8a5aa8", "#b8476b", "#8c7a3d", "#4a4a4a", "#2aa3a3")
@@ -13,7 +13,7 @@ _DASHES = ((), (5, 2), (1, 1.5), (5, 1.5, 1, 1.5))
 
 
 @contextlib.contextmanager
-def drawing() -> Iterator[None]:
+def chart_style() -> Iterator[None]:
     """Matplotlib settings for making and writing figures; with a fixed salt, equal figures give equal bytes."""
     import matplotlib
 

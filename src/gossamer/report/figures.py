@@ -12,14 +12,14 @@ from typing import Annotated, Any, Protocol
 from pydantic import Field
 
 from gossamer.errors import ConfigError, choose, require
-from gossamer.report.charts import drawing, line_style, plain_axes, svg
+from gossamer.report.charts import chart_style, line_style, plain_axes, svg
 from gossamer.report.paired import Side, Slope, effect, effect_cells, effect_heads, p_text, trend
 from gossamer.report.reach import ROUNDS, SENT, curves_of, ends, paired_table, reach, validated_once
 from gossamer.report.results import PointResult
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.settings.schema import settings
 
-__all__ = ["Figure", "check_figure", "draw_figure", "spread", "swept", "table"]
+__all__ = ["Figure", "check_figure", "draw_figure", "figure_table", "mean_and_deviation", "swept"]
 
 
 @settings("figure")
@@ -77,11 +77,11 @@ class Figure:
         return (self.x,) if isinstance(self.x, str) else self.x
 
 
-def table(results: Sequence[PointResult], figure: Figure) -> str:
+def figure_table(results: Sequence[PointResult], figure: Figure) -> str:
     """The figure's numbers as Markdown: mean ± sample standard deviation over the seeds.
 
     >>> runs = [PointResult("a", {"h": h}, seed, {"loss": h + 0.25 * seed}) for h in (1, 2) for seed in (0, 2)]
-    >>> print(table(runs, Figure(x="h")))
+    >>> print(figure_table(runs, Figure(x="h")))
     | h | 1 | 2 |
     | --- | ---: | ---: |
     | a | 1.2500 ± 0.3536 | 2.2500 ± 0.3536 |
@@ -98,7 +98,7 @@ def table(results: Sequence[PointResult], figure: Figure) -> str:
     if not figure.y:
         x_values = list(dict.fromkeys(x for _, x, _ in losses))
         names = list(dict.fromkeys(method for method, _, _ in losses))
-        rows = [[name, *(spread(losses.get((name, x, None), [])) for x in x_values)] for name in names]
+        rows = [[name, *(mean_and_deviation(losses.get((name, x, None), [])) for x in x_values)] for name in names]
         parts = [_markdown([_axis(figure.keys[0]), *map(str, x_values)], rows)]
         by_seed = _by_seed(results, figure)
         parts += _against_tables(by_seed, figure) if figure.against else ()
@@ -107,7 +107,7 @@ def table(results: Sequence[PointResult], figure: Figure) -> str:
     parts = []
     for name in dict.fromkeys(method for method, _, _ in losses):
         x_values, y_values = _axes_of(losses, name)
-        rows = [[str(y), *(spread(losses.get((name, x, y), [])) for x in x_values)] for y in y_values]
+        rows = [[str(y), *(mean_and_deviation(losses.get((name, x, y), [])) for x in x_values)] for y in y_values]
         parts.append(
             f"{name}\n\n" + _markdown([f"{_axis(figure.y)} \\ {_axis(figure.keys[0])}", *map(str, x_values)], rows)
         )
@@ -122,7 +122,7 @@ def draw_figure(results: Sequence[PointResult], figure: Figure) -> bytes:
         paint = _draw_ends if figure.paired and validated_once(results) else _draw_reach
     else:
         paint = _draw_maps if figure.y else _draw_curves
-    with drawing():
+    with chart_style():
         return svg(paint(results, figure))
 
 
@@ -251,10 +251,10 @@ def _axis(key: str) -> str:
     return section if last == "name" else last.replace("_", " ")
 
 
-def spread(values: Sequence[float | None], form: str = ".4f") -> str:
+def mean_and_deviation(values: Sequence[float | None], form: str = ".4f") -> str:
     """Mean and sample standard deviation over the seeds; a dash where one has none.
 
-    >>> spread([1.0, 3.0], ".1f"), spread([1.0]), spread([1.0, None])
+    >>> mean_and_deviation([1.0, 3.0], ".1f"), mean_and_deviation([1.0]), mean_and_deviation([1.0, None])
     ('2.0 ± 1.4', '1.0000', '–')
     """
     known = [value for value in values if value is not None]
@@ -278,8 +278,10 @@ def _reach_table(results: Sequence[PointResult], target: str) -> str:
             ratios = [one.ratio for one in mine if one.ratio is not None]
             behind = [one.behind for one in mine if one.behind is not None]
             each = ", ".join(DASH if one.ratio is None else f"{one.ratio:.3f}" for one in mine)
-            share = spread(ratios, ".3f") if len(ratios) == len(mine) else f"{len(ratios)} of {len(mine)} runs"
-            rows.append([method, share, each, spread(behind, "+.4f").replace("± +", "± ")])
+            share = (
+                mean_and_deviation(ratios, ".3f") if len(ratios) == len(mine) else f"{len(ratios)} of {len(mine)} runs"
+            )
+            rows.append([method, share, each, mean_and_deviation(behind, "+.4f").replace("± +", "± ")])
         headings = [f"on {network}", f"time to {target}'s last loss, over {target}'s time", "each seed"]
         parts.append(_markdown([*headings, f"loss above {target}'s in its time"], rows))
     return "\n".join(parts)

@@ -38,8 +38,8 @@ __all__ = [
     "resolve_alpha",
     "stability",
     "stability_of",
+    "stability_warning",
     "too_large",
-    "warning",
 ]
 
 Array = NDArray[Any]
@@ -232,12 +232,12 @@ def resolve_alpha(rule: Rule, topology: Topology) -> Rule:
     return RULES[rule.name](**{**rule.options, "alpha": alpha})
 
 
-def warning(rule: Rule, topology: Topology, merge: Merge = "keep") -> str | None:
+def stability_warning(rule: Rule, topology: Topology, merge: Merge = "keep") -> str | None:
     """A sentence for a rule whose disagreement is predicted not to stay bounded, with what would; None if it is stable.
 
     >>> from gossamer.rules import gasloc
     >>> from gossamer.topologies import random
-    >>> warning(gasloc(), random(8)) is None, "1.022" in str(warning(gasloc(momentum=0.9), random(8)))
+    >>> stability_warning(gasloc(), random(8)) is None, "1.022" in str(stability_warning(gasloc(momentum=0.9), random(8)))
     (True, True)
     """
     now = None if rule.consensus is None else stability_of(rule, topology, merge)

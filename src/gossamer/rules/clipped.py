@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gossamer.errors import ConfigError
-from gossamer.rules.combinations import must_average, total
+from gossamer.rules.combinations import must_average, ordered_sum
 from gossamer.rules.contract import Context, Rule, inside, reset_inside, sends_parameters
 from gossamer.settings.options import Count, Given, wrapper
 from gossamer.topologies.mixing import Row, pull, widen
@@ -162,7 +162,7 @@ def _from_zero(own_decoded: Tree, received: Mapping[int, Tree], i: int, row: Row
 
 def _length(tree: Tree, ctx: Context) -> float:
     """The Euclidean norm of all tensors together, infinite where it is too long for a number."""
-    return math.sqrt(ctx.over_shards(sum(total(leaf.double().square()) for leaf in leaves(tree))))
+    return math.sqrt(ctx.over_shards(sum(ordered_sum(leaf.double().square()) for leaf in leaves(tree))))
 
 
 def _judged(

@@ -9,7 +9,16 @@ from gossamer.errors import ConfigError
 from gossamer.rules.contract import Context, Rule, sends_parameters
 from gossamer.tree import Tree
 
-__all__ = ["by_worker", "geometric_median", "krum", "must_average", "norm", "total", "trimmed_mean", "weighted_sum"]
+__all__ = [
+    "by_worker",
+    "geometric_median",
+    "krum",
+    "must_average",
+    "norm",
+    "ordered_sum",
+    "trimmed_mean",
+    "weighted_sum",
+]
 
 _WEISZFELD_STEPS, _NEAREST = 32, 1e-8
 _BLOCK = 1024  # elements that one thread sums, so that the bits do not depend on the number of threads
@@ -43,7 +52,8 @@ def krum(messages: Sequence[Tensor], faulty: int, best: int) -> Tensor:
     n = len(messages)
     near = min(max(1, n - faulty - 2), n - 1)
     apart = [
-        [total((a - b).square()) if i != j else 0.0 for j, b in enumerate(messages)] for i, a in enumerate(messages)
+        [ordered_sum((a - b).square()) if i != j else 0.0 for j, b in enumerate(messages)]
+        for i, a in enumerate(messages)
     ]
     scores = [sum(sorted(row[:i] + row[i + 1 :])[:near]) for i, row in enumerate(apart)]
     chosen = sorted(sorted(range(n), key=scores.__getitem__)[:best])
@@ -67,7 +77,7 @@ def weighted_sum(messages: Sequence[Tensor], weights: Sequence[float]) -> Tensor
     return total
 
 
-def total(x: Tensor) -> float:
+def ordered_sum(x: Tensor) -> float:
     """The sum of all elements, with the same bits whatever the number of threads: no sum is split between two."""
     while x.numel() > _BLOCK:
         whole = x.numel() // _BLOCK * _BLOCK
@@ -76,5 +86,5 @@ def total(x: Tensor) -> float:
 
 
 def norm(x: Tensor, over_shards: Callable[[float], float] = float) -> float:
-    """The Euclidean norm, of `total`, over the shards of a worker where it has several (`Context.over_shards`)."""
-    return over_shards(total(x.square())) ** 0.5
+    """The Euclidean norm, of `ordered_sum`, over the shards of a worker where it has several (`Context.over_shards`)."""
+    return over_shards(ordered_sum(x.square())) ** 0.5

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.rules.combinations import by_worker, must_average, norm, total, weighted_sum
+from gossamer.rules.combinations import by_worker, must_average, norm, ordered_sum, weighted_sum
 from gossamer.rules.contract import Context, Rule, inside, reset_inside
 from gossamer.settings.options import Decay, Given, Positive, wrapper
 from gossamer.topologies.mixing import each, widen
@@ -63,7 +63,7 @@ def trusted(rule: Given[Rule], keep: Decay = 0.9, temperature: Positive = 0.1) -
         lengths = [norm(one, ctx.over_shards) for one in messages]
         before, scores = norm(s.last, ctx.over_shards), s.scores.tolist()
         for k, message, length in zip(workers, messages, lengths, strict=True):
-            product = ctx.over_shards(total(message * s.last))
+            product = ctx.over_shards(ordered_sum(message * s.last))
             scores[k] = keep * scores[k] + (1.0 - keep) * product / max(length * before, 1e-30)
         if ctx.round == 0:
             d = weighted_sum(messages, [1.0 / len(messages)] * len(messages))

@@ -43,13 +43,13 @@ __all__ = [
     "Soundest",
     "build",
     "changeable",
-    "faults",
     "parse_toml",
-    "plain",
     "read_toml",
     "refuse",
     "settings",
+    "settings_faults",
     "soundest",
+    "toml_value",
     "words_of",
 ]
 
@@ -142,7 +142,7 @@ def build(kind: type[T], table: Any, where: str = "", source: str = "") -> T:
         raise _all(kind, error, where, f"{source}: " if source else "")[0] from None
 
 
-def faults(kind: type, table: Any, where: str = "") -> list[GossamerError]:
+def settings_faults(kind: type, table: Any, where: str = "") -> list[GossamerError]:
     """Everything that keeps a table from being these settings, one error each; empty when nothing does.
 
     Args: `where` is the dotted name of the table.
@@ -276,14 +276,14 @@ def _decoded(content: bytes, where: str) -> str:
         ) from None
 
 
-def plain(value: Any, *, defaults: bool = True, neutral: bool = True) -> Any:
+def toml_value(value: Any, *, defaults: bool = True, neutral: bool = True) -> Any:
     """Settings as TOML has them: tables, lists and values, without what is None.
 
     Args: without `defaults`, what is at its default is left out, and without `neutral` what is marked NEUTRAL.
     """
 
     def inner(part: Any) -> Any:
-        return plain(part, defaults=defaults, neutral=neutral)
+        return toml_value(part, defaults=defaults, neutral=neutral)
 
     if dataclasses.is_dataclass(value):
         hints = _hints(type(value)) if not neutral else {}

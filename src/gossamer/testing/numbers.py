@@ -10,7 +10,7 @@ from gossamer.errors import TrainingError
 from gossamer.rounds.compatibility import lossy_codecs as coding
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import Method
-from gossamer.rounds.compatibility.incompatibilities import faults
+from gossamer.rounds.compatibility.incompatibilities import combination_faults
 from gossamer.rounds.kernel import PLAIN
 from gossamer.rounds.schedule import Schedule
 from gossamer.rounds.stability import stability
@@ -26,9 +26,9 @@ __all__ = [
     "allowed_codecs_change_equal_workers_as_little_as_said",
     "changes_as_little_as_said",
     "chunks_and_shards_give_the_same_bits",
+    "distance_moved",
     "every_codec",
     "half_precision_follows_full_precision",
-    "moved",
     "quarter_spacings",
     "saved_and_resumed_it_goes_on_with_the_same_bits",
     "vectors_of_one_element_work",
@@ -145,7 +145,7 @@ def every_codec() -> list[Codec]:
     return [*(make() for make in CODECS.values()), *drawn]
 
 
-def moved(c: Combination, start: Tensor | list[Tensor]) -> float:
+def distance_moved(c: Combination, start: Tensor | list[Tensor]) -> float:
     """The largest distance of a worker from where exact messages would have left it, as a share of the norm of the start."""
     rule, starts = c.rule, start if isinstance(start, list) else [start] * c.topology.n
     still: Drift | None = (lambda i, t, x: torch.zeros_like(x)) if rule.site == "gradients" else None
@@ -164,10 +164,10 @@ def allowed_codecs_change_equal_workers_as_little_as_said(rule: Rule, graphs: Se
 
 def changes_as_little_as_said(c: Combination) -> None:
     """The same for one combination, unless it is refused."""
-    if faults(c):
+    if combination_faults(c):
         return
     share, start = coding.change(c), random_vectors(1, CODED, seed=3, dtype=torch.float32)[0]
-    limit, found = (2e-6, moved(c, start[:HALF])) if share is None else (share, moved(c, start))
+    limit, found = (2e-6, distance_moved(c, start[:HALF])) if share is None else (share, distance_moved(c, start))
     assert found <= limit, (
         f"codec '{c.codec.name}' on topology '{c.topology.name}' moved workers that agree and stand still by {found:.3g} "
         f"of the norm of their parameters in one exchange, and at most {limit:.3g} are said; let recv() "

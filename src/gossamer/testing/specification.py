@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from gossamer.errors import ConfigError, GossamerError, PairingError, first_line
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import FITTING
-from gossamer.rounds.compatibility.incompatibilities import faults
+from gossamer.rounds.compatibility.incompatibilities import combination_faults
 from gossamer.rounds.stability import resolve_alpha
 from gossamer.rules import Rule
 from gossamer.testing import functions, numbers, tags
@@ -113,6 +113,6 @@ def must_be_rule(caller: str, given: object) -> Rule:
 
 
 def _faults(rule: Rule, topology: Topology) -> list[str]:
-    return faults(
+    return combination_faults(
         Combination(rule=resolve_alpha(rule, topology) if topology.doubly_stochastic else rule, topology=topology)
     )

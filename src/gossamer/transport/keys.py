@@ -32,9 +32,9 @@ __all__ = [
     "TWICE",
     "Keys",
     "Peer",
+    "certificate_fingerprint",
     "certificate_of",
     "dealt",
-    "fingerprint",
     "keys_for",
     "new_key",
     "own_keys",
@@ -105,8 +105,9 @@ class Keys:
         """That of this machine, as DER."""
         if self.certificate not in self._peers:
             raise ConfigError(
-                f"the key '{path}' ({fingerprint(self.certificate)}) is none of the run's [peers] ({', '.join(peers)}); add the "
-                "lines that gossamer keys show prints to the run file of every machine, or name another key with --key"
+                f"the key '{path}' ({certificate_fingerprint(self.certificate)}) is none of the run's [peers] "
+                f"({', '.join(peers)}); add the lines that gossamer keys show prints to the run file of every machine, or name "
+                "another key with --key"
             )
 
     def context(self, *, server: bool) -> ssl.SSLContext:
@@ -266,10 +267,10 @@ def certificate_of(path: Path) -> bytes:
     return raw
 
 
-def fingerprint(certificate: bytes) -> str:
+def certificate_fingerprint(certificate: bytes) -> str:
     """A short name of a certificate, to be compared by eye.
 
-    >>> fingerprint(b"certificate")[:22]
+    >>> certificate_fingerprint(b"certificate")[:22]
     'sha256:03:d6:6d:d0:88:'
     """
     raw = hashlib.sha256(certificate).hexdigest()

@@ -22,7 +22,7 @@ from gossamer.run.asynchronous.pair_process import PairParticipant
 from gossamer.run.config.resolve import InPairs, resolve
 from gossamer.run.config.run_file import digest
 from gossamer.run.config.user_parts import own_parts
-from gossamer.run.participant.seat import Seat, joined
+from gossamer.run.participant.seat import Seat, join_run
 from gossamer.run.replay.asynchronous import replay_asynchronous
 from gossamer.run.worker.task import task_of
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
@@ -64,7 +64,7 @@ class Fleet:
 
     def join(self, before_phase):
         """One more, which gets a free slot."""
-        seat = joined(self.run, self.folder, RUN, "auto")
+        seat = join_run(self.run, self.folder, RUN, "auto")
         return self._train(seat, before_phase)
 
     def _train(self, seat, before_phase):

@@ -13,7 +13,7 @@ from gossamer.record import checkpoint
 from gossamer.record.fault import FaultKind
 from gossamer.run.bookkeeping.resume import history, lineage
 from gossamer.run.bookkeeping.which_round import (
-    choose,
+    choose_round,
     faults_heard,
     heard,
     kept_by,
@@ -125,7 +125,7 @@ def test_a_checkpoint_of_another_method_is_refused_by_the_field_that_differs(
 @pytest.mark.parametrize("kind", [*FaultKind])
 def test_what_is_there_of_a_newer_round_is_put_aside_unless_it_is_nothing(kind: FaultKind) -> None:
     kept = {0: heard(0, [0, [[4, None, None], [8, [kind, "why"], None]]])}
-    choice = choose(kept, newest_of_all, lambda round: {})
+    choice = choose_round(kept, newest_of_all, lambda round: {})
     assert (choice.round, choice.damaged) == (4, kind != FaultKind.ABSENT)
 
 

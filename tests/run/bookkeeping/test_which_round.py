@@ -16,7 +16,7 @@ from gossamer.errors import CheckpointError, ConfigError
 from gossamer.record.fault import Fault, FaultKind
 from gossamer.record.folder import read_metrics
 from gossamer.run.bookkeeping.evaluate import evaluate
-from gossamer.run.bookkeeping.which_round import KeptRounds, choose, newest_of_all, to_resume
+from gossamer.run.bookkeeping.which_round import KeptRounds, choose_round, newest_of_all, to_resume
 from gossamer.run.config.resolve import settings_of
 from gossamer.run.config.run_file import RunConfig, dump
 from gossamer.run.simulated.simulate import simulate
@@ -208,7 +208,7 @@ def test_the_choice_reads_what_is_picked_and_picks_again_without_what_is_spoilt(
         read.append(round)
         return {2: b if round == 20 else None}
 
-    assert choose(kept, newest_of_all, faults)[::2] == (10, {30: (a,), 20: (b,)})
+    assert choose_round(kept, newest_of_all, faults)[::2] == (10, {30: (a,), 20: (b,)})
     assert read == [20, 10]
-    elastic = choose(kept, to_resume, lambda round: {})
+    elastic = choose_round(kept, to_resume, lambda round: {})
     assert (elastic.round, [*elastic.skipped]) == (20, [30]), "the newest that all have, as they all took part"

@@ -18,12 +18,12 @@ from gossamer.network.links import Change, Network, Route, Site, read_network
 from gossamer.optimizers.inner import InnerConfig
 from gossamer.rules import RULES
 from gossamer.run.config.choice import Choice
-from gossamer.run.config.document import load, with_settings
-from gossamer.run.config.document import settings as overrides
+from gossamer.run.config.document import load_document, with_settings
+from gossamer.run.config.document import parse_overrides as overrides
 from gossamer.run.config.experiment_file import drafts, folder_name, points
 from gossamer.run.config.json_schema import json_schema
 from gossamer.run.config.resolve import document_faults
-from gossamer.run.config.run_file import RunConfig, digest, dump, faults, parse
+from gossamer.run.config.run_file import RunConfig, digest, dump, parse, parse_faults
 from gossamer.settings.options import options_of
 from gossamer.topologies import TOPOLOGIES
 from tiny import document, tiny
@@ -112,13 +112,13 @@ def test_all_faults_of_a_run_file_are_found_at_once_and_parse_raises_the_first()
         "network.wan.changes[0]: a change names worker None and site None but must name one of the two",
         "unknown key 'modle'; did you mean 'model'?",
     ]
-    found = faults(wrong)
+    found = parse_faults(wrong)
     assert len(found) == len(expected), found
     assert all(one.startswith(start) for one, start in zip(found, expected, strict=True)), found
     with pytest.raises(ConfigError) as caught:
         parse(wrong)
     assert str(caught.value) == found[0]
-    assert faults(document()) == []
+    assert parse_faults(document()) == []
 
 
 def test_faults_of_one_table_hide_none_of_another_and_what_rests_on_a_fault_is_not_said():
@@ -141,7 +141,7 @@ def test_faults_of_one_table_hide_none_of_another_and_what_rests_on_a_fault_is_n
 
 def test_a_table_yields_all_of_its_own_faults():
     wrong = {"batch_size": 2, "global_batch": 8, "cache": "x", "source": "hf:a/b", "windows": 3}
-    assert [one.split()[0] for one in faults({**document(workers=4), "data": wrong})] == [
+    assert [one.split()[0] for one in parse_faults({**document(workers=4), "data": wrong})] == [
         "data.batch_size",
         "data.windows",
         "data.cache",
@@ -165,12 +165,12 @@ def test_a_table_yields_all_of_its_own_faults():
     ],
 )
 def test_a_mistaken_key_or_value_is_named_by_its_place_and_by_where_it_belongs(document, sentence):
-    (found,) = faults(document)
+    (found,) = parse_faults(document)
     assert found.startswith(sentence)
 
 
 def test_an_unknown_key_names_the_tables_of_experiments_among_the_allowed():
-    (found,) = faults({"variants": {}})
+    (found,) = parse_faults({"variants": {}})
     assert "did you mean 'variant'?" in found
     assert {"variant", "sweep", "figure", "tune", "scale", "method"} <= {
         *found.partition("Allowed: ")[2].split("; ")[0].split(", ")
@@ -179,17 +179,17 @@ def test_an_unknown_key_names_the_tables_of_experiments_among_the_allowed():
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/../b", "/tmp/x", "a//b", "..\\x", "a\nb", "a\0b"])
 def test_a_name_that_leads_out_of_the_folder_of_runs_is_refused(name):
-    (found,) = faults({"name": name})
+    (found,) = parse_faults({"name": name})
     assert found.startswith(f"name is {name!r} but must be a name for the folder of the run")
     assert folder_name(name) not in (".", "..")
 
 
 def test_a_swept_path_makes_a_name_and_no_path():
     (draft,) = drafts({**document(), "sweep": {"data.source": ["../text/a.txt"]}})
-    assert not faults(draft.document) and "source=../text/a.txt" in draft.label
+    assert not parse_faults(draft.document) and "source=../text/a.txt" in draft.label
 
 
-@pytest.mark.parametrize("read", [load, read_network])
+@pytest.mark.parametrize("read", [load_document, read_network])
 def test_a_file_may_begin_with_a_byte_order_mark_and_one_in_utf_16_is_called_so(read, tmp_path):
     path, text = tmp_path / "file.toml", "uplink_bps = 1e6\ndownlink_bps = 1e6\n"
     path.write_bytes(text.encode("utf-8-sig"))
@@ -213,7 +213,7 @@ def test_a_file_may_begin_with_a_byte_order_mark_and_one_in_utf_16_is_called_so(
     ],
 )
 def test_what_is_no_run_at_all_is_a_fault_too(document, sentence):
-    (found,) = faults(document)
+    (found,) = parse_faults(document)
     assert sentence in found
     with pytest.raises(ConfigError) as caught:
         parse(document)
@@ -332,15 +332,15 @@ def test_every_committed_config_is_a_run_that_starts():
     files = [*(root / "src" / "gossamer" / "configs").glob("*.toml"), *(root / "experiments").rglob("*.toml")]
     assert files
     for path in files:
-        assert all(isinstance(run.config, RunConfig) for run in points(load(path)))
+        assert all(isinstance(run.config, RunConfig) for run in points(load_document(path)))
 
 
 def test_the_digest_of_every_committed_run_is_the_one_that_its_checkpoints_have():
     root, found = Path(__file__).parents[3], {}
     for path in sorted([*(root / "configs").glob("*.toml"), *(root / "experiments").rglob("*.toml")]):
-        document = load(path)
+        document = load_document(path)
         for scale in ("", *document.get("scale", {})):
             digests = "\n".join(digest(run.config) for run in points(document, scale=scale))
             name = " ".join([path.relative_to(root).as_posix(), *([scale] if scale else [])])
             found[name] = hashlib.sha256(digests.encode()).hexdigest()[:16]
-    assert found == load(Path(__file__).parent / "digests.toml")
+    assert found == load_document(Path(__file__).parent / "digests.toml")

@@ -21,13 +21,13 @@ from gossamer.network.links import from_options
 from gossamer.network.pricing import price
 from gossamer.record.logs.trace import KINDS, read_trace
 from gossamer.rules import RULES, WRAPPERS, make_rule
-from gossamer.run.config.document import load, with_settings
+from gossamer.run.config.document import load_document, with_settings
 from gossamer.run.config.experiment_file import points
 from gossamer.run.config.layouts import layout_for
-from gossamer.run.config.recipes import FACTORIES, METHODS, missing, recipe, recipes, said
+from gossamer.run.config.recipes import FACTORIES, METHODS, docstring_part, missing, recipe, recipes
 from gossamer.run.config.resolve import resolve, settings_of
 from gossamer.run.config.run_file import parse
-from gossamer.run.planning.check import examine
+from gossamer.run.planning.check import examine_run
 from gossamer.run.planning.traffic import traffic
 from gossamer.run.simulated.simulate import simulate
 from gossamer.run.worker.replica import Replica
@@ -91,7 +91,11 @@ def test_what_is_said_under_a_label_is_the_whole_paragraph():
         Source: three.
         """
 
-    assert (said(factory, "Cost"), said(factory, "Source"), said(factory, "Differs")) == ("one and two.", "three.", "")
+    assert (docstring_part(factory, "Cost"), docstring_part(factory, "Source"), docstring_part(factory, "Differs")) == (
+        "one and two.",
+        "three.",
+        "",
+    )
 
 
 def test_a_method_gives_way_to_what_is_said_beside_it_and_not_to_what_is_said_below_it():
@@ -153,7 +157,7 @@ def test_an_empty_table_of_a_wrapper_survives_an_experiment_file():
     assert run.rule.options == {"anchored": {}}
 
 
-COMPARISON = load(ROOT / "src" / "gossamer" / "configs" / "methods.toml")
+COMPARISON = load_document(ROOT / "src" / "gossamer" / "configs" / "methods.toml")
 TINY = {
     "workers": 4, "network.straggler.uplink_bps": 1e6, "model.hidden_size": 32, "model.intermediate_size": 64, "model.layers": 1,
     "data.source": str(TEXT), "data.seq_len": 8, "data.batch_size": 1, "run.steps": 6, "run.local_steps": 3,
@@ -233,7 +237,7 @@ def test_a_method_trains_and_sends_and_keeps_what_the_page_counts_and_a_check_sa
 
 def sends_the_bytes_and_takes_the_seconds_that_a_check_says(run, trace):
     slow = from_options(SLOW, "slow")
-    said = examine(dataclasses.replace(run, network={"slow": slow}))
+    said = examine_run(dataclasses.replace(run, network={"slow": slow}))
     assert said.sent_bytes == pytest.approx(trace.sent_bytes.mean() / run.rounds, rel=1e-12)
     assert said.most_bytes == trace.sent_bytes.max() / run.rounds
     (priced,) = said.networks

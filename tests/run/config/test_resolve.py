@@ -12,12 +12,12 @@ from gossamer.library import Outer
 from gossamer.network.links import Network
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import FITTING, Method
-from gossamer.rounds.compatibility.incompatibilities import INCOMPATIBILITIES, check, faults
+from gossamer.rounds.compatibility.incompatibilities import INCOMPATIBILITIES, check, combination_faults
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import RULES, data_parallel, diloco, dilocox, eager, easgd, fgd, gasloc, relaysum, sgp, sparseloco
 from gossamer.run.config.recipes import missing
-from gossamer.run.config.resolve import faults as faults_of
 from gossamer.run.config.resolve import resolve
+from gossamer.run.config.resolve import run_faults as faults_of
 from gossamer.run.config.resolved import InPairs, WithServer
 from gossamer.topologies import complete, exponential, make_topology, random, random_push, ring, tree
 from tiny import TEXT, tiny
@@ -337,7 +337,7 @@ def test_every_row_of_the_table_has_a_combination_here():
 def test_a_row_refuses_what_meets_it_in_one_sentence_that_names_what_was_given(name):
     facts, parts = MEETS[name]
     (row,) = [row for row in INCOMPATIBILITIES if row.name == name]
-    assert row.fails(facts) and row.sentence(facts) in faults(facts)
+    assert row.fails(facts) and row.sentence(facts) in combination_faults(facts)
     assert all(part in row.sentence(facts) for part in parts), row.sentence(facts)
     assert "\n" not in row.sentence(facts)
     with pytest.raises(PairingError):
@@ -354,7 +354,7 @@ def test_what_is_not_known_is_in_nobodys_way():
         Combination(kind="server", server="cgad"),
         Combination(kind="no waiting"),
     ):
-        assert faults(facts) == []
+        assert combination_faults(facts) == []
 
 
 def test_all_faults_of_a_run_are_told_at_once_and_the_first_is_raised():
@@ -415,7 +415,7 @@ def test_every_rule_goes_with_the_topology_that_is_chosen_where_nobody_names_one
         if missing(factory):
             continue
         rule = factory()
-        assert not faults(Combination(rule=rule, topology=make_topology(FITTING[rule.needs], 8))), name
+        assert not combination_faults(Combination(rule=rule, topology=make_topology(FITTING[rule.needs], 8))), name
         if rule.site == "parameters":
             assert Outer(torch.nn.Linear(2, 1), rule, local_steps=2).method.topology.name == FITTING[rule.needs]
 

@@ -16,7 +16,7 @@ from gossamer.run.config.experiment_file import points
 from gossamer.run.config.run_file import parse
 from gossamer.run.experiments import processes, race
 from gossamer.run.planning.candidates import USUAL, choose_among, price_recipes
-from gossamer.run.planning.check import examine
+from gossamer.run.planning.check import examine_run
 from gossamer.run.planning.choice import Candidate, Pick, shortlist
 from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan
 from tiny import TEXT
@@ -67,7 +67,7 @@ def test_a_round_of_the_small_model_has_the_price_of_the_planned_one(planned: An
     everything = [*some, *(one for one in made.candidates if one.codec == "fp4" and one.full_steps == 15)]
     course = race.course_of(made, everything, race.SMALL, 20)
     for run, one in zip(points(race.document(course, made, "stdlib")), course.entrants, strict=True):
-        (priced,) = examine(run.config).networks
+        (priced,) = examine_run(run.config).networks
         assert priced.round_s == pytest.approx(one.candidate.round_s, rel=0.03), one.label
 
 
@@ -89,7 +89,7 @@ def test_streaming_has_as_many_fragments_as_the_small_model_has_layers_and_needs
     streaming = next(one for one in some if one.method == USUAL)
     course = race.course_of(made, [some[0], streaming], race.SMALL, 20)
     _, run = points(race.document(course, made, str(TEXT), compiled=False))
-    assert run.config.schedule.fragments == 2 and "layer" not in str(examine(run.config).refused)
+    assert run.config.schedule.fragments == 2 and "layer" not in str(examine_run(run.config).refused)
     with_one = race.course_of(made, [some[0], streaming], SMALLEST, 20)
     assert [one.candidate for one in with_one.entrants] == [some[0]]
     assert "a layer for each of its fragments" in with_one.left[race.label_of(streaming)]

@@ -14,7 +14,7 @@ from commands import run
 from gossamer.cli.tune import tuned_page
 from gossamer.errors import ConfigError, DataError
 from gossamer.report.results import read_results
-from gossamer.run.config.document import load
+from gossamer.run.config.document import load_document
 from gossamer.run.config.experiment_file import points
 from gossamer.run.experiments.search import Found, GridPoint, Space, Trial, needed_tokens, search
 from gossamer.run.experiments.tune import contenders, searched, tune
@@ -257,20 +257,20 @@ def test_a_tuning_that_was_cut_short_resumes_to_the_same_choice_and_repeats_no_f
     outcomes, tuned, page = ((out / name).read_text() for name in ("outcomes.jsonl", "tuned.toml", "tune.md"))
     for line in map(json.loads, outcomes.splitlines()):
         assert line["seed"] == 0 and {*line["origin"]} == {"digest", "commit", "versions", "seconds", "text"}
-    drawn = searched(contenders(load(file)), out / "outcomes.jsonl")
+    drawn = searched(contenders(load_document(file)), out / "outcomes.jsonl")
     assert page == f"# Tuned with one budget\n\n{tuned_page(drawn)}", "from the outcomes alone"
     assert run("tune", file, "--out", out)[0] == 2, "what is there is kept unless --resume is given"
     lines = outcomes.splitlines(keepends=True)
     (out / "outcomes.jsonl").write_text("".join(lines[:4]) + lines[4][:20])  # a killed process left a part of a line
-    (unfinished, *_) = searched(contenders(load(file)), out / "outcomes.jsonl")
+    (unfinished, *_) = searched(contenders(load_document(file)), out / "outcomes.jsonl")
     assert unfinished.found is None and "GASLoC: the search has not ended" in tuned_page([unfinished])
     other, spoilt = json.loads(lines[0]) | {"rung": 9}, out / "spoilt.jsonl"
     spoilt.write_text(json.dumps(other) + "\n")
-    assert searched(contenders(load(file)), spoilt)[0].found is None, "a rung that the file no longer has"
+    assert searched(contenders(load_document(file)), spoilt)[0].found is None, "a rung that the file no longer has"
     for wrong in ({"lr": 0.0}, {"outer": [1.0]}, {"rung": -1}):
         spoilt.write_text(json.dumps(other | wrong) + "\n")
         with pytest.raises(DataError, match=r"spoilt\.jsonl:1"):
-            searched(contenders(load(file)), spoilt)
+            searched(contenders(load_document(file)), spoilt)
     spoilt.unlink()
     code, again = run("tune", file, "--out", out, "--jobs", 2, "--resume")
     assert code == 0 and again.count("tokens, seed 0: loss") == len(lines) - 4, again
@@ -278,7 +278,7 @@ def test_a_tuning_that_was_cut_short_resumes_to_the_same_choice_and_repeats_no_f
     assert ((out / "tuned.toml").read_text(), (out / "tune.md").read_text()) == (tuned, page), (
         "in processes as in this one"
     )
-    chosen = {point.method: point.config for point in points(load(out / "tuned.toml"))}
+    chosen = {point.method: point.config for point in points(load_document(out / "tuned.toml"))}
     assert [*chosen] == ["GASLoC", "gossip"] and chosen["GASLoC"].run.steps == 4
     assert f"gossip: lr {chosen['gossip'].inner.lr:g}, loss " in page
     assert chosen["GASLoC"].rule.options["lr"] == 0.7

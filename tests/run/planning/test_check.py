@@ -21,13 +21,13 @@ from gossamer.models.llama import build_model
 from gossamer.models.sizes import ModelConfig, parameter_count
 from gossamer.network.links import Network, from_options
 from gossamer.rules import WRAPPERS
-from gossamer.run.config.document import EXPERIMENT, flat, load
+from gossamer.run.config.document import EXPERIMENT, flat, load_document
 from gossamer.run.config.experiment_file import drafts
 from gossamer.run.config.layouts import layout_for
-from gossamer.run.config.resolve import faults, resolve, settings_of
-from gossamer.run.config.run_file import faults as faults_of_keys
+from gossamer.run.config.resolve import resolve, run_faults, settings_of
 from gossamer.run.config.run_file import parse
-from gossamer.run.planning.check import checked, examine, inner_copies
+from gossamer.run.config.run_file import parse_faults as faults_of_keys
+from gossamer.run.planning.check import examine_document, examine_run, inner_copies
 from gossamer.run.simulated.simulate import simulate
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import task_of
@@ -52,14 +52,14 @@ def written(tmp_path, **overrides):
 @pytest.mark.parametrize("path", CONFIGS, ids=[str(path.relative_to(ROOT)) for path in CONFIGS])
 def test_every_file_that_comes_with_gossamer_can_start(path, capsys):
     """Of the runs of an experiment none has a fault; the table is made of the first."""
-    file = load(path)
+    file = load_document(path)
     if any(key in file for key in EXPERIMENT):
         first, *others = [draft.document for draft in drafts(file)]
         # Code that a file names is not imported by a check; tests/docs/test_experiments.py runs it.
         others = [one for one in others if not any(isinstance(own, str) and is_code(own) for own in flat(one).values())]
-        found, wrong = checked(first)
+        found, wrong = examine_document(first)
         assert not wrong and all("per worker" in "\n".join(lines(one)) for one in found)
-        assert not [sentence for one in others for sentence in faults_of_keys(one) or faults(parse(one))]
+        assert not [sentence for one in others for sentence in faults_of_keys(one) or run_faults(parse(one))]
         return
     assert main(["check", str(path)]) == 0
     out, err = capsys.readouterr()
@@ -68,7 +68,7 @@ def test_every_file_that_comes_with_gossamer_can_start(path, capsys):
 
 def test_a_run_without_rounds_sends_what_was_said_and_takes_about_as_long(tmp_path):
     run = timed(server__name="heloco", run__steps=32)
-    said = examine(run)
+    said = examine_run(run)
     outcome = simulate(run, tmp_path)
     pushed = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert {line["bytes"] for line in pushed if line["event"] == "push"} == {said.sent_bytes}
@@ -177,14 +177,14 @@ def test_to_check_opens_no_text_and_neither_it_nor_reading_files_imports_a_heavy
 
 def test_a_codec_on_whole_parameters_is_warned_of_with_a_number_before_and_in_the_run(tmp_path, caplog):
     run = tiny(codec__name="int8", run__steps=2, data__max_bytes=200_000)
-    (sentence,) = examine(run).warnings
+    (sentence,) = examine_run(run).warnings
     assert "'gasloc' sends whole parameters" in sentence and "% of their norm" in sentence
     simulate(run, tmp_path)
     assert sentence in caplog.text
 
 
 def test_text_that_is_not_on_this_machine_is_warned_of():
-    said = examine(tiny(data__source="/nowhere/*.txt"))
+    said = examine_run(tiny(data__source="/nowhere/*.txt"))
     (sentence,) = said.here
     assert sentence.startswith("data.source '/nowhere/*.txt' names no readable file")
     assert lines(said)[0].endswith("can start, but not on this machine")
@@ -209,7 +209,7 @@ def test_what_this_machine_lacks_for_a_run_is_said(settings, sentence, monkeypat
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr("gossamer.run.worker.stages.torch_stage.SINCE", "9.0")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert any(one.startswith(sentence) for one in examine(tiny(**settings)).here)
+    assert any(one.startswith(sentence) for one in examine_run(tiny(**settings)).here)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_what_this_machine_lacks_for_a_run_is_said(settings, sentence, monkeypat
 def test_a_run_for_one_verb_only_can_start_with_that_one(settings, verb, tmp_path):
     """Without a declared network real processes measure their own seconds, and a simulation has none."""
     run = document(**settings)
-    (found,), wrong = checked(run)
+    (found,), wrong = examine_document(run)
     assert not wrong and lines(found)[0].endswith(f": can start with gossamer {verb} only")
     resolve(parse(run), real=verb == "train")
     with pytest.raises(ConfigError) as caught:
@@ -234,7 +234,7 @@ def test_a_run_for_one_verb_only_can_start_with_that_one(settings, verb, tmp_pat
 
 
 def test_the_stages_of_a_worker_are_listed_with_layers_and_memory():
-    said = examine(tiny(pipeline__stages=2, data__accumulate=2, model__layers=3))
+    said = examine_run(tiny(pipeline__stages=2, data__accumulate=2, model__layers=3))
     assert said.processes == 2 * said.workers
     assert [k for stage in said.stages for k in stage.layers] == [0, 1, 2]
     assert sum(stage.parameters for stage in said.stages) == said.parameters
@@ -264,9 +264,9 @@ def test_a_network_with_a_shared_site_prices_a_round():
         "sites": {"a": {"workers": [0, 1], "uplink_bps": 1e5}, "b": {"workers": [2]}},
     }
     base = document(rule__name="local_sgd", topology__name="complete") | {"network": {"shared": shared}}
-    (found,), wrong = checked(base)
+    (found,), wrong = examine_document(base)
     assert not wrong and isinstance(from_options(shared, "shared"), Network)
-    alone = examine(parse(base | {"network": {"alone": {**NETWORK, "uplink_bps": 1e6}}}))
+    alone = examine_run(parse(base | {"network": {"alone": {**NETWORK, "uplink_bps": 1e6}}}))
     assert found.networks[0].round_s > alone.networks[0].round_s > 0  # type: ignore[operator]
 
 
@@ -286,9 +286,9 @@ def test_check_says_which_special_tokens_stand_around_a_document_or_that_none_en
 @pytest.mark.parametrize("topology", ["random", "ring", "star", "complete"])
 def test_check_plays_a_few_of_many_workers_and_says_what_it_does_not_price(topology, monkeypatch):
     run = tiny(workers=12, topology__name=topology, network__even=NETWORK | {"uplink_bps": 1e6})
-    whole = examine(run)
+    whole = examine_run(run)
     monkeypatch.setattr("gossamer.run.planning.traffic.MOST_PLAYED", 3)
-    few = examine(run)
+    few = examine_run(run)
     assert few.networks[0].note.startswith("unknown: a round of so many") and whole.networks[0].round_s
     alike = {"networks": (), "sent_bytes": 0.0} if topology == "star" else {"networks": ()}  # whose hub is one of few
     assert few._replace(**alike) == whole._replace(**alike)
@@ -366,18 +366,18 @@ def test_check_plays_few_messages_however_many_workers_and_rounds_there_are(topo
     monkeypatch.setattr(MemoryTransport, "post", lambda one, *rest: (posted.append(rest[1]), post(one, *rest))[1])
     monkeypatch.setattr("gossamer.run.planning.traffic._MOST_MESSAGES", 2_000)
     rule = {"name": "diloco"} if topology == "complete" else {"name": "gasloc"}
-    assert examine(tiny(workers=200, topology__name=topology, run__steps=24, rule=rule)).sent_bytes
+    assert examine_run(tiny(workers=200, topology__name=topology, run__steps=24, rule=rule)).sent_bytes
     assert 0 < len(posted) <= 2_000
 
 
 def test_check_says_which_rounds_it_has_counted_where_a_period_is_too_long(monkeypatch):
     run = tiny(topology={"name": "pga", "every": 50}, run__steps=200)
-    assert not any("first" in sentence for sentence in examine(run).warnings)
+    assert not any("first" in sentence for sentence in examine_run(run).warnings)
     monkeypatch.setattr("gossamer.run.planning.traffic._MOST_ROWS", 30)
-    assert "what is sent was counted in the first 10 of 50 rounds alone" in examine(run).warnings
+    assert "what is sent was counted in the first 10 of 50 rounds alone" in examine_run(run).warnings
 
 
 @pytest.mark.parametrize("wrapped", WRAPPERS)
 def test_check_counts_what_a_wrapped_rule_sends(wrapped):
     rule = "gasloc" if wrapped in ("anchored", "restarted") else "diloco"
-    assert examine(tiny(rule={"name": rule, wrapped: {}}, topology__name="complete")).sent_bytes
+    assert examine_run(tiny(rule={"name": rule, wrapped: {}}, topology__name="complete")).sent_bytes

@@ -11,7 +11,7 @@ import pytest
 from gossamer.cli import main
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, Site, read_network
-from gossamer.run.config.resolve import faults
+from gossamer.run.config.resolve import run_faults
 from gossamer.run.config.run_file import parse
 from gossamer.run.planning.choice import Candidate, best_of_each, pick, plan_rows
 from gossamer.run.planning.expected_loss import LossScale
@@ -157,7 +157,7 @@ def test_on_the_slow_uplink_the_slow_worker_is_dropped_and_told(
     document = tomllib.loads(text)
     assert "# Without worker 7" in text and "# Best at 5 local steps" in text and "inner.lr = 0.004" in text
     assert document["workers"] == 7 and document["network"]["planned"]["uplink_bps"] == [25e6] * 7
-    assert not faults(parse(document)) and document["rule"] == {"name": "diloco", "lr": 0.7, "momentum": 0.3}
+    assert not run_faults(parse(document)) and document["rule"] == {"name": "diloco", "lr": 0.7, "momentum": 0.3}
     assert main([*words[:4], "--keep-all", "--json"]) == 0
     kept = json.loads(capsys.readouterr().out)
     assert kept["chosen"]["left_out"] == [] and len(kept["chosen"]["local_steps"]) == 8
@@ -207,7 +207,7 @@ def test_a_planned_run_has_the_outer_settings_of_the_nearest_measured_local_step
     rules: dict[tuple[str, int, str], dict[str, Any]] = {}
     for candidate in found.candidates:
         document = tomllib.loads(run_toml(found, candidate))
-        assert candidate.codec == "fp4" or not faults(parse(document)), candidate
+        assert candidate.codec == "fp4" or not run_faults(parse(document)), candidate
         rules[candidate.method, candidate.full_steps, candidate.codec] = document["rule"]
     assert rules["data parallel", 1, "bf16"] == {"name": "data_parallel"}
     assert rules["DiLoCo", 100, "exact"] == {"name": "diloco", "lr": 1.0, "momentum": 0.7}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gossamer.errors import ConfigError
 from gossamer.network.estimates.wall_clock import loss_fit
-from gossamer.run.planning.expected_loss import Law, LossScale, Penalty, difference, penalty, read_law
+from gossamer.run.planning.expected_loss import Law, LossScale, Penalty, expected_difference, penalty, read_law
 
 
 def scale(parameters: float = 139_584, workers: int = 8, each: float = 20, vocab_size: int = 256) -> LossScale:
@@ -23,19 +23,19 @@ def known(at: LossScale, method: str, steps: int, codec: str = "exact") -> Penal
 
 def test_the_former_pick_of_the_first_screen_is_not_told_apart_from_its_rival() -> None:
     at = scale()
-    above = difference(at, known(at, "GASLoC 2-Peer", 30), known(at, "DiLoCo", 120))
+    above = expected_difference(at, known(at, "GASLoC 2-Peer", 30), known(at, "DiLoCo", 120))
     assert (round(above.nats, 3), round(above.half, 3)) == (-0.009, 0.020) and above.open
-    again = difference(at, known(at, "DiLoCo", 30), known(at, "GASLoC 2-Peer", 30))
+    again = expected_difference(at, known(at, "DiLoCo", 30), known(at, "GASLoC 2-Peer", 30))
     assert again.nats == pytest.approx(-0.0372, abs=1e-4) and not again.open
 
 
 def test_at_a_published_size_the_gap_is_the_published_one_and_methods_are_not_told_apart() -> None:
     at = scale(134e6, vocab_size=32_000)
     data_parallel = known(at, "data parallel", 1)
-    above = difference(at, known(at, "DiLoCo", 30), data_parallel)
+    above = expected_difference(at, known(at, "DiLoCo", 30), data_parallel)
     assert above.nats == pytest.approx(loss_fit(134e6, 8) - 18.129 * 134e6**-0.0953) and not above.open
     for method, steps in (("GASLoC 2-Peer", 30), ("GASLoC 1-Peer", 120), ("DiLoCo", 120)):
-        assert difference(at, known(at, method, steps), known(at, "DiLoCo", 30)).open
+        assert expected_difference(at, known(at, method, steps), known(at, "DiLoCo", 30)).open
     assert at.outside == ["134,000,000 parameters"] and not scale().outside
 
 
@@ -43,7 +43,7 @@ def test_at_a_published_size_the_gap_is_the_published_one_and_methods_are_not_to
 def test_an_interval_grows_with_the_distance_from_what_was_measured(far: LossScale) -> None:
     near = scale()
     close, wide = (
-        difference(at, known(at, "GASLoC 1-Peer", 30), known(at, "DiLoCo", 30)) for at in (near, far)
+        expected_difference(at, known(at, "GASLoC 1-Peer", 30), known(at, "DiLoCo", 30)) for at in (near, far)
     )  # fmt: skip
     assert wide.half / abs(wide.nats) > 1.5 * close.half / abs(close.nats) and far.outside
 
@@ -60,17 +60,17 @@ def test_both_laws_meet_between_what_was_measured_and_what_was_published() -> No
 def test_a_cast_is_exact_a_measured_codec_widens_the_interval_and_any_other_is_not_known() -> None:
     at = scale()
     exact, cast, four = (known(at, "DiLoCo", 30, codec) for codec in ("exact", "bf16", "fp4"))
-    assert exact == cast and difference(at, exact, cast) == (0.0, 0.0)
-    above = difference(at, four, cast)
+    assert exact == cast and expected_difference(at, exact, cast) == (0.0, 0.0)
+    above = expected_difference(at, four, cast)
     assert above.open and above.nats == pytest.approx(0.003, abs=1e-4) and above.half == pytest.approx(0.0237, abs=2e-4)
-    assert difference(at, known(at, "DiLoCo", 120, "fp4"), known(at, "DiLoCo", 120)).half > above.half
+    assert expected_difference(at, known(at, "DiLoCo", 120, "fp4"), known(at, "DiLoCo", 120)).half > above.half
     assert penalty(at, "DiLoCo", 30, "int8") is None and penalty(at, "GASLoC 1-Peer", 30, "fp4") is None
     assert penalty(at, "data parallel", 1, "int8") is None and penalty(at, "sgp", 1, "exact") is None
 
 
 def test_tokens_that_are_not_read_count_as_loss_in_both_directions() -> None:
     at, one = scale(), known(scale(), "DiLoCo", 30)
-    fewer, more = difference(at, one, one, 0.5), difference(at, one, one, 2.0)
+    fewer, more = expected_difference(at, one, one, 0.5), expected_difference(at, one, one, 2.0)
     assert fewer.nats == pytest.approx(-more.nats) and fewer.nats > 0 and fewer.half == more.half > 0
 
 
@@ -122,5 +122,5 @@ def test_local_steps_that_some_workers_leave_out_widen_an_interval_and_move_no_m
     at = scale()
     even, uneven = (penalty(at, "DiLoCo", 30, "exact", missing) for missing in (0.0, 0.25))
     assert even is not None and uneven is not None and even.nats == uneven.nats
-    apart = difference(at, even, uneven)
+    apart = expected_difference(at, even, uneven)
     assert apart.nats == 0.0 and apart.half == pytest.approx(at.gap / 4)

@@ -12,7 +12,7 @@ from gossamer.codecs import CODECS
 from gossamer.rules import RULES, WRAPPERS
 from gossamer.run.config.document import with_settings
 from gossamer.run.config.json_schema import json_schema
-from gossamer.run.planning.check import checked
+from gossamer.run.planning.check import examine_document
 from gossamer.settings.options import options_of
 from gossamer.topologies import TOPOLOGIES
 from tiny import document
@@ -58,7 +58,7 @@ KEYS = [*dict.fromkeys(key for key in numeric(resolved(SCHEMA)) if key.split("."
 
 def must_end(settings: Mapping[str, Any]) -> None:
     """Checks the tiny run of one layer with these settings: it can start, or there is a sentence why not."""
-    assert all(checked(with_settings(document(model__layers=1), settings))[1]), settings
+    assert all(examine_document(with_settings(document(model__layers=1), settings))[1]), settings
 
 
 @pytest.mark.parametrize("number", [LARGE, HUGE])

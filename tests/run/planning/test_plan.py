@@ -16,10 +16,10 @@ from gossamer.network.links import Change, Network, Site, links_of, read_network
 from gossamer.record.logs.trace import read_trace
 from gossamer.run.config.document import with_settings
 from gossamer.run.config.recipes import recipes
-from gossamer.run.config.resolve import faults as faults_of
+from gossamer.run.config.resolve import run_faults as faults_of
 from gossamer.run.config.run_file import parse
 from gossamer.run.planning.candidates import PLANNED
-from gossamer.run.planning.check import examine
+from gossamer.run.planning.check import examine_run
 from gossamer.run.planning.plan import PlanSettings, RunPlan, matched_steps, plan, quicker_collective, run_toml
 from gossamer.run.simulated.simulate import simulate
 
@@ -211,7 +211,7 @@ def test_a_plan_takes_the_method_that_is_named_and_its_run_file_can_start(
     streaming = chosen["streaming_diloco"]
     assert streaming["local_steps"] == [30] * 4, "the only ones of which the loss is known"
     config = parse(with_settings({"workers": 4, "model": {"size": "0.2m"}}, {"method": "streaming_diloco"}))
-    assert streaming["round_bytes"] == pytest.approx(examine(config).sent_bytes)
+    assert streaming["round_bytes"] == pytest.approx(examine_run(config).sent_bytes)
     for method, sentence in (("gpa", "has no price here: it is for 1 worker"), ("sgpp", "did you mean 'sgp'")):
         assert main([*words, "--method", method]) == 2
         assert sentence in capsys.readouterr().err

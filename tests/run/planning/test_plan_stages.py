@@ -12,9 +12,9 @@ from gossamer.errors import ConfigError
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, to_toml
 from gossamer.network.pipeline_time import StageLinks
-from gossamer.run.config.resolve import faults
+from gossamer.run.config.resolve import run_faults
 from gossamer.run.config.run_file import parse
-from gossamer.run.planning.check import examine
+from gossamer.run.planning.check import examine_run
 from gossamer.run.planning.plan import PlanSettings
 from gossamer.run.planning.planned_stages import BOUNDARY_PAIRS, SPEED_LEFT, StagePlan, plan_in_stages
 
@@ -42,7 +42,7 @@ def test_a_replica_that_fits_stays_whole_and_others_are_cut_into_the_fewest_stag
         assert chosen.stages >= needed / memory
         assert SETTINGS.batch_size % chosen.micro_batches == 0 and chosen.micro_batches >= chosen.stages
     config = parse({"method": "diloco", "workers": 4, "model": {"size": "1m"}})
-    assert needed == examine(config).worker_bytes, "of the planned methods DiLoCo keeps most"
+    assert needed == examine_run(config).worker_bytes, "of the planned methods DiLoCo keeps most"
 
 
 def test_the_mildest_codec_is_taken_that_keeps_the_stages_computing_and_else_the_fastest() -> None:
@@ -112,9 +112,9 @@ def test_the_run_that_was_planned_starts_and_its_check_has_the_planned_seconds(
         assert main([*map(str, words), "--method", method, "--json", "--out", str(out)]) == 0
         found = json.loads(capsys.readouterr().out)
         config = parse(tomllib.loads(out.read_text()))
-        assert not faults(config) and config.pipeline.stages == found["stages"]["chosen"]["stages"] == 2
+        assert not run_faults(config) and config.pipeline.stages == found["stages"]["chosen"]["stages"] == 2
         assert config.pipeline.forward.name == found["stages"]["chosen"]["forward"] != "dense"
-        (network,) = examine(config).networks
+        (network,) = examine_run(config).networks
         assert network.round_s == pytest.approx(found["chosen"]["round_s"], rel=1e-3)
     assert "pipeline.stages is 2" in found["unpriced"].get("local_sgd", "pipeline.stages is 2")
     assert main([*map(str, words), "--all"]) == 0

@@ -24,7 +24,7 @@ from gossamer.run.bookkeeping.evaluate import publish
 from gossamer.run.config.document import with_settings
 from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.pipeline import cuts_of
-from gossamer.run.config.resolve import faults, settings_of
+from gossamer.run.config.resolve import run_faults, settings_of
 from gossamer.run.config.run_file import digest, dump, parse
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.stages.timing import shares_of
@@ -422,9 +422,11 @@ def test_a_memory_of_samples_that_a_whole_run_has_only_once_is_refused_however_i
     once = tiny(**AQSGD, run__steps=4, workers=1).data  # 32 samples
     assert once.accumulate * once.batch_size == 8
     for windows, said in ((32, "draws 32 samples in run.steps = 4 and data.windows is 32"), (31, "")):
-        found = faults(tiny(**{**AQSGD, "data__windows": windows}, run__steps=4, workers=1))
+        found = run_faults(tiny(**{**AQSGD, "data__windows": windows}, run__steps=4, workers=1))
         assert [said in sentence for sentence in found] == [True] * bool(said)
-    assert faults(tiny(**{**AQSGD, "data__windows": 32, "pipeline__forward": "intk"}, run__steps=4, workers=1)) == []
+    assert (
+        run_faults(tiny(**{**AQSGD, "data__windows": 32, "pipeline__forward": "intk"}, run__steps=4, workers=1)) == []
+    )
 
 
 def test_an_empty_list_of_cuts_is_none_so_that_a_run_that_has_some_can_be_given_other_stages():
@@ -447,10 +449,10 @@ def test_a_run_file_says_its_pipeline_and_one_without_stages_has_the_digest_it_h
     assert "pipeline" not in dump(tiny())
     assert digest(tiny()) != digest(config) != digest(tiny(**CUT))
     again = tiny(**CUT, pipeline__forward="tahquant")
-    assert faults(again) == faults(again, real=True) == []
+    assert run_faults(again) == run_faults(again, real=True) == []
 
 
 def test_the_run_files_of_the_page_about_pipelines_can_start():
     page = (Path(__file__).parents[3] / "docs" / "how-to" / "pipelines.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
-    assert [faults(parse(parse_toml(block, "the page"))) for block in blocks] == [[], [], [], []]
+    assert [run_faults(parse(parse_toml(block, "the page"))) for block in blocks] == [[], [], [], []]

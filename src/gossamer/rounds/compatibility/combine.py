@@ -72,8 +72,8 @@ def settled_rule(c: Combination) -> Rule:
 
 def warnings_of(c: Combination) -> tuple[str, ...]:
     """A sentence for everything that will probably go wrong, once the rule is settled."""
-    unstable = None if c.kind == "pair" else stability.warning(c.rule, c.topology, c.schedule.merge)
-    return tuple(sentence for sentence in (unstable, coding.warning(c)) if sentence is not None)
+    unstable = None if c.kind == "pair" else stability.stability_warning(c.rule, c.topology, c.schedule.merge)
+    return tuple(sentence for sentence in (unstable, coding.lossy_warning(c)) if sentence is not None)
 
 
 def method_of(c: Combination, *, compile: bool = False) -> Method:

@@ -19,17 +19,17 @@ from gossamer.rounds.compatibility.sharded_workers import SHARDS
 from gossamer.rounds.compatibility.staged_models import STAGES
 from gossamer.topologies.mixing import pull
 
-__all__ = ["INCOMPATIBILITIES", "check", "faults"]
+__all__ = ["INCOMPATIBILITIES", "check", "combination_faults"]
 
 
-def faults(combination: Combination) -> list[str]:
+def combination_faults(combination: Combination) -> list[str]:
     """A sentence for each incompatibility of a combination."""
     return [row.sentence(combination) for row in INCOMPATIBILITIES if row.fails(combination)]
 
 
 def check(combination: Combination) -> None:
     """Raises PairingError, with the first sentence, when something cannot work."""
-    for sentence in faults(combination):
+    for sentence in combination_faults(combination):
         raise PairingError(sentence)
 
 

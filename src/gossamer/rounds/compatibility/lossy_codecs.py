@@ -17,8 +17,8 @@ __all__ = [
     "destroys",
     "instead",
     "loses_mass",
+    "lossy_warning",
     "too_much",
-    "warning",
 ]
 
 LIMIT = 0.05
@@ -67,7 +67,7 @@ def change(c: Combination) -> float | None:
     return _error(c.codec) * (1.0 if c.kind == "pair" else amplification(c.rule))
 
 
-def warning(c: Combination) -> str | None:
+def lossy_warning(c: Combination) -> str | None:
     """A sentence for a codec that the run can bear at a price; None for one without."""
     if (share := change(c)) is not None:
         return (

@@ -31,7 +31,7 @@ from gossamer.run.config.resolve import settings_in
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.config.user_parts import BUILT_IN, UserParts
 from gossamer.run.worker.stages.checkpoints import Store
-from gossamer.run.worker.task import Task, buffers_of, moved, task_of
+from gossamer.run.worker.task import Task, buffers_of, on_device, task_of
 from gossamer.settings.user_code import is_code
 from gossamer.transport.processes.launch import one_device
 
@@ -103,7 +103,7 @@ class Probe:
         self.buffers = buffers_of(self.model)
         own = config.model.own or config.model.loss is not None
         self._turn = rng.TURN if own else contextlib.nullcontext()  # functions of the user's are called one at a time
-        self.batches = [moved(batch, device) for batch in task.data.validation(config.run.eval_batches)]
+        self.batches = [on_device(batch, device) for batch in task.data.validation(config.run.eval_batches)]
 
     def loss(self, x: Tensor, buffers: Sequence[Tensor] = ()) -> float:
         """Mean loss of the model with parameters `x`, and these buffers if it has any, over the validation batches."""

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gossamer.clock import Absence, Phase, Record, Relay, Transfer, Update
-from gossamer.clock.saved import plain, rebuilt
+from gossamer.clock.saved import as_dicts, rebuilt
 from gossamer.errors import TrainingError
 from gossamer.finite import GO_ON
 from gossamer.record import checkpoint
@@ -20,7 +20,7 @@ from gossamer.record.progress import say
 from gossamer.run.bookkeeping.spent_seconds import EventSeconds
 from gossamer.run.config.pipeline import donor_of
 from gossamer.run.config.resolved import RunSettings
-from gossamer.run.worker.replica import Replica, joined
+from gossamer.run.worker.replica import Replica, merged_phases
 from gossamer.run.worker.worker import RoundReport, Worker
 
 __all__ = ["EventJournal", "Journal", "Save", "log_phase", "saver"]
@@ -92,7 +92,7 @@ class Journal:
         for phase, sent in zip(report.phases, report.operations, strict=True):
             gathered.append(phase)
             if sent:
-                part = joined(gathered)
+                part = merged_phases(gathered)
                 self.record.log_trace(Entry(entry, worker.index, len(part.losses), part.compute_s, tuple(sent)))
                 entry, gathered = entry + 1, []
 
@@ -268,7 +268,7 @@ class EventJournal:
         """The part of a checkpoint at the end of a round."""
         seconds = None if self._seconds is None else self._seconds.state()
         journal = _JournalState(self.round, self.steps, self.tokens, self.time_s, self._journal.loss)
-        return {**plain(journal), "seconds": seconds}
+        return {**as_dicts(journal), "seconds": seconds}
 
     def restore(self, state: Any) -> None:
         """Continues from a state. Raises KeyError and ValueError when it does not fit."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gossamer.clock import SERVER, Absence, Phase, Record, Transfer, Update
-from gossamer.clock.saved import plain, rebuilt
+from gossamer.clock.saved import as_dicts, rebuilt
 from gossamer.network.links import Floats, Network, PerWorker
 from gossamer.network.pricing import price
 from gossamer.network.timeline import Timeline
@@ -251,7 +251,7 @@ class EventSeconds:
             _TallyState(one.end_s, one.compute_s, one.transfer_s, one.other_s, one.waiting_for) for one in self._tallies
         ]
         pushed_s = [(*which, when_s) for which, when_s in self._pushed_s.items()]
-        return plain(_SecondsState(tallies, self._spans, self._away_until, pushed_s, self._waits_for))
+        return as_dicts(_SecondsState(tallies, self._spans, self._away_until, pushed_s, self._waits_for))
 
     def restore(self, state: Any) -> None:
         """Continues from a state. Raises ValueError when it does not fit."""

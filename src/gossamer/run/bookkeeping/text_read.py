@@ -2,7 +2,7 @@
 
 import json
 
-from gossamer.data.corpus import Batches, fingerprint
+from gossamer.data.corpus import Batches, text_fingerprint
 from gossamer.record.folder import RunFolder
 from gossamer.record.progress import say
 
@@ -19,7 +19,7 @@ def tell_text(record: RunFolder, data: Batches) -> None:
     """
     if not data.read or record.worker not in (None, 0):
         return
-    told = {"fingerprint": fingerprint(data), "sources": [one._asdict() for one in data.read]}
+    told = {"fingerprint": text_fingerprint(data), "sources": [one._asdict() for one in data.read]}
     text, path = f"{json.dumps(told, indent=2)}\n", record.path / TEXT_FILE
     if path.exists() and path.read_bytes() == text.encode():
         return

@@ -36,7 +36,7 @@ __all__ = [
     "ChosenRound",
     "Held",
     "KeptRounds",
-    "choose",
+    "choose_round",
     "ended",
     "faults_heard",
     "has_ended",
@@ -247,7 +247,7 @@ def lost_stages(folder: Path) -> tuple[LostStage, ...]:
 # --- which round counts -----------------------------------------------------------------------------------------------
 
 
-def choose(
+def choose_round(
     kept: Mapping[int, KeptRounds],
     pick: Callable[[Mapping[int, Held]], int],
     read: Callable[[int], Mapping[int, Fault | None]],
@@ -260,7 +260,7 @@ def choose(
 
     >>> kept = {0: KeptRounds({10: None, 20: None}), 1: KeptRounds({10: None, 20: None})}
     >>> changed = Fault(FaultKind.DAMAGED, "file 'x' has changed")
-    >>> choice = choose(kept, newest_of_all, lambda round: {1: changed if round == 20 else None})
+    >>> choice = choose_round(kept, newest_of_all, lambda round: {1: changed if round == 20 else None})
     >>> choice.round, choice.skipped[20][0].why
     (10, "file 'x' has changed")
     """
@@ -367,14 +367,14 @@ def to_go_on(
 
     Args:
         kept: by owner, those on other machines too.
-        read: as of `choose`.
+        read: as of `choose_round`.
         auto: whether the run may start where there is none.
         speaks: whether this process says which rounds are skipped.
     Raises: CheckpointError when there is none, ConfigError when the run would end before it, DataError for a spoilt record.
     Cost: reads the logs of these owners.
     """
     _must_be_readable(store.folder, kept)
-    choice = choose(kept, pick, read)
+    choice = choose_round(kept, pick, read)
     if not choice.round and not (auto and _may_start(past.before, choice.kept)):
         raise _none_counts(store, choice)
     _must_reach(past.config, choice.round)
@@ -403,7 +403,7 @@ def must_end_later(config: RunSettings, folder: Path) -> None:
     kept = kept_by(store, config.owners, past.lineage, past.before)
     any_counts = config.event_driven and config.kind != "server"
     pick = newest_of_any if any_counts else to_resume if config.run.elastic else newest_of_all
-    choice = choose(
+    choice = choose_round(
         kept, pick, lambda r: {i: store.fault(r, i, past.lineage) for i, one in kept.items() if r in one.whole}
     )
     _must_reach(config, choice.round)
@@ -503,7 +503,9 @@ def newest_of_own(
     Args: `before` as of `kept_by`; `read` says what is wrong with the content of its checkpoint of a round.
     """
     kept = kept_by(store, [owner], line, before)
-    choice = choose(kept, newest_of_all, lambda r: {owner: store.fault(r, owner, line) if read is None else read(r)})
+    choice = choose_round(
+        kept, newest_of_all, lambda r: {owner: store.fault(r, owner, line) if read is None else read(r)}
+    )
     choice.tell(f"worker {owner}: ")
     tell_unverified(store, choice.round, [owner])
     return choice
@@ -538,7 +540,9 @@ def to_evaluate(store: Store, line: Lineage, round: int | None) -> tuple[int, li
     kept = kept_by(store, config.owners, line)
     asked = lambda held: round if round is not None and any(round in one for one in held.values()) else 0  # noqa: E731
     pick = asked if round is not None else newest_of_all if every else to_score
-    choice = choose(kept, pick, lambda r: {i: store.fault(r, i, line) for i, one in kept.items() if r in one.whole})
+    choice = choose_round(
+        kept, pick, lambda r: {i: store.fault(r, i, line) for i, one in kept.items() if r in one.whole}
+    )
     having = [owner for owner, one in choice.kept.items() if choice.round in one.whole]
     if round is not None and (not choice.round or (every and len(having) < len(kept))):
         raise _does_not_count(round, choice.kept, every=every)

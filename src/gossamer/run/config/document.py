@@ -16,7 +16,16 @@ from gossamer.run.config.recipes import recipe
 from gossamer.settings.schema import parse_toml, read_toml
 from gossamer.topologies import TOPOLOGIES
 
-__all__ = ["DIRECTIONS", "EXPERIMENT", "TABLES", "flat", "load", "load_run", "settings", "with_settings"]
+__all__ = [
+    "DIRECTIONS",
+    "EXPERIMENT",
+    "TABLES",
+    "flat",
+    "load_document",
+    "load_run",
+    "parse_overrides",
+    "with_settings",
+]
 
 _WRITTEN = ("name", "seed", "workers", "model", "data", "run", "record")
 """What every run.toml of a run folder has, the last of them last."""
@@ -33,7 +42,7 @@ EXPERIMENT = ("variant", "sweep", "scale", "figure", "tune")
 """The keys of an experiment file that are not part of its base run."""
 
 
-def load(path: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def load_document(path: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The document in a TOML run file with dotted overrides applied; not yet validated.
 
     Raises: ConfigError when the file is missing, too large to be a run file, or not TOML.
@@ -54,7 +63,7 @@ def load_run(folder: Path) -> dict[str, Any]:
         file, of another run.
     """
     path = run_file(folder)
-    document = load(path)
+    document = load_document(path)
     if lacking := [key for key in _WRITTEN if key not in document]:
         raise ConfigError(
             f"'{path}' is cut short: it lacks {', '.join(lacking)}, which gossamer writes into every run folder; restore it"
@@ -62,10 +71,10 @@ def load_run(folder: Path) -> dict[str, Any]:
     return document
 
 
-def settings(words: list[str]) -> dict[str, Any]:
+def parse_overrides(words: list[str]) -> dict[str, Any]:
     """Dotted overrides from `key=value` words; a value is TOML, and anything that is not is taken as text.
 
-    >>> settings(["rule.lr=0.5", "topology.name=ring"])
+    >>> parse_overrides(["rule.lr=0.5", "topology.name=ring"])
     {'rule.lr': 0.5, 'topology.name': 'ring'}
     """
     found: dict[str, Any] = {}

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from gossamer.errors import ConfigError, choose
 from gossamer.report.figures import Figure, swept
 from gossamer.report.results import PointResult
-from gossamer.run.config.document import EXPERIMENT, flat, load, with_settings
+from gossamer.run.config.document import EXPERIMENT, flat, load_document, with_settings
 from gossamer.run.config.recipes import recipes
 from gossamer.run.config.run_file import RunConfig, parse
 from gossamer.run.config.tuning import TuneConfig
-from gossamer.settings.schema import build, faults
+from gossamer.settings.schema import build, settings_faults
 
 __all__ = [
     "Draft",
@@ -24,8 +24,8 @@ __all__ = [
     "figure",
     "folder_name",
     "laid_out",
-    "opened",
-    "place_of",
+    "open_experiment",
+    "place_in_experiment",
     "points",
     "table_faults",
 ]
@@ -63,7 +63,7 @@ class Variant(NamedTuple):
     """All that the file says of it."""
 
 
-def place_of(run: Point | PointResult) -> tuple[str, str, int]:
+def place_in_experiment(run: Point | PointResult) -> tuple[str, str, int]:
     """Where a run stands in its experiment, before it has ended and after: method, swept keys and values, and seed."""
     return run.method, json.dumps(run.at, sort_keys=True), run.seed
 
@@ -72,13 +72,13 @@ _NO_SETTINGS = ("label", "sweep", "scale", "tune")
 """The keys of a variant that are no settings of its run."""
 
 
-def opened(file: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+def open_experiment(file: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The document in an experiment file with dotted overrides applied, which hold at all of its sizes.
 
     A variant's own settings stay: they are what is compared.
     Raises: ConfigError when the file is no TOML file, and for variants and sizes that are no tables.
     """
-    document = load(file, overrides)
+    document = load_document(file, overrides)
     for owner, table in (("", document), *(("variant.", row) for row in _variants(document))):
         for size in _scales(table, owner).values():
             kept = {key: value for key, value in flat(size).items() if key not in overrides}
@@ -155,7 +155,12 @@ def figure(document: Mapping[str, Any]) -> Figure | None:
 def table_faults(document: Mapping[str, Any]) -> list[str]:
     """What is wrong with the tables of an experiment file that are not of its runs."""
     tables = {"figure": Figure, "tune": TuneConfig}
-    return [str(error) for key, kind in tables.items() if key in document for error in faults(kind, document[key], key)]
+    return [
+        str(error)
+        for key, kind in tables.items()
+        if key in document
+        for error in settings_faults(kind, document[key], key)
+    ]
 
 
 def folder_name(label: str) -> str:

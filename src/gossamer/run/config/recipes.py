@@ -22,6 +22,7 @@ __all__ = [
     "FACTORIES",
     "METHODS",
     "Recipe",
+    "docstring_part",
     "factory_rows",
     "first_sentence",
     "made_of",
@@ -29,7 +30,6 @@ __all__ = [
     "recipe",
     "recipe_rows",
     "recipes",
-    "said",
 ]
 
 
@@ -294,7 +294,10 @@ def recipes() -> Mapping[str, Recipe]:
         factory = _TABLES[kind][base]
         settings = {**_fitting(kind, factory()), f"{kind}.name": base, **row.settings}
         found[name] = Recipe(
-            settings, row.source or said(factory, "Source"), row.differs, row.fails or said(factory, "Fails when")
+            settings,
+            row.source or docstring_part(factory, "Source"),
+            row.differs,
+            row.fails or docstring_part(factory, "Fails when"),
         )
     return found
 
@@ -339,10 +342,10 @@ def recipe(name: object) -> Recipe:
     return recipes()[name]
 
 
-def said(factory: Callable[..., Any], label: str) -> str:
+def docstring_part(factory: Callable[..., Any], label: str) -> str:
     """The text in a factory's docstring under a label such as "Fails when", on one line; empty if there is none.
 
-    >>> said(RULES["easgd"], "Differs")[:10]
+    >>> docstring_part(RULES["easgd"], "Differs")[:10]
     'no server.'
     """
     found = re.search(rf"^{label}: (.+(?:\n    .+)*)", inspect.getdoc(factory) or "", re.MULTILINE)

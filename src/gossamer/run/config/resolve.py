@@ -30,11 +30,11 @@ __all__ = [
     "CHANGEABLE",
     "differences",
     "document_faults",
-    "faults",
     "pairing_faults",
     "recorded_run",
     "resolve",
     "resolve_document",
+    "run_faults",
     "settings_in",
     "settings_of",
 ]
@@ -49,11 +49,11 @@ def resolve(config: RunConfig, parts: UserParts = BUILT_IN, *, real: bool = Fals
     Args:
         parts: the user's own, where the run names any (`own_parts` imports them).
         real: for real processes (`gossamer train`), which measure seconds and support less than a simulation.
-    Raises: PairingError and ConfigError, the first of `faults`; UserCodeError.
+    Raises: PairingError and ConfigError, the first of `run_faults`; UserCodeError.
     Cost: the stability of the rule on its topology, some milliseconds, up to a second for hundreds of workers.
     """
     facts, errors = _facts(config, parts, real)
-    for error in [*errors, *map(PairingError, incompatibilities.faults(facts)), *_misfits(config, real)]:
+    for error in [*errors, *map(PairingError, incompatibilities.combination_faults(facts)), *_misfits(config, real)]:
         raise error
     run, (name, network) = settings_of(config, parts), _clock(config, facts)
     if network is not None:
@@ -158,14 +158,14 @@ def document_faults(document: Mapping[str, Any], *, real: bool = False) -> list[
     if seen.run is None or {*named(seen.run)} & {*TABLES}:  # whose parts are known once they are imported
         return seen.faults
     try:
-        return [*seen.faults, *seen.sure(faults(seen.run, real=real))]
+        return [*seen.faults, *seen.sure(run_faults(seen.run, real=real))]
     except Exception:
         if not seen.faults:
             raise
         return seen.faults  # what a check relies on is among them
 
 
-def faults(config: RunConfig, *, real: bool = False) -> list[str]:
+def run_faults(config: RunConfig, *, real: bool = False) -> list[str]:
     """A sentence for each reason why this run cannot start; empty if it can start, as far as is known without its data."""
     found = [*pairing_faults(config, real=real), *map(str, _misfits(config, real))]
     if found or not all(choice.name for choice in _choices(config)):
@@ -180,7 +180,7 @@ def faults(config: RunConfig, *, real: bool = False) -> list[str]:
 def pairing_faults(config: RunConfig, *, real: bool = False) -> list[str]:
     """A sentence for every part that cannot be made, and for every combination that cannot work."""
     facts, errors = _facts(config, BUILT_IN, real)
-    return [*map(str, errors), *incompatibilities.faults(facts)]
+    return [*map(str, errors), *incompatibilities.combination_faults(facts)]
 
 
 def _choices(config: RunConfig) -> list[Choice]:

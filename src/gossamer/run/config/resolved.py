@@ -17,7 +17,7 @@ from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network
 from gossamer.optimizers.inner import InnerConfig
 from gossamer.record.folder import RecordConfig
-from gossamer.record.lineage import Lineage, in_words, state_is_of
+from gossamer.record.lineage import Lineage, choice_in_words, state_is_of
 from gossamer.rounds.compatibility.combination import Kind
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.schedule import Schedule
@@ -102,7 +102,7 @@ class RunSettings(RunLength):
         ))  # fmt: skip
 
     def _in_words(self, table: str) -> str:
-        return in_words(self.decisive.get(f"{table}.name", "none"), self._options(table))
+        return choice_in_words(self.decisive.get(f"{table}.name", "none"), self._options(table))
 
     def _options(self, table: str) -> dict[str, Any]:
         """The other keys of a table of the file, as far as they decide the numbers."""

@@ -28,8 +28,8 @@ from gossamer.run.config.pipeline import PipelineConfig, misfits
 from gossamer.run.config.totals import each_batch, rounds_for, tokens_for
 from gossamer.settings.fields import NEUTRAL, Changeable, FolderName
 from gossamer.settings.options import Count, Number
-from gossamer.settings.schema import build, plain, settings, soundest
-from gossamer.settings.schema import faults as schema_faults
+from gossamer.settings.schema import build, settings, soundest, toml_value
+from gossamer.settings.schema import settings_faults as schema_faults
 from gossamer.topologies.contract import MOST_WORKERS
 from gossamer.transport.keys import TWICE, Peer
 
@@ -41,8 +41,8 @@ __all__ = [
     "decisive",
     "digest",
     "dump",
-    "faults",
     "parse",
+    "parse_faults",
     "survey",
 ]
 
@@ -297,7 +297,7 @@ def parse(document: Mapping[str, Any]) -> RunConfig:
     return build(RunConfig, _completed(document))
 
 
-def faults(document: Mapping[str, Any]) -> list[str]:
+def parse_faults(document: Mapping[str, Any]) -> list[str]:
     """Everything that keeps a document from being a run, one sentence each, of which `parse` raises the first."""
     return survey(document).faults
 
@@ -360,7 +360,10 @@ def _foreign(document: Mapping[str, Any]) -> list[ConfigError]:
 
 def _exclusive(document: Mapping[str, Any]) -> Sequence[ConfigError]:
     """Kinds of methods that exclude each other."""
-    return [PairingError(sentence) for sentence in incompatibilities.faults(Combination(tables=frozenset(document)))]
+    return [
+        PairingError(sentence)
+        for sentence in incompatibilities.combination_faults(Combination(tables=frozenset(document)))
+    ]
 
 
 def _completed(document: dict[str, Any]) -> dict[str, Any]:
@@ -377,7 +380,7 @@ def dump(config: RunConfig) -> str:
 
 def _document(config: RunConfig, *, neutral: bool = True) -> dict[str, Any]:
     """The run as a document, without what its kind of method has no use for."""
-    document = plain(config, neutral=neutral)
+    document = toml_value(config, neutral=neutral)
     for kind in TABLES.keys() & document.keys():
         document[kind] = _chosen(getattr(config, kind))
     if config.pipeline.stages == 1:
@@ -399,7 +402,7 @@ def _document(config: RunConfig, *, neutral: bool = True) -> dict[str, Any]:
 
 def _chosen(choice: Choice) -> dict[str, Any]:
     """A row of a table with its options, as a run file has it."""
-    return {"name": choice.name, **plain(choice.options)}
+    return {"name": choice.name, **toml_value(choice.options)}
 
 
 def digest(config: RunConfig) -> str:

@@ -17,8 +17,8 @@ from gossamer.record.whole_files import LineWriter, atomic_write, make_folder
 from gossamer.report.results import PointResult, read_results, result_lines
 from gossamer.report.table import summary_rows
 from gossamer.run.bookkeeping.finished import is_evaluated, is_finished, measures_alike
-from gossamer.run.config.document import load
-from gossamer.run.config.experiment_file import Point, place_of
+from gossamer.run.config.document import load_document
+from gossamer.run.config.experiment_file import Point, place_in_experiment
 from gossamer.run.config.resolve import settings_of
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.config.run_file import digest, dump, parse
@@ -59,7 +59,7 @@ def train_all(
     Returns: what each run was computed by; None of a finished run without a line.
     Raises: ConfigError when a finished run had other settings, or none is there to reuse; DataError for a line that is none.
     """
-    known = {place_of(one): one for one in read_results(file)} if resume and file.exists() else {}
+    known = {place_in_experiment(one): one for one in read_results(file)} if resume and file.exists() else {}
     kept, origins = list[PointResult](), dict[str, Origin | None]()
     trunks = dict(zip((run.label for run in runs), shared_trunks([run.config for run in runs]), strict=True))
     for run in runs if resume else ():
@@ -67,7 +67,7 @@ def train_all(
             continue
         if is_finished(settings_of(run.config), folders[run.label]):
             _adopt(run, folders)
-            origins[run.label], line = None, known.get(place_of(run))
+            origins[run.label], line = None, known.get(place_in_experiment(run))
             if line is not None and line.origin is not None and line.origin["digest"] == digest(run.config):
                 origins[run.label] = line.origin
                 kept.append(_result(run, folders, line.origin))
@@ -116,7 +116,7 @@ def _copied(
     computed = {one["digest"]: one for _, line in records(outcomes, _ENDED) if (one := line.get("origin"))}
     there = dict[str, list[tuple[Path, RunSettings]]]()
     for file in sorted([*reuse.glob("*/run.toml"), *reuse.glob("*/*/run.toml")]):
-        config = settings_of(parse(load(file)))
+        config = settings_of(parse(load_document(file)))
         there.setdefault(config.digest, []).append((file.parent, config))
     taken = list[tuple[Point, Origin]]()
     for run in missing:
@@ -140,7 +140,7 @@ def _copied(
 def _adopt(run: Point, folders: Mapping[str, Path]) -> None:
     """Gives a finished run the name that it has in this experiment, and the networks that price it there."""
     file = folders[run.label] / "run.toml"
-    there = parse(load(file))
+    there = parse(load_document(file))
     if (there.name, there.network) != (run.config.name, run.config.network):
         atomic_write(file, dump(replace(there, name=run.config.name, network=run.config.network)).encode())
 
@@ -167,7 +167,7 @@ def _in_turn(runs: Sequence[Point]) -> list[Point]:
     points, seeds = dict[str, list[str]](), [*dict.fromkeys(run.seed for run in runs)]
     places = []
     for run in runs:
-        mine, here = points.setdefault(run.method, []), place_of(run)[1]
+        mine, here = points.setdefault(run.method, []), place_in_experiment(run)[1]
         mine += [] if here in mine else [here]
         places.append((mine.index(here), seeds.index(run.seed)))
     return [run for _, run in sorted(zip(places, runs, strict=True), key=lambda pair: pair[0])]

@@ -23,15 +23,15 @@ from gossamer.network.links import times_as_fast, to_options
 from gossamer.record.whole_files import atomic_write, make_folder
 from gossamer.report.paired import Standing, standing
 from gossamer.report.results import PointResult
-from gossamer.run.config.document import load
+from gossamer.run.config.document import load_document
 from gossamer.run.config.experiment_file import Point
 from gossamer.run.config.recipes import recipe
 from gossamer.run.planning.candidates import PLANNED
 from gossamer.run.planning.choice import Candidate
 from gossamer.run.planning.expected_loss import TOKENS_PER_PARAMETER
-from gossamer.run.planning.measured_losses import nearest
-from gossamer.run.planning.plan import RunPlan, network_of, parts_of
-from gossamer.settings.schema import plain
+from gossamer.run.planning.measured_losses import nearest_measured
+from gossamer.run.planning.plan import RunPlan, method_tables, network_without
+from gossamer.settings.schema import toml_value
 
 __all__ = [
     "FILE", "LENGTHS", "MOST_SEEDS", "SMALL", "Course", "Entrant", "course_of", "courses", "document", "label_of", "opened_race",
@@ -161,7 +161,7 @@ def document(
         longest = max(one.steps for one in course.entrants)
         compiled = longest >= _COMPILED_FROM and shutil.which(os.environ.get("CXX", "g++")) is not None
     base: dict[str, Any] = {
-        "name": "race", "workers": n, "seed": made.options.seed, "model": plain(course.model),
+        "name": "race", "workers": n, "seed": made.options.seed, "model": toml_value(course.model),
         "data": {"source": source, "seq_len": course.seq_len, "batch_size": course.batch_size},
         "inner": {"clip": 1.0, "schedule": "cosine", **({"autocast": "bf16", "compile": True} if compiled else {})},
         "run": {"eval_workers": False, "checkpoint_every": 0},
@@ -171,7 +171,7 @@ def document(
     batches = max(8, min(_VALIDATED, trained // 30) // step)
     rows = []
     for one in course.entrants:
-        own, team = one.candidate.local_steps, network_of(made.network, n, one.candidate.left_out)
+        own, team = one.candidate.local_steps, network_without(made.network, n, one.candidate.left_out)
         run = {
             "steps": one.steps, "local_steps": own[0] if len({*own}) == 1 else list(own), "batched": min(8, len(own)),
             "eval_every": math.ceil(one.steps / _VALIDATIONS), "eval_batches": batches,
@@ -191,10 +191,10 @@ def _fragments(one: Candidate) -> int:
 
 def _method(one: Candidate, model: ModelConfig) -> dict[str, Any]:
     """The settings of a candidate as a variant has them; with fewer fragments where the model has fewer layers."""
-    _, tuned = nearest(one.method, one.full_steps)
+    _, tuned = nearest_measured(one.method, one.full_steps)
     rates = {"inner.lr": tuned.inner_lr}
     if one.method in PLANNED.values():
-        return {**parts_of(one), **rates}
+        return {**method_tables(one), **rates}
     outer = {f"rule.{key}": value for key in ("lr", "momentum") if (value := getattr(tuned, key)) is not None}
     fewer = {"schedule.fragments": model.shape.layers} if _fragments(one) > model.shape.layers else {}
     return {"method": one.method, **rates, **outer, **fewer}
@@ -219,7 +219,7 @@ def opened_race(folder: Path, some: Sequence[Candidate]) -> dict[str, Any]:
     """
     if not (file := folder / FILE).is_file():
         raise ConfigError(f"--resume was given and '{file}' is not there; leave --resume out to begin a race")
-    text = load(file)
+    text = load_document(file)
     there, here = [str(row.get("label")) for row in text.get("variant", [])], [label_of(one) for one in some]
     if strange := [label for label in there if label not in here]:
         raise ConfigError(

@@ -26,7 +26,7 @@ from gossamer.run.bookkeeping.which_round import ended
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import prepare
 from gossamer.run.participant.membership_log import say_changes
-from gossamer.run.participant.seat import Brought, Seat, addresses_in, joined, started
+from gossamer.run.participant.seat import Brought, Seat, addresses_in, join_run, started
 from gossamer.run.participant.sigterm import leaving
 from gossamer.run.participant.state_transfer import fetch_state, serve_state
 from gossamer.run.worker.replica import Replica
@@ -226,7 +226,7 @@ def take_part(
                 say(ended(folder, config.rounds))
             return
     else:
-        seat = joined(config, folder, key, join)
+        seat = join_run(config, folder, key, join)
     with leaving() as asked:
         while True:
             try:
@@ -236,4 +236,4 @@ def take_part(
                     raise
             lost, others = seat.members.me, seat.members.with_status(MemberStatus.ALIVE)
             say(f"worker {lost} lost its slot to another process, and asks for a free one")
-            seat = joined(config, folder, key, join, [entry.address for entry in others])
+            seat = join_run(config, folder, key, join, [entry.address for entry in others])

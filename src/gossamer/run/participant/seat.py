@@ -54,7 +54,7 @@ __all__ = [
     "addresses_in",
     "announce",
     "fact_of",
-    "joined",
+    "join_run",
     "started",
     "warn_of_loopback",
 ]
@@ -205,7 +205,7 @@ def _entries(known: Sequence["Stated[Any]"], how_far: Sequence[Progress]) -> Ite
         )
 
 
-def joined(
+def join_run(
     config: RunSettings, folder: Path, run: int, where: str, others: Sequence[str] = ()
 ) -> Seat:  # fmt: skip
     """Gets a slot of a run that is under way. The state comes later, when this process is ready to train.

@@ -14,7 +14,7 @@ from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import to_options
-from gossamer.network.timeline import in_words
+from gossamer.network.timeline import utilisation_in_words
 from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.recipes import Recipe, recipe, recipes
 from gossamer.run.config.resolve import resolve
@@ -23,7 +23,7 @@ from gossamer.run.planning.check import counted
 from gossamer.run.planning.choice import Candidate, Pick, pick
 from gossamer.run.planning.measured_losses import MEASURED
 from gossamer.run.planning.plan import PlanSettings, RunPlan, with_tables
-from gossamer.settings.schema import plain
+from gossamer.settings.schema import toml_value
 
 __all__ = ["PLANNED", "USUAL", "Priced", "choose_among", "drafted", "price_recipes", "recipe_toml"]
 
@@ -115,7 +115,7 @@ def recipe_toml(made: RunPlan, chosen: Candidate, *, name: str, steps: int = 300
     head = (
         f"# {chosen.method} with {chosen.full_steps} local steps, planned for {made.parameters:,} parameters: "
         f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, "
-        f"{in_words(chosen.utilisation, chosen.between_stages)}.\n"
+        f"{utilisation_in_words(chosen.utilisation, chosen.between_stages)}.\n"
     )
     return head + tomli_w.dumps({"name": name, **document})
 
@@ -125,7 +125,7 @@ def drafted(
 ) -> dict[str, Any]:  # fmt: skip
     """A run file of a method on the text of the plan, with further keys in its tables."""
     document = {
-        "method": method, "workers": workers, "seed": options.seed, "model": plain(model),
+        "method": method, "workers": workers, "seed": options.seed, "model": toml_value(model),
         "data": {"source": options.source, "seq_len": options.seq_len, "batch_size": options.batch_size},
     }  # fmt: skip
     return with_tables(document, tables)

@@ -24,11 +24,11 @@ from gossamer.run.config.document import EXPERIMENT, TABLES
 from gossamer.run.config.experiment_file import drafts, table_faults
 from gossamer.run.config.layouts import holding_of, layout_for
 from gossamer.run.config.pipeline import cuts_of, stage_in
-from gossamer.run.config.resolve import document_faults, faults, resolve, settings_of
+from gossamer.run.config.resolve import document_faults, resolve, run_faults, settings_of
 from gossamer.run.config.resolved import InPairs, ResolvedRun, RunSettings, WithServer
 from gossamer.run.config.run_file import RunConfig, parse
 from gossamer.run.config.user_parts import named
-from gossamer.run.planning.traffic import extent, period_of, played, traffic
+from gossamer.run.planning.traffic import extent, period_of, play_rounds, traffic
 from gossamer.run.worker.stages.timing import in_stages
 from gossamer.settings.user_code import is_code
 from gossamer.transport.keys import dealt, keys_for
@@ -44,9 +44,9 @@ __all__ = [
     "StageSize",
     "TextFiles",
     "Verb",
-    "checked",
     "counted",
-    "examine",
+    "examine_document",
+    "examine_run",
     "inner_copies",
 ]
 
@@ -174,14 +174,14 @@ class Examined(NamedTuple):
         return sum(kept.bytes for kept in self.kept if not kept.what.startswith("server"))
 
 
-def examine(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None = None) -> Examined:
+def examine_run(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None = None) -> Examined:
     """What this run will do. A function of the run file, of a tokenizer file that it names, and of this machine.
 
     Args: `refused` as in `Examined`, where it is known.
     Raises: ConfigError and PairingError, as `gossamer.run.config.resolve.resolve`; DataError for a tokenizer file that cannot be
     opened. Cost: a few rounds played on tensors without data, and priced: some 10 ms, and seconds for hundreds of workers.
     """
-    refused = {"train": faults(config, real=True)} if refused is None else refused
+    refused = {"train": run_faults(config, real=True)} if refused is None else refused
     run = resolve(config, real=bool(refused.get("simulate")))
     words, m = local_tokenizer(run.data.tokenizer), run.method
     vocab_size = None if words is None else words.vocab_size
@@ -282,7 +282,7 @@ def _known_of(config: RunConfig) -> Examined:
     )  # fmt: skip
 
 
-def checked(document: Mapping[str, Any]) -> tuple[list[Examined], list[str]]:
+def examine_document(document: Mapping[str, Any]) -> tuple[list[Examined], list[str]]:
     """What each run of a run file or an experiment file will do, and a sentence for every error.
 
     Raises: ConfigError for a document that is neither.
@@ -323,7 +323,7 @@ def _checked(document: Mapping[str, Any]) -> Examined | list[str]:
         config = parse(document)
         if {*TABLES} & named(config).keys():
             return _known_of(config)
-        return examine(config, {"simulate": simulated, "train": trained})
+        return examine_run(config, {"simulate": simulated, "train": trained})
     except GossamerError as error:
         return [str(error)]
 
@@ -446,7 +446,7 @@ def counted(config: ResolvedRun, layout: Layout, rounds: int = _ROUNDS) -> Count
         priced = () if config.network is None else (_on_a_clock(config, sent.sent_bytes, size),)
         return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), priced)
     rounds, few = extent(config, m, whole := _rounds(config, m, rounds))
-    sent, entries = played(config, m, layout, rounds, few)
+    sent, entries = play_rounds(config, m, layout, rounds, few)
     rows += [
         kept("outer state", sent.state_copies),
         kept("messages", (_message_bytes(entries) + sent.flight_copies * size) / size),

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from gossamer.run.planning.expected_loss import EXACT_CODECS, LossScale, Penalty, Range, difference, penalty
+from gossamer.run.planning.expected_loss import EXACT_CODECS, LossScale, Penalty, Range, expected_difference, penalty
 
 __all__ = ["PLAN_HEADINGS", "Candidate", "Pick", "best_of_each", "pick", "plan_rows", "shortlist"]
 
@@ -113,7 +113,7 @@ class Pick(NamedTuple):
             return None
         none = penalty(self.scale, "data parallel", 1, "exact")
         assert none is not None
-        return difference(self.scale, own, none, self.tokens_of(one) / self.tokens)
+        return expected_difference(self.scale, own, none, self.tokens_of(one) / self.tokens)
 
     def outside(self, one: Candidate) -> bool:
         """Whether its loss is extrapolated."""
@@ -153,7 +153,7 @@ def pick(candidates: Iterable[Candidate], scale: LossScale, hours: float | None 
 
 
 def _apart(scale: LossScale, one: _Known, other: _Known) -> Range:
-    return difference(scale, one[1], other[1], other[0].seconds_per_token / one[0].seconds_per_token)
+    return expected_difference(scale, one[1], other[1], other[0].seconds_per_token / one[0].seconds_per_token)
 
 
 def best_of_each(choice: Pick, candidates: Sequence[Candidate]) -> Iterator[Candidate]:

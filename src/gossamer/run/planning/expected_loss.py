@@ -43,7 +43,7 @@ __all__ = [
     "LossScale",
     "Penalty",
     "Range",
-    "difference",
+    "expected_difference",
     "penalty",
     "read_law",
 ]
@@ -270,12 +270,12 @@ _WITH_A_CODEC = ("streaming_diloco", "sparseloco", "fgd_pairs")
 """Methods that were measured with the codec that belongs to them."""
 
 
-def difference(scale: LossScale, one: Penalty, other: Penalty, more_tokens: float = 1.0) -> Range:
+def expected_difference(scale: LossScale, one: Penalty, other: Penalty, more_tokens: float = 1.0) -> Range:
     """The loss of one candidate above that of another, where it reads `more_tokens` times as many.
 
     >>> at = LossScale(139_584, 8, 20 * 139_584, 256)
     >>> two_peers, all_120 = penalty(at, "GASLoC 2-Peer", 30, "exact"), penalty(at, "DiLoCo", 120, "exact")
-    >>> print(difference(at, two_peers, all_120)), print(difference(at, two_peers, _NONE, more_tokens=3.0))
+    >>> print(expected_difference(at, two_peers, all_120)), print(expected_difference(at, two_peers, _NONE, more_tokens=3.0))
     -0.009 ± 0.020
     +0.023 ± 0.093
     (None, None)

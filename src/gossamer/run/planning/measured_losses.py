@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "CODECS_MEASURED", "DRIFT", "MEASURED", "MEASURED_PARAMETERS", "MEASURED_WORKERS", "NATS_PER_E_FOLD", "TunedLoss",
-    "measured_above", "nearest",
+    "measured_above", "nearest_measured",
 ]  # fmt: skip
 
 MEASURED_PARAMETERS, MEASURED_WORKERS = 139_584, 8
@@ -84,10 +84,10 @@ def _above(one: TunedLoss) -> tuple[float, ...]:
     return tuple(loss - other for loss, other in zip(one.losses, least, strict=True))
 
 
-def nearest(method: str, local_steps: int) -> tuple[int, TunedLoss]:
+def nearest_measured(method: str, local_steps: int) -> tuple[int, TunedLoss]:
     """The measured local steps of a method that are nearest in their logarithm, and what was measured there.
 
-    >>> nearest("GASLoC 2-Peer", 15)[0], nearest("GASLoC 2-Peer", 240)[0]
+    >>> nearest_measured("GASLoC 2-Peer", 15)[0], nearest_measured("GASLoC 2-Peer", 240)[0]
     (10, 120)
     """
     known = MEASURED[method]

@@ -23,11 +23,11 @@ from gossamer.network.estimates.utilisation import step_seconds
 from gossamer.network.links import Links, Network, PerWorker, links_of, to_options
 from gossamer.network.pacing import Pace, cycle_s, fitting_steps, uplinks_bps, whole_steps
 from gossamer.network.pricing import price, price_everyone
-from gossamer.network.timeline import in_words
+from gossamer.network.timeline import utilisation_in_words
 from gossamer.record.logs.trace import Integers, Trace, from_targets
 from gossamer.run.planning.choice import Candidate, Pick, pick
 from gossamer.run.planning.expected_loss import EXACT_CODECS, TOKENS_PER_PARAMETER, LossScale
-from gossamer.run.planning.measured_losses import MEASURED_PARAMETERS, MEASURED_WORKERS, nearest
+from gossamer.run.planning.measured_losses import MEASURED_PARAMETERS, MEASURED_WORKERS, nearest_measured
 from gossamer.settings.options import Positive, Share, bounded
 from gossamer.topologies.matching import random_matchings
 
@@ -37,8 +37,8 @@ __all__ = [
     "RunPlan",
     "bits_per_parameter",
     "matched_steps",
-    "network_of",
-    "parts_of",
+    "method_tables",
+    "network_without",
     "plan",
     "quicker_collective",
     "run_toml",
@@ -208,7 +208,7 @@ def plan(
         teams.append((left_out, 1.0))
     candidates = list[Candidate]()
     for without, part in teams:
-        team = network_of(network, n, without)
+        team = network_without(network, n, without)
         for sketch in _sketches(n - len(without), options):
             if (one := _priced(sketch, team, parameters, options, part)) is not None:
                 candidates.append(one._replace(left_out=without))
@@ -225,7 +225,7 @@ def quicker_collective(plan: RunPlan) -> tuple[str, float] | None:
     A mean goes as the network says, by default through owners of chunks, which is how Gossamer's own runs carry it. NCCL
     sends along rings and trees: where sites share a link, fewer of their legs cross it.
     """
-    team, options = network_of(plan.network, plan.workers, ()), plan.options
+    team, options = network_without(plan.network, plan.workers, ()), plan.options
     if plan.workers > _LIMIT_LISTED:
         return None
     ours = min(
@@ -267,7 +267,7 @@ def slowest(network: Network, n: int, parameters: int) -> tuple[int, ...]:
     return tuple(sorted(map(int, order[: 1 + int(np.argmax(ratios))])))
 
 
-def network_of(network: Network, n: int, left_out: Sequence[int]) -> Network:
+def network_without(network: Network, n: int, left_out: Sequence[int]) -> Network:
     """The network without what it says of some workers."""
     gone = set(left_out)
     kept = [i for i in range(n) if i not in gone]
@@ -432,8 +432,8 @@ def run_toml(
             parallelism, which has no local steps.
     """
     chosen = plan.best if candidate is None else candidate
-    parts = parts_of(chosen)
-    measured_at, tuned = nearest(chosen.method, chosen.full_steps)
+    parts = method_tables(chosen)
+    measured_at, tuned = nearest_measured(chosen.method, chosen.full_steps)
     goes_with = ", with the lr and momentum of [rule]" if {"lr", "momentum"} & parts["rule"].keys() else ""
     own = chosen.local_steps
     document: dict[str, Any] = {
@@ -451,13 +451,13 @@ def run_toml(
             **({"adapt": True} if adapt and chosen.full_steps > 1 else {}),
             **({"weigh_steps": True} if weigh_steps and chosen.method != "data parallel" else {}),
         },
-        "network": {"planned": to_options(network_of(plan.network, plan.workers, chosen.left_out))},
+        "network": {"planned": to_options(network_without(plan.network, plan.workers, chosen.left_out))},
     }
     document = with_tables(document, plan.replica)
     head = (
         f"# {chosen.method} with {chosen.full_steps} local steps, planned for {plan.parameters:,} parameters: "
         f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, "
-        f"{in_words(chosen.utilisation, chosen.between_stages)}.\n"
+        f"{utilisation_in_words(chosen.utilisation, chosen.between_stages)}.\n"
         f"{_without(chosen)}{_uneven(chosen)}"
         f"# Best at {measured_at} local step{'s' if measured_at > 1 else ''}, for {MEASURED_PARAMETERS:,} parameters and "
         f"{MEASURED_WORKERS} workers: inner.lr = {tuned.inner_lr:g}"
@@ -475,12 +475,12 @@ def with_tables(document: Mapping[str, Any], tables: Mapping[str, Mapping[str, A
     return {**document, **{table: {**document.get(table, {}), **keys} for table, keys in tables.items()}}
 
 
-def parts_of(chosen: Candidate) -> dict[str, dict[str, Any]]:
+def method_tables(chosen: Candidate) -> dict[str, dict[str, Any]]:
     """The tables `rule`, `topology` and `codec` of a run file for a candidate of `plan`, at the best measured settings."""
     rule, peers = _METHODS[chosen.method]
     if peers is not None and chosen.codec not in EXACT_CODECS:
         rule = "anchored_gasloc"  # the same bytes, but of differences
-    _, tuned = nearest(chosen.method, chosen.full_steps)
+    _, tuned = nearest_measured(chosen.method, chosen.full_steps)
     return {
         "rule": {
             "name": rule,

@@ -22,7 +22,7 @@ from gossamer.run.worker.worker import parts_of
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import Tree, leaves, nbytes
 
-__all__ = ["MOST_PLAYED", "Traffic", "extent", "period_of", "played", "traffic"]
+__all__ = ["MOST_PLAYED", "Traffic", "extent", "period_of", "play_rounds", "traffic"]
 
 
 class Traffic(NamedTuple):
@@ -50,7 +50,7 @@ def traffic(config: ResolvedRun, layout: Layout, rounds: int = 0) -> Traffic:
     if isinstance(m, WithServer | InPairs):
         return _of_phases(config, m, layout)
     # Without waiting, what is published after a phase is what would be sent in a round.
-    return played(config, m, layout, *extent(config, m, rounds or period_of(config, m)))[0]
+    return play_rounds(config, m, layout, *extent(config, m, rounds or period_of(config, m)))[0]
 
 
 def period_of(config: RunSettings, m: Method) -> int:
@@ -84,7 +84,7 @@ def extent(config: RunSettings, m: Method, rounds: int) -> tuple[int, Sequence[i
     return rounds, [k * n // count for k in range(count)]
 
 
-def played(
+def play_rounds(
     config: RunSettings, m: Method, layout: Layout, rounds: int, workers: Sequence[int] | None = None
 ) -> tuple[Traffic, list[Entry]]:
     """What so many rounds send and keep, and the trace that they would leave, its seconds left at zero.

@@ -137,7 +137,7 @@ class Live:
 
     def _shoot(self, name: str, each: "Each") -> None:
         """Trains the film of this name until another one begins, or all ends."""
-        from gossamer.run.play.scenes import first_scene, head_of, next_scene, studio_of, warnings_of
+        from gossamer.run.play.scenes import first_scene, head_of, next_scene, scene_warnings, studio_of
 
         studio = studio_of(self._seed, each)
         scene, due_s = first_scene(studio), time.monotonic()
@@ -156,7 +156,7 @@ class Live:
                 speed = self._speed
             begun_s = time.monotonic()
             scene, frame = next_scene(studio, scene, actions)
-            found = warnings_of(studio.seed, scene.conditions)
+            found = scene_warnings(studio.seed, scene.conditions)
             with self._changed:
                 if name == self._name:
                     before_s = self._frames[-1]["clock_s"] if self._frames else 0.0

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gossamer.data.corpus import fingerprint
+from gossamer.data.corpus import text_fingerprint
 from gossamer.network.links import Network, jitter_factors
 from gossamer.network.pricing import price
 from gossamer.record.logs.seconds import RoundSeconds
@@ -36,7 +36,7 @@ from gossamer.run.worker.worker import RoundReport, Worker
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.version import __version__
 
-__all__ = ["Scene", "Studio", "first_scene", "head_of", "next_scene", "run_of", "studio_of", "warnings_of"]
+__all__ = ["Scene", "Studio", "first_scene", "head_of", "next_scene", "run_of", "scene_warnings", "studio_of"]
 
 UPLINK_BPS, STEP_S = 4e6, 0.1
 _NETWORK = Network(uplink_bps=UPLINK_BPS, downlink_bps=UPLINK_BPS, latency_s=0.02, step_s=STEP_S, jitter=0.1)
@@ -91,7 +91,7 @@ def head_of(studio: Studio) -> Head:
     """What a film of this studio is of."""
     return {
         "film": 1, "seed": studio.seed, "gossamer": __version__, "torch": torch.__version__,
-        "text": fingerprint(studio.task.data), "parameters": studio.like.numel(), "payload_bytes": studio.like.nbytes,
+        "text": text_fingerprint(studio.task.data), "parameters": studio.like.numel(), "payload_bytes": studio.like.nbytes,
         "uplink_bps": UPLINK_BPS, "step_s": STEP_S,
     }  # fmt: skip
 
@@ -108,7 +108,7 @@ def run_of(seed: int, conditions: Conditions) -> ResolvedRun:
     return _resolved(seed, conditions.method, conditions.local_steps, conditions.momentum)
 
 
-def warnings_of(seed: int, conditions: Conditions) -> tuple[str, ...]:
+def scene_warnings(seed: int, conditions: Conditions) -> tuple[str, ...]:
     """What will probably go wrong with these conditions, as a run with them would say."""
     return run_of(seed, conditions).warnings
 

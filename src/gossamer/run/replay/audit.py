@@ -183,7 +183,7 @@ def _sound(folder: Path, slots: Sequence[int], line: Lineage) -> _Sound:
     """Those of a run; it says which are damaged. Cost: reads them."""
     store, sound = folder / "checkpoints", set[tuple[int, int]]()
     for slot in slots:
-        for round, found in checkpoint.faults(store, slot, line).items():
+        for round, found in checkpoint.generation_faults(store, slot, line).items():
             if (fault := found or checkpoint.fault(store, round, slot, line)) is None:
                 sound.add((slot, round))
             else:

@@ -89,7 +89,7 @@ class ServedWorker:
 
     def owned(self) -> list[int]:
         """The newest rounds of which it has a sound checkpoint; it says which are damaged."""
-        found = checkpoint.faults(self._store, self.index, self._lineage)
+        found = checkpoint.generation_faults(self._store, self.index, self._lineage)
         newest = [r for r, why in found.items() if why is None][-OWNED:]
         found |= {r: checkpoint.fault(self._store, r, self.index, self._lineage) for r in newest}
         damaged = {r: fault for r, fault in found.items() if fault is not None}

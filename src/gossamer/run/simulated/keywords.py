@@ -17,10 +17,10 @@ from gossamer.rounds.compatibility.combine import FITTING
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import RULES, Rule
 from gossamer.rules.contract import Needs
-from gossamer.run.config.document import flat, load, load_run, with_settings
+from gossamer.run.config.document import flat, load_document, load_run, with_settings
 from gossamer.run.config.run_file import LoopSettings, RunConfig, dump, parse
 from gossamer.run.config.user_parts import GIVEN, KEYS, UserParts, own_parts
-from gossamer.settings.schema import parse_toml, plain
+from gossamer.settings.schema import parse_toml, toml_value
 from gossamer.settings.user_code import calling, is_code, name_of
 from gossamer.topologies import Topology
 from gossamer.topologies.graphs import edges_of, graph
@@ -132,7 +132,7 @@ def _document(run: Run) -> dict[str, Any]:
         case Mapping():
             return dict(run)
     path = Path(run)
-    return load_run(path) if path.is_dir() else load(path)
+    return load_run(path) if path.is_dir() else load_document(path)
 
 
 def _function(kind: str, value: Any, own: dict[str, Callable[..., Any]]) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def _combination(given: Keywords, own: dict[str, Callable[..., Any]]) -> dict[st
             workers, edges = edges_of(topology)
             found |= {"workers": workers, "topology.name": name_of(graph), "topology.edges": edges}
     if "schedule" in given:
-        found["schedule"] = plain(given["schedule"])
+        found["schedule"] = toml_value(given["schedule"])
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from gossamer.data.settings import must_fit
+from gossamer.data.settings import must_fit_memory
 from gossamer.data.tokenizer import vocabulary
 from gossamer.errors import ConfigError
 from gossamer.models.sizes import parameter_count
@@ -83,8 +83,8 @@ def simulate(
 
 def _must_fit(config: ResolvedRun) -> None:
     """Raises ConfigError where a batch, or what all workers keep between steps, is more than this machine's memory."""
-    must_fit(config.data)
-    must_fit(config.data, config.run.eval_batches)
+    must_fit_memory(config.data)
+    must_fit_memory(config.data, config.run.eval_batches)
     here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     known = not config.model.own and config.model.experts is None and one_device(config.run.device).type == "cpu"
     words = vocabulary(config.data.tokenizer) if known else None

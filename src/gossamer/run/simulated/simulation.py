@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
-from gossamer.data.corpus import fingerprint
+from gossamer.data.corpus import text_fingerprint
 from gossamer.errors import CheckpointError, ConfigError, MissingPackageError
 from gossamer.record.folder import read_metrics
 from gossamer.record.logs.trace import Trace, read_trace
@@ -174,7 +174,7 @@ class Simulation(RecordedRun):
     @property
     def text(self) -> str:
         """The fingerprint of the text it trains on; empty where that is no files."""
-        return fingerprint(self._engine.task.data)
+        return text_fingerprint(self._engine.task.data)
 
     @property
     def over(self) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gossamer.clock import Absence, GossipRun, LoopOptions, PairRun, Phase, Record, Relay, ServerRun, Transfer, Update
-from gossamer.clock.saved import plain, rebuilt, within
+from gossamer.clock.saved import as_dicts, rebuilt, within
 from gossamer.errors import CheckpointError, ConfigError
 from gossamer.network.links import Network
 from gossamer.record import checkpoint
@@ -37,7 +37,7 @@ from gossamer.run.config.resolved import InPairs, ResolvedRun, RunSettings, With
 from gossamer.run.simulated.threads import Lanes
 from gossamer.run.worker.replica import LocalPhase, Replica, must_start_alike
 from gossamer.run.worker.stages.checkpoints import Store
-from gossamer.run.worker.task import Task, moved, task_of
+from gossamer.run.worker.task import Task, on_device, task_of
 from gossamer.transport.processes.launch import one_device
 from gossamer.tree import leaves, must_fit
 
@@ -138,13 +138,13 @@ class Events:
             "learners": [learner.state() for learner in self._learners],
             "steps": self._tally.steps,
             "journal": self._events.state(),
-            "pending": [[type(record).__name__, plain(record)] for record in self._pending],
+            "pending": [[type(record).__name__, as_dicts(record)] for record in self._pending],
         }
 
     def _restore(self, saved: Any) -> None:
         """Continues from a checkpoint. Raises CheckpointError when it does not fit."""
         try:
-            state = moved(saved["run"], self._device)
+            state = on_device(saved["run"], self._device)
             self._run.restore(state["loop"])
             for learner, theirs in zip(self._learners, state["learners"], strict=True):
                 learner.restore(theirs)
@@ -252,7 +252,7 @@ class _Learner(Replica):
 
     def state(self) -> dict[str, Any]:
         """As `Replica.state`, with its parameters and its place in the run. Cost: waits for a phase that is computed ahead."""
-        ahead = None if self._ahead is None else plain(self._ahead.result())
+        ahead = None if self._ahead is None else as_dicts(self._ahead.result())
         place = {"x": self.x, "round": self.round, "steps_taken": self.steps_taken, "ahead": ahead}
         return {**super().state(), **place}
 

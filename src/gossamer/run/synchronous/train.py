@@ -53,7 +53,7 @@ from gossamer.run.worker.stages.checkpoints import Store, partition_of
 from gossamer.run.worker.stages.own_process import OwnStages
 from gossamer.run.worker.stages.recovery import recover_own
 from gossamer.run.worker.stages.timing import pipeline_work
-from gossamer.run.worker.task import Task, found_by_each, moved, task_of
+from gossamer.run.worker.task import Task, found_by_each, on_device, task_of
 from gossamer.run.worker.worker import RoundReport, Worker
 from gossamer.topologies import Topology
 from gossamer.transport.alike import short_settings
@@ -296,12 +296,12 @@ def _validator(config: RunSettings, trainer: _Trainer) -> Callable[[], Mapping[s
     """What finds the validation loss of this worker."""
     replica, stages = trainer.worker.replica, trainer.stages
     if (shards := replica.shards) is not None:
-        scored = [moved(batch, replica.device) for batch in replica.task.data.validation(config.run.eval_batches)]
+        scored = [on_device(batch, replica.device) for batch in replica.task.data.validation(config.run.eval_batches)]
         return lambda: {"loss": shards.validate(replica.task.loss, scored)}
     if stages is None:
         probe = Probe(config, replica.task, replica.device)
         return lambda: {"loss": probe.loss(replica.scored, replica.buffers)}
-    batches = [moved(batch, replica.device) for batch in replica.task.data.validation(config.run.eval_batches)]
+    batches = [on_device(batch, replica.device) for batch in replica.task.data.validation(config.run.eval_batches)]
 
     def validate() -> Mapping[str, Any]:
         with replica.holding_evaluated():

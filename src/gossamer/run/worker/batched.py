@@ -12,9 +12,9 @@ from gossamer.models.stacked import stacked_losses
 from gossamer.optimizers.uncompiled import uncompiled
 from gossamer.rounds.exchange import Each
 from gossamer.run.worker.compiled import made_ready
-from gossamer.run.worker.replica import LocalPhase, Replica, must_be_finite
+from gossamer.run.worker.replica import LocalPhase, Replica, loss_must_be_finite
 from gossamer.run.worker.stages.in_one_process import computing
-from gossamer.run.worker.task import moved
+from gossamer.run.worker.task import on_device
 from gossamer.run.worker.worker import Segment, Worker
 
 __all__ = ["Stack", "Stacks"]
@@ -72,12 +72,12 @@ class Stack:
             number = like.steps_taken * accumulate + micro
             batch = torch.stack([replica.task.data.batch(replica.index, number) for replica in self._replicas])
             with computing(like.config, like.device):
-                losses = self._losses(self._weights, like.config.model.shape, moved(batch, like.device))
+                losses = self._losses(self._weights, like.config.model.shape, on_device(batch, like.device))
             (losses.sum() / accumulate).backward()
             total += losses.detach()
         values = (total / accumulate).tolist()
         for replica, value in zip(self._replicas, values, strict=True):
-            must_be_finite(value, replica, round)
+            loss_must_be_finite(value, replica, round)
             replica.steps_taken += 1
         return values
 

@@ -23,13 +23,13 @@ from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.compiled import made_ready
 from gossamer.run.worker.shards import Shards
 from gossamer.run.worker.stages.in_one_process import InStages, StagedModel, computing
-from gossamer.run.worker.task import Task, buffers_of, moved
+from gossamer.run.worker.task import Task, buffers_of, on_device
 
-__all__ = ["LocalPhase", "Replica", "joined", "must_be_finite", "must_start_alike"]
+__all__ = ["LocalPhase", "Replica", "loss_must_be_finite", "merged_phases", "must_start_alike"]
 
 
 class LocalPhase(NamedTuple):
-    """What a replica reports of consecutive inner steps; phases of one round add up with `joined`."""
+    """What a replica reports of consecutive inner steps; phases of one round add up with `merged_phases`."""
 
     losses: tuple[float, ...]
     """Training loss of each inner step, nats per token."""
@@ -43,13 +43,13 @@ class LocalPhase(NamedTuple):
         return math.fsum(self.losses) / len(self.losses)
 
 
-def joined(phases: Sequence[LocalPhase]) -> LocalPhase:
+def merged_phases(phases: Sequence[LocalPhase]) -> LocalPhase:
     """Consecutive phases as one."""
     losses = tuple(loss for phase in phases for loss in phase.losses)
     return LocalPhase(losses, phases[-1].lr, sum(p.compute_s for p in phases), sum(p.tokens for p in phases))
 
 
-def must_be_finite(loss: float, replica: "Replica", round: int) -> None:
+def loss_must_be_finite(loss: float, replica: "Replica", round: int) -> None:
     """Raises TrainingError unless the loss of an inner step is a number."""
     if not math.isfinite(loss):
         raise TrainingError(
@@ -172,7 +172,7 @@ class Replica:
             self.staged.begin()
         for h in range(start, stop):
             value, count = self._backward(self.places or {self.index: self.steps_taken})
-            must_be_finite(value, self, round)
+            loss_must_be_finite(value, self, round)
             losses.append(value)
             tokens += count
             self.steps_taken += 1
@@ -238,7 +238,7 @@ class Replica:
         passes = len(micro_batches) * len(places)
         for slot, step in places.items():
             for number in (step * accumulate + k for k in micro_batches):
-                batch = moved(self.task.data.batch(slot, number), self.device)
+                batch = on_device(self.task.data.batch(slot, number), self.device)
                 with self._drawing(slot, number), computing(self.config, self.device):
                     value = self._loss(self.model, batch)
                 self._backward_from(value / passes if passes > 1 else value)
@@ -258,7 +258,7 @@ class Replica:
         data, accumulate = cast(Corpus, self.task.data), self.config.data.accumulate
         numbers = range(step * accumulate, (step + 1) * accumulate)
         return self.staged.backward(
-            [(moved(data.batch(self.index, k), self.device), data.samples(self.index, k)) for k in numbers]
+            [(on_device(data.batch(self.index, k), self.device), data.samples(self.index, k)) for k in numbers]
         )
 
     def _drawing(self, slot: int, batch: int) -> contextlib.AbstractContextManager[None]:
@@ -313,7 +313,7 @@ class Replica:
                 own.copy_(saved)
             if self.staged is not None:
                 squares = {int(first): float(square) for first, square in state.get("squares", {}).items()}
-                self.staged.restore(moved(state.get("boundaries", {}), self.device), squares)
+                self.staged.restore(on_device(state.get("boundaries", {}), self.device), squares)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"the checkpoint of worker {self.index} does not fit this model and inner optimizer ({error}); use the run file "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer import rng
-from gossamer.data.corpus import Batches, fingerprint, open_corpus
+from gossamer.data.corpus import Batches, open_corpus, text_fingerprint
 from gossamer.data.tokenizer import Tokenizer, load_tokenizer
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout
@@ -29,7 +29,7 @@ __all__ = [
     "Task",
     "buffers_of",
     "found_by_each",
-    "moved",
+    "on_device",
     "task_of",
     "warn_of_equal_batches",
 ]
@@ -155,7 +155,7 @@ def _pair(value: object) -> bool | None:
 
 def found_by_each(task: Task, parts: UserParts) -> dict[str, str]:
     """What every worker finds on its own and all must have in common: hashes of text, of code, and of a model of its own."""
-    found = {"the text of data.source": fingerprint(task.data)}
+    found = {"the text of data.source": text_fingerprint(task.data)}
     found |= {f"the code of {code.name}": code.sha256[:16] for code in parts.codes}
     if "model" in parts.own:
         found["the parameters of model.size"] = _hash_of([*task.model().parameters()])
@@ -263,16 +263,16 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def moved(batch: Any, device: torch.device) -> Any:
+def on_device(batch: Any, device: torch.device) -> Any:
     """A batch with its tensors on a device; on the CPU, the batch itself."""
     if device.type == "cpu":
         return batch
     if hasattr(batch, "to"):
         return batch.to(device)
     if isinstance(batch, Mapping):
-        return {key: moved(one, device) for key, one in batch.items()}
+        return {key: on_device(one, device) for key, one in batch.items()}
     if isinstance(batch, tuple | list):
-        return type(batch)(moved(one, device) for one in batch)
+        return type(batch)(on_device(one, device) for one in batch)
     return batch
 
 

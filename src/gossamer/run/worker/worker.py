@@ -16,7 +16,7 @@ from gossamer.rounds.loop import OuterLoop
 from gossamer.rounds.schedule import Stop
 from gossamer.rounds.sharing import first_sharing
 from gossamer.rounds.together import Together
-from gossamer.run.worker.replica import LocalPhase, Replica, joined
+from gossamer.run.worker.replica import LocalPhase, Replica, merged_phases
 from gossamer.transport.contract import Reduce, Transport
 from gossamer.tree import leaves, must_fit
 
@@ -58,7 +58,7 @@ class RoundReport(NamedTuple):
     @property
     def whole(self) -> LocalPhase:
         """All inner steps of the round."""
-        return joined(self.phases)
+        return merged_phases(self.phases)
 
 
 class Worker:

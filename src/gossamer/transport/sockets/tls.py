@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from gossamer.errors import RefusedError
-from gossamer.transport.keys import Keys, fingerprint
+from gossamer.transport.keys import Keys, certificate_fingerprint
 
 __all__ = ["TlsSocket", "must_encrypt"]
 
@@ -151,8 +151,8 @@ class TlsSocket:
         if "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):
             return RefusedError(
                 "key",
-                f"it refused the key of this machine ({fingerprint(self._own)}); its run file must list it in [peers], as "
-                "gossamer keys show prints it",
+                f"it refused the key of this machine ({certificate_fingerprint(self._own)}); its run file must list it in "
+                "[peers], as gossamer keys show prints it",
             )
         if "DECRYPTION_FAILED" in reason or "BAD_RECORD_MAC" in reason:
             return RefusedError(

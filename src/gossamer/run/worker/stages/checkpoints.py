@@ -185,7 +185,7 @@ class Store(NamedTuple):
 
     def _faults(self, one: Partition, worker: int, line: Lineage) -> dict[int, Fault | None]:
         """As `faults`, of the checkpoints of one partition."""
-        stages = {path: checkpoint.faults(path, worker, line) for path in self._paths(one)}
+        stages = {path: checkpoint.generation_faults(path, worker, line) for path in self._paths(one)}
         found: dict[int, Fault | None] = {}
         for round in {round for each in stages.values() for round in each}:
             faults = (
