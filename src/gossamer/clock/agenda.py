@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from gossamer.clock.events import Record
 from gossamer.clock.saved import as_dicts, rebuilt
 
-__all__ = ["ABSENCE", "ARRIVAL", "DECISION", "PHASE", "RELAY", "REPLY", "Agenda", "AgendaState"]
+__all__ = ["ABSENCE", "ARRIVAL", "DECISION", "PHASE", "RELAY", "REPLY", "Agenda", "AgendaState", "VirtualTimeLoop"]
 
 # The order of events at the same time. Phases end before any message arrives, so that with equal clocks and free links all
 # messages of a round have arrived when the first is handled. What servers send each other in no time comes before the next
@@ -105,3 +105,22 @@ class Agenda:
         self.time_s, self._serial, self._was_stuck, self._heap = state.time_s, state.serial, state.stuck, heap
         self._work = sum(kind != ABSENCE for _, kind, _, _, _ in heap)
         return [event for *_, event in heap]
+
+
+class VirtualTimeLoop:
+    """A loop whose events are those of its agenda."""
+
+    _agenda: Agenda
+
+    @property
+    def time_s(self) -> float:
+        """The virtual time."""
+        return self._agenda.time_s
+
+    def run(self, until_s: float = math.inf) -> Iterator[Record]:
+        """Yields the events up to a virtual time as they happen; may be stopped anywhere and called again."""
+        return self._agenda.run(until_s)
+
+    def step(self) -> list[Record] | None:
+        """What the next event did; None after the last."""
+        return self._agenda.step()

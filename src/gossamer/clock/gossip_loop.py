@@ -3,12 +3,12 @@
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gossamer.clock.agenda import DECISION, Agenda, AgendaState
+from gossamer.clock.agenda import DECISION, Agenda, AgendaState, VirtualTimeLoop
 from gossamer.clock.durations import Durations
 from gossamer.clock.events import Absence, Phase, Record, Transfer
 from gossamer.clock.gossip_worker import GossipWorker
@@ -42,7 +42,7 @@ class _GossipState(NamedTuple):
     published: list[list[tuple[float, list[Tensor]]]]
 
 
-class GossipRun:
+class GossipRun(VirtualTimeLoop):
     """Runs a gossip rule asynchronously: workers mix with the latest messages of their peers and never wait.
 
     At the end of its k-th local phase a worker publishes its message. It then mixes it with the newest messages that have
@@ -85,11 +85,6 @@ class GossipRun:
         for i in range(len(learners)):
             self._phases.begin(i)
 
-    @property
-    def time_s(self) -> float:
-        """The virtual time."""
-        return self._agenda.time_s
-
     def models(self) -> list[Tensor]:
         """The parameters `[P]` of each worker: views of the learners' own."""
         return [learner.x for learner in self.learners]
@@ -97,14 +92,6 @@ class GossipRun:
     def states(self) -> list[Tree]:
         """The rule's state of each worker."""
         return [worker.s for worker in self._workers]
-
-    def run(self, until_s: float = math.inf) -> Iterator[Record]:
-        """Yields the events up to a virtual time as they happen; may be stopped anywhere and called again."""
-        return self._agenda.run(until_s)
-
-    def step(self) -> list[Record] | None:
-        """What the next event did; None after the last."""
-        return self._agenda.step()
 
     def state(self) -> dict[str, Any]:
         """The part of a checkpoint for this loop; the learners have parts of their own."""

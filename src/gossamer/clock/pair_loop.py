@@ -3,14 +3,14 @@
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from gossamer.asynchronous import PairRule, Rates, conditions
-from gossamer.clock.agenda import DECISION, REPLY, Agenda, AgendaState
+from gossamer.clock.agenda import DECISION, REPLY, Agenda, AgendaState, VirtualTimeLoop
 from gossamer.clock.durations import Durations
 from gossamer.clock.events import Absence, Phase, Record, Transfer
 from gossamer.clock.pair_worker import PairWorker
@@ -72,7 +72,7 @@ class _PairState(NamedTuple):
     planned: bool
 
 
-class PairRun:
+class PairRun(VirtualTimeLoop):
     """Workers that train on their own, and meet in pairs at random times.
 
     Each pair of `rates` meets as an independent Poisson process. Both ends send their message when the meeting begins, and the
@@ -118,11 +118,6 @@ class PairRun:
             self._begin_phase(i)
         self._plan_meeting()
 
-    @property
-    def time_s(self) -> float:
-        """The virtual time."""
-        return self._agenda.time_s
-
     def models(self) -> list[Tensor]:
         """The parameters `[P]` of each worker, all at the present virtual time."""
         return [x for x, _ in self._advanced()]
@@ -134,14 +129,6 @@ class PairRun:
     def _advanced(self) -> list[tuple[Tensor, Tree]]:
         now_s = self.time_s
         return [self.rule.advance(peer.worker.x, peer.worker.s, now_s - peer.time_s) for peer in self._peers]
-
-    def run(self, until_s: float = math.inf) -> Iterator[Record]:
-        """Yields the events up to a virtual time as they happen; may be stopped anywhere and called again."""
-        return self._agenda.run(until_s)
-
-    def step(self) -> list[Record] | None:
-        """What the next event did; None after the last."""
-        return self._agenda.step()
 
     def state(self) -> dict[str, Any]:
         """The part of a checkpoint for this loop; the learners have parts of their own."""

@@ -1,14 +1,13 @@
 """Workers and a server that absorbs their pushes as they arrive, over virtual time."""
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gossamer.asynchronous import ServerRule, Slack
-from gossamer.clock.agenda import ARRIVAL, DECISION, RELAY, REPLY, Agenda, AgendaState
+from gossamer.clock.agenda import ARRIVAL, DECISION, RELAY, REPLY, Agenda, AgendaState, VirtualTimeLoop
 from gossamer.clock.durations import Durations
 from gossamer.clock.events import SERVER, Absence, Phase, Record, Relay, Transfer, Update
 from gossamer.clock.fragment import Push, RegionReport
@@ -80,7 +79,7 @@ class _ServerState(NamedTuple):
     workers: list[ServerWorkerState]
 
 
-class ServerRun:
+class ServerRun(VirtualTimeLoop):
     """Workers that push pseudo-gradients to a server and fetch the next starting points, each at its own speed.
 
     After its k-th local phase a worker pushes fragment k mod `len(spans)`. It then waits for the reply. With `overlap` it
@@ -129,11 +128,6 @@ class ServerRun:
         for i in range(len(learners)):
             self._phases.begin(i)
 
-    @property
-    def time_s(self) -> float:
-        """The virtual time."""
-        return self._agenda.time_s
-
     def model(self) -> Tensor:
         """The server's parameters `[P]`; those of the global server where there is one."""
         return self._cores[0].model() if self._global is None else self._global.model()
@@ -142,14 +136,6 @@ class ServerRun:
         """The state of the rule for each fragment; of all regions in their order, and then of the global server."""
         local = [state for core in self._cores for state in core.states()]
         return local if self._global is None else [*local, *self._global.states()]
-
-    def run(self, until_s: float = math.inf) -> Iterator[Record]:
-        """Yields the events up to a virtual time as they happen; may be stopped anywhere and called again."""
-        return self._agenda.run(until_s)
-
-    def step(self) -> list[Record] | None:
-        """What the next event did; None after the last."""
-        return self._agenda.step()
 
     def state(self) -> dict[str, Any]:
         """The part of a checkpoint for this loop; the learners have parts of their own."""

@@ -32,6 +32,14 @@ UNWRAPPED = (
     "train the module itself; with the Hugging Face Trainer, Accelerate or Lightning, call gossamer.integrations.as_worker() "
     "before anything of the framework is made, so that it counts one process"
 )
+_NEVER_INSIDE = {
+    SHARDED: "whose flat parameters nobody can tell apart; shard it over the processes of one worker with "
+    "torch.distributed.fsdp.fully_shard (FSDP2) instead, which Outer finds by itself",
+    ENGINE: "which trains it and which Outer does not step through; give Outer its engine.module, in fp32 and without ZeRO, in "
+    "a world of processes that is one worker (site=..., join=...)",
+    IN_STEP: f"which averages gradients in every step, so that workers would train as one; {UNWRAPPED}",
+}
+"""Why a model that is in one of these is refused, by the name of the class: its package need not be there."""
 MOST_FINGERPRINTS = 4096
 
 
@@ -104,24 +112,8 @@ def _is_engine(kind: type) -> bool:
 def _refuse_wrapper_in(model: nn.Module) -> None:
     for module in model.modules():
         for kind in type(module).__mro__:
-            if kind.__module__.partition(".")[0] not in ("torch", "deepspeed"):
-                continue
-            if kind.__name__ == SHARDED:
-                raise ConfigError(
-                    f"the model is in {kind.__name__}, whose flat parameters nobody can tell apart; shard it over the processes "
-                    "of one worker with torch.distributed.fsdp.fully_shard (FSDP2) instead, which Outer finds by itself"
-                )
-            if kind.__name__ == ENGINE:
-                raise ConfigError(
-                    f"the model is in {ENGINE}, which trains it and which Outer does not step through; give Outer its "
-                    "engine.module, in fp32 and without ZeRO, in a world of processes that is one worker (site=..., join=...)"
-                )
-            if kind.__name__ == IN_STEP:
-                raise ConfigError(
-                    f"the model is in {kind.__name__}, which averages gradients in every step, so that workers would train as "
-                    f"one; {UNWRAPPED}"
-                )
-
+            if kind.__module__.partition(".")[0] in ("torch", "deepspeed") and kind.__name__ in _NEVER_INSIDE:
+                raise ConfigError(f"the model is in {kind.__name__}, {_NEVER_INSIDE[kind.__name__]}")
     for name, p in model.named_parameters():
         if any(hasattr(p, mark) for mark in ZERO):
             raise ConfigError(f"parameter '{name}' is held by DeepSpeed's ZeRO, {COPIES}")

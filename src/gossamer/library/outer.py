@@ -32,7 +32,7 @@ from gossamer.library.parts import (
     ranks_of,
     settled_parts,
 )
-from gossamer.library.peers import Peers, common_of
+from gossamer.library.peers import Common, Peers, common_of
 from gossamer.library.saved import FORMAT, OuterState, must_be_of, must_continue_alike, what_it_is_of
 from gossamer.library.siblings import Siblings
 from gossamer.library.sites import REJOIN_ROUNDS, ElasticSite, elastic_site
@@ -189,25 +189,8 @@ class Outer(Generic[M]):
             self.method, self.layout, self.x.dtype, reduction=reduction, rest=rest, local_steps=self.local_steps, seed=seed,
             shard=self._flat.words,
         )  # fmt: skip
-        with self._siblings.all_or_none("the start of Outer"):
-            if join is not None:
-                self._lane = at_board(lane, join, timeout_s) if elastic else join_sites(lane, join, timeout_s)
         self._site: ElasticSite | None = None
-        with self._siblings.all_or_none("the start of Outer"):
-            if elastic and join is not None:
-                rule, schedule = self.method.rule, self.method.schedule
-                self._site = elastic_site(
-                    self._lane, self._siblings, common, join, self.x, rest_of(model), closes=rule.needs == "everyone",
-                    closings=sum(bool(stop.sends) for stop in schedule.stops(0, self.local_steps)),
-                    exchanges=self.method.sends_per_round, timeout_s=timeout_s,
-                )  # fmt: skip
-                self._peers = Peers.of_site(
-                    self._site.transport, None if self._site.is_back else self._lane, self._site.start, timeout_s
-                )
-            elif dist.is_initialized() or join is not None:
-                self._peers = Peers.of(process_group, self._lane, common, self.x, rest_of(model), timeout_s=timeout_s)
-            else:
-                self._peers = Peers.none()
+        self._peers = self._meet(common, process_group, join, elastic=elastic, timeout_s=timeout_s)
         self._flat.write()
         self._is_of = what_it_is_of(common, self.method.rule, self._lane, local_steps=self.local_steps)
         self._loaded: str | None = None
@@ -229,6 +212,32 @@ class Outer(Generic[M]):
         """Tells the learning rate of the inner optimizer, where somebody knows it, so that workers can compare theirs."""
         self._began_at, self._looks = str(self._before), 3
         """What all began with, and how often to look yet how the first local phase of all ended."""
+
+    def _meet(
+        self, common: Common, group: dist.ProcessGroup | None, join: str | None, *, elastic: bool, timeout_s: float
+    ) -> Peers:  # fmt: skip
+        """Finds the other workers.
+
+        In two parts, after each of which the processes of this worker learn whether all of them have come through: the second
+        waits for messages that a process which failed in the first would never send.
+        """
+        with self._siblings.all_or_none("the start of Outer"):
+            if join is not None:
+                meet = at_board if elastic else join_sites
+                self._lane = meet(self._lane, join, timeout_s)
+        with self._siblings.all_or_none("the start of Outer"):
+            if elastic and join is not None:
+                rule, schedule = self.method.rule, self.method.schedule
+                self._site = elastic_site(
+                    self._lane, self._siblings, common, join, self.x, rest_of(self.model), closes=rule.needs == "everyone",
+                    closings=sum(bool(stop.sends) for stop in schedule.stops(0, self.local_steps)),
+                    exchanges=self.method.sends_per_round, timeout_s=timeout_s,
+                )  # fmt: skip
+                lane = None if self._site.is_back else self._lane
+                return Peers.of_site(self._site.transport, lane, self._site.start, timeout_s)
+            if dist.is_initialized() or join is not None:
+                return Peers.of(group, self._lane, common, self.x, rest_of(self.model), timeout_s=timeout_s)
+            return Peers.none()
 
     def __repr__(self) -> str:
         """What it does, and how far it is.

@@ -66,7 +66,7 @@ class BottleneckConfig:
     width: Count
     """Numbers of a token that cross."""
     cuts: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
-    """Of "resbm": the layers before which the stream is narrow, also where stages are laid out anew."""
+    """Of "resbm": the layers before which the stream is narrow, also where the stages change between two starts."""
     kind: Literal["linear", "mlp"] = "linear"
     """Of "resbm": one matrix each, or two with SiLU between them."""
     free_layers: Number = 1
@@ -80,6 +80,18 @@ class BottleneckConfig:
             )
         if self.cuts is not None and [*self.cuts] != sorted({*self.cuts}):
             raise ConfigError(f"model.bottleneck.cuts is {[*self.cuts]}; give increasing numbers of layers")
+
+    def misfits(self, hidden: int, layers: int) -> Iterator[str]:
+        """A sentence for everything that does not fit a model of this width and depth."""
+        if self.width > hidden:
+            yield f"model.bottleneck.width is {self.width} and the hidden size {hidden}; take at most the hidden size"
+        if self.cuts is not None and self.cuts[-1] >= layers:
+            yield f"model.bottleneck.cuts is {[*self.cuts]}, but the model has {layers} layers; take at most {layers - 1}"
+        if self.name == "subspace" and self.free_layers >= layers:
+            yield (
+                f"model.bottleneck.free_layers is {self.free_layers} of {layers} layers, so that none is in the subspace; take "
+                f"at most {layers - 1}"
+            )
 
 
 @settings("model.experts")
@@ -162,24 +174,12 @@ class ModelConfig:
                 f"model.experts has {self.experts.count} experts and model.bottleneck is '{self.bottleneck.name}', but a model "
                 "with experts is not cut into stages; remove one of the two"
             )
-        if (narrow := self.bottleneck) is not None:
-            if narrow.width > hidden:
+        if self.bottleneck is not None:
+            yield from self.bottleneck.misfits(hidden, layers)
+            if self.tie_embeddings and self.bottleneck.name == "subspace":
                 yield (
-                    f"model.bottleneck.width is {narrow.width} and the hidden size {hidden}; take at most the hidden size"
-                )
-            if narrow.cuts is not None and narrow.cuts[-1] >= layers:
-                yield (
-                    f"model.bottleneck.cuts is {[*narrow.cuts]}, but the model has {layers} layers; take at most {layers - 1}"
-                )
-            if narrow.name == "subspace" and narrow.free_layers >= layers:
-                yield (
-                    f"model.bottleneck.free_layers is {narrow.free_layers} of {layers} layers, so that none is in the "
-                    f"subspace; take at most {layers - 1}"
-                )
-            if self.tie_embeddings and narrow.name == "subspace":
-                yield (
-                    f"model.tie_embeddings is true, but the embedding of a 'subspace' has {narrow.width} numbers of a token and "
-                    f"the output head {hidden}; set it to false"
+                    f"model.tie_embeddings is true, but the embedding of a 'subspace' has {self.bottleneck.width} numbers of a "
+                    f"token and the output head {hidden}; set it to false"
                 )
         if hidden % (2 * heads):
             yield (

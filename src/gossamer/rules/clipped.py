@@ -81,18 +81,7 @@ def clipped(
         raise ConfigError(
             f"decline is {decline:g} and at is {at:g}, but a message is shortened before it is declined; set decline >= at"
         )
-    # Of whole tensors: what is left of a message that holds some of the coordinates says nothing of where its sender is.
-    gossips = rule.combine is pull and rule.needs == "connected" and not rule.delay_rounds and rule.elementwise
-    gossips = gossips and sends_parameters(rule)
-    if not gossips:
-        try:
-            must_average(rule)
-        except ConfigError:
-            raise ConfigError(
-                f"clipping needs a rule that gossips whole parameters or averages pseudo-gradients or gradients of a round, and "
-                f"got '{rule.name}'; allowed are rules such as 'gasloc', 'gossip' and 'diloco'"
-            ) from None
-    kept = rule.start
+    gossips, kept = _gossips(rule), rule.start
     keeps_start = gossips and kept is None
 
     def init(x: Tensor, ctx: Context) -> _State:
@@ -139,6 +128,22 @@ def clipped(
         unsent=inside(rule.unsent),
         distrusts=lambda s: s.counted,
     )
+
+
+def _gossips(rule: Rule) -> bool:
+    """Whether messages are parameters, and not updates of which a mean is taken. Raises ConfigError for what is neither."""
+    # Of whole tensors: what is left of a message that holds some of the coordinates says nothing of where its sender is.
+    whole = rule.combine is pull and rule.needs == "connected" and not rule.delay_rounds and rule.elementwise
+    if whole and sends_parameters(rule):
+        return True
+    try:
+        must_average(rule)
+    except ConfigError:
+        raise ConfigError(
+            f"clipping needs a rule that gossips whole parameters or averages pseudo-gradients or gradients of a round, and "
+            f"got '{rule.name}'; allowed are rules such as 'gasloc', 'gossip' and 'diloco'"
+        ) from None
+    return False
 
 
 class _Heard(NamedTuple):

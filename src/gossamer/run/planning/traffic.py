@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from gossamer.codecs import fitted
 from gossamer.codecs.message import each_shape_once, payload_bytes
@@ -91,23 +92,9 @@ def play_rounds(
 
     Args: `workers` are those that are played, all by default; the counts are then means over them.
     """
-    network, schedule, size = MemoryNetwork(config.workers), config.schedule, layout.numel
     workers = range(config.workers) if workers is None else workers
-    n = len(workers)
-    m = m._replace(codec=each_shape_once(m.codec), rule=_once(m.rule))
-    x = torch.empty(size, device="meta")
-    averages = config.inner.averaging is not None and m.rule.site == "parameters"
-    averaged, moments = torch.cat([x, x]) if averages else None, [x] * len(schedule.inner_every)
-    held, of_all = holding_of(config, layout), arranged(layout, config)
-    loops: list[OuterLoop] = []
-    for i in workers:
-        parts = parts_of(x, *(of_all if held is None else held.of(i)), averaged, moments)
-        loops.append(
-            OuterLoop(
-                m, network.transport(i), parts, local_steps=config.local_steps_of(i), full_steps=config.full_steps,
-                seed=config.seed,
-            )
-        )  # fmt: skip
+    n, x = len(workers), torch.empty(layout.numel, device="meta")
+    loops = _loops(config, m, layout, workers, x)
     sent: list[list[Operation]] = [[] for _ in loops]
     entries: list[Entry] = []
     flight = 0.0
@@ -141,6 +128,23 @@ def play_rounds(
         flight / nbytes(x),
     )
     return counted, entries
+
+
+def _loops(
+    config: RunSettings, m: Method, layout: Layout, workers: Sequence[int], x: Tensor
+) -> list[OuterLoop]:  # fmt: skip
+    """The outer loops of these workers, whose parameters are all `x`, a tensor without data."""
+    network, m = MemoryNetwork(config.workers), m._replace(codec=each_shape_once(m.codec), rule=_once(m.rule))
+    averages = config.inner.averaging is not None and m.rule.site == "parameters"
+    averaged, moments = torch.cat([x, x]) if averages else None, [x] * len(config.schedule.inner_every)
+    held, of_all = holding_of(config, layout), arranged(layout, config)
+    return [
+        OuterLoop(
+            m, network.transport(i), parts_of(x, *(of_all if held is None else held.of(i)), averaged, moments),
+            local_steps=config.local_steps_of(i), full_steps=config.full_steps, seed=config.seed,
+        )
+        for i in workers
+    ]  # fmt: skip
 
 
 def _once(rule: Rule) -> Rule:
