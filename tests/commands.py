@@ -31,8 +31,8 @@ from gossamer.cli.train import import_early
 
 PR_SET_PDEATHSIG = 1
 CONTEXT = multiprocessing.get_context("forkserver")
-IN_FILES_OF_TESTS = ("pytest", "hypothesis.strategies")
-"""What a process imports that is to call a function of such a file, and would import anew each time."""
+IN_FILES_OF_TESTS = ("pytest", "hypothesis.strategies", "torch._dynamo")
+"""What a process imports that is to call a function of such a file, and would import anew each time: so do torch's optimizers."""
 Work = Callable[[list[str]], int]
 """From the words of a command to its exit code."""
 

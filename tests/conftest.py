@@ -26,11 +26,11 @@ sys.path += sorted({str(path.parent) for path in TESTS} - {*sys.path})
 """Tests take helpers from each other, so no two files share a name."""
 
 LONGEST = (
-    "stages", "server_processes", "elastic_replay", "flat", "parity", "adapt", "train", "simulate", "methods", "resume",
-    "machines", "virtual", "docs", "sigterm", "results", "choice", "rules", "branches", "injuries", "integrations", "launch",
-    "faults", "simulation", "which_round", "experiments", "transport", "check", "testing", "first_hour", "sparse", "exchange",
-    "elastic_sockets", "async_runs", "codecs", "audit", "plan", "stability", "library", "batched_replicas", "contributing",
-    "tune", "race", "sites", "sites_of_trainers",
+    "stages", "server_processes", "elastic_replay", "flat", "docs", "fomoe", "parity", "train", "batched_replicas", "adapt",
+    "simulate", "methods", "resume", "machines", "sites", "virtual", "sigterm", "results", "choice", "rules", "branches",
+    "injuries", "integrations", "launch", "faults", "simulation", "which_round", "experiments", "transport", "browser",
+    "check", "testing", "first_hour", "sparse", "scenes", "shards", "exchange", "elastic_sockets", "async_runs", "codecs",
+    "events", "passes", "audit", "plan", "stability", "library", "contributing", "tune", "race", "sites_of_trainers",
 )  # fmt: skip
 """The files that take longest. They come first: each is run by one process (`--dist loadfile`), and none shall be waited for."""
 

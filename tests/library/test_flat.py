@@ -504,6 +504,8 @@ def one_of_four(rank: int, port: int, folder: Path) -> None:
 
 
 def four(argv: list[str]) -> int:
+    import torch._inductor.compile_fx  # noqa: F401  which each of them would import for the case that is compiled
+
     return in_forks(4, lambda rank: one_of_four(rank, int(argv[0]), Path(argv[1])))
 
 

@@ -117,8 +117,9 @@ def test_shapes_that_do_not_depend_on_the_choice_change_no_loss_and_no_gradient(
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.timeout(900)  # a busy machine compiles for minutes
 def test_a_compiled_mixture_is_equal_to_another_but_for_rounding(tmp_path):
-    config, plain = (moe(run__steps=4, inner__compile=compiled) for compiled in (True, False))
+    config, plain = (moe(run__steps=4, run__eval_every=0, inner__compile=compiled) for compiled in (True, False))
     simulate(config, tmp_path / "compiled")
     simulate(plain, tmp_path / "plain")
     for ours, theirs in zip(states(tmp_path / "compiled", config), states(tmp_path / "plain", plain), strict=True):

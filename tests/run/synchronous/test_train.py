@@ -122,6 +122,7 @@ def test_workers_that_resume_a_run_that_has_ended_say_so_once_and_leave_it_as_it
     assert {path: path.read_bytes() for path in (root / "real").glob("*.jsonl")} == before
 
 
+@pytest.mark.timeout(900)  # a busy machine compiles for minutes
 def test_compiled_workers_compute_what_their_compiled_simulation_computes(tmp_path):
     options = {"workers": 2, "inner__compile": True, "inner__autocast": "bf16", "run__steps": 4, "run__eval_every": 0}
     config = single(**options, run__timeout_s=300)

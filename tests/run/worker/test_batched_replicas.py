@@ -131,6 +131,7 @@ def test_a_stack_computes_in_the_precision_of_the_run(tmp_path):
     assert (x_of(together) - x_of(alone)).abs().max() < (x_of(together) - x_of(exact)).abs().max() / 2
 
 
+@pytest.mark.timeout(900)  # a busy machine compiles for minutes
 def test_a_compiled_stack_is_equal_to_another_but_for_rounding_and_resumes_to_the_same_bits(tmp_path):
     config, plain = (single(workers=2, run__batched=2, inner__compile=compiled) for compiled in (True, False))
     whole = trained(config, tmp_path / "whole")

@@ -228,7 +228,7 @@ def test_a_pipeline_of_processes_has_the_bits_and_the_bytes_of_the_virtual_one(t
 def test_compiled_stages_of_processes_have_the_bits_of_those_in_one(tmp_path):
     options = {
         **TWO, "inner__compile": True, "inner__autocast": "bf16", "inner__clip": 0.5, "pipeline__forward": "tahquant",
-        "pipeline__backward": "intk", "pipeline__schedule": "1f1b", "run__timeout_s": 300,
+        "pipeline__backward": "intk", "pipeline__schedule": "1f1b", "run__eval_every": 0, "run__timeout_s": 300,
     }  # fmt: skip
     config, plain = tiny(**options), tiny(**{**options, "inner__compile": False})
     (tmp_path / "run.toml").write_text(dump(config))
