@@ -45,6 +45,9 @@ class ServerOptions:
     """file of this machine's key, for a run with [peers] (default: GOSSAMER_KEY, else the one that the run file lists)"""
     listen: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None
     """where this machine listens for the others, which --join it; with --local N each worker takes the next port"""
+    mailbox: Annotated[str | None, Parameter(metavar="URL")] = None
+    """folder or object store (as fsspec names it, such as s3://bucket/run) through which the workers of machines talk that cannot
+    reach each other; of elastic and asynchronous runs"""
     secret: Path | None = None
     """file with the secret of the run (default: GOSSAMER_SECRET, else the file 'secret' of the run folder)"""
 
@@ -103,6 +106,9 @@ def command(
         os.environ[KEY] = str(served.key.resolve())
     if served.listen is not None:
         _listen_at(served.listen)
+    if served.mailbox is not None:
+        _talk_through(served.mailbox, run, served, among)
+    if served.listen is not None or served.mailbox is not None:
         local = 1 if local is None and join is None else local  # the first of a run that others join
     keys_for(run.peers, run.workers)  # before processes are started, so that a key that is missing is told once
     if among is not None:
@@ -146,6 +152,28 @@ def _listen_at(address: str) -> None:
     except ValueError:
         raise ConfigError(f"--listen got '{address}'; give HOST:PORT, such as 10.0.0.1:29400") from None
     os.environ[LISTEN] = address
+
+
+def _talk_through(url: str, config: "ResolvedRun", served: ServerOptions, among: "Among | None") -> None:
+    """Has the workers here talk through a mailbox, before any are started. Raises: ConfigError where they cannot."""
+    from gossamer.transport.sockets.mailbox import MAILBOX, opened
+
+    goes_on = config.run.elastic or config.kind in ("pair", "no waiting")
+    if not goes_on or among is not None or served.listen is not None:
+        what = (
+            "--listen too"
+            if served.listen is not None
+            else "--rank too"
+            if among is not None
+            else "a run in rounds of all"
+        )
+        what = "a run with a [server]" if config.kind == "server" else what
+        raise ConfigError(
+            f"--mailbox was given with {what}; it carries elastic runs and those with run.wait = false or [pair]: start the "
+            "first worker with --mailbox URL alone, and each other one with --mailbox URL --join auto"
+        )
+    opened(url)
+    os.environ[MAILBOX] = url
 
 
 def _check_place(config: "ResolvedRun", among: "Among", local: int | None, elsewhere: str) -> None:

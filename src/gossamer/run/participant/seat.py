@@ -43,6 +43,7 @@ from gossamer.transport.secret import folder_secret
 from gossamer.transport.sockets.addresses import is_loopback, listen, shown, split
 from gossamer.transport.sockets.connection import Endpoint
 from gossamer.transport.sockets.header import Limits
+from gossamer.transport.sockets.mailbox import MAILBOX, listen_in, opened
 
 __all__ = [
     "LISTEN",
@@ -218,7 +219,8 @@ def join_run(
     keys, wait_s, line = keys_for(config.peers, config.workers), config.run.timeout_s, lineage(config, folder)
     secret = folder_secret(folder) if keys is None else b""
     found = [one.address for one in read_addresses(folder)] if where == "auto" else [where]
-    found += [address for address in others if address not in found]
+    boxes = opened().addresses() if where == "auto" and os.environ.get(MAILBOX) else []
+    found += [address for address in [*others, *boxes] if address not in found]
     if not found:
         raise ConfigError(
             f"'{folder}' holds no address of a worker; give --join HOST:PORT, as a worker of the run prints it"
@@ -254,7 +256,8 @@ def join_run(
 def announce(folder: Path, own: Address) -> None:
     """Writes the address of this process into the run folder, and says it: those who join from elsewhere have no such folder."""
     write_address(folder, own)
-    say(f"worker {own.slot} listens on {own.address}: another takes a free slot with --join {own.address}")
+    how = f"--mailbox {os.environ[MAILBOX]} --join auto" if os.environ.get(MAILBOX) else f"--join {own.address}"
+    say(f"worker {own.slot} listens on {own.address}: another takes a free slot with {how}")
 
 
 def addresses_in(folder: Path, config: RunSettings, run: int) -> list[tuple[int, str]]:
@@ -295,8 +298,11 @@ def warn_of_loopback(own: str, addresses: Sequence[str]) -> None:
 def _listening(towards: str) -> tuple[socket.socket, str]:
     """A listening socket on the address of this machine from which `towards` is reached, and its `host:port`.
 
-    Where the user has said where to listen, there; of several processes of this machine each takes the next port.
+    Where the user has said where to listen, there; of several processes of this machine each takes the next port. In a run with a
+    mailbox, a box of it.
     """
+    if os.environ.get(MAILBOX):
+        return listen_in(opened())
     host, port = address_towards(towards), 0
     if given := os.environ.get(LISTEN):
         host, port = split(given)

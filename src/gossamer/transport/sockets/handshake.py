@@ -27,6 +27,7 @@ from gossamer.transport.secret import CODE_BYTES, code
 from gossamer.transport.sockets.addresses import split
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.header import GUESTS, wrong_version
+from gossamer.transport.sockets.mailbox import connect, is_box
 
 __all__ = ["HANDSHAKE_S", "dial", "dial_any", "prove_to_dialler", "prove_to_listener"]
 
@@ -120,6 +121,8 @@ def dial(
 ) -> Channel:  # fmt: skip
     """A connection with the process at `host:port`, after both ends have proved that they know the secret of the run.
 
+    A host may be a box of a mailbox (`gossamer.transport.sockets.mailbox`).
+
     Args:
         keys: encrypts the connection, and stands in place of the secret.
         whom: the number that the other end must have, where there are keys; None for any of the run.
@@ -145,7 +148,9 @@ def dial_any(
     if keys is not None and me not in GUESTS:
         keys.must_own(me)
     # The one place where a process dials.
-    channel = Channel(socket.create_connection(split(address), timeout=timeout_s), timeout_s)
+    host, port = split(address)
+    sock = connect(host, timeout_s) if is_box(host) else socket.create_connection((host, port), timeout_s)
+    channel = Channel(sock, timeout_s)
     patience_s = min(timeout_s, HANDSHAKE_S)
     try:
         if keys is not None:

@@ -1,0 +1,351 @@
+"""Connections without a network: what two processes send each other lies in a folder or an object store that both reach.
+
+    store/BOX                    a process listens, and says so again and again: when, by its clock
+    store/BOX.d/STREAM/in-N      the N-th piece of a connection, from the process that has dialled
+    store/BOX.d/STREAM/out-N     from the one that listens; a piece is [size, CRC-32] and its bytes, none at the end
+
+A box has an address like any other, `NAME.mailbox:1`, so all that goes over a socket goes through a mailbox as it is: the news of
+members, payloads, commits, states for newcomers, and the encryption of a run with keys, by which a piece that was changed, left
+out, repeated or put there by somebody else ends its connection and changes nothing. Who reads a piece removes it.
+
+An object store has no rename and needs none: a put under the final name is seen whole or not at all. A folder has, and a piece is
+renamed into place. What a tool that copies folders has brought only half is read again later. Needs no torch.
+
+Cost: an object for whatever was sent within some hundredths of a second, and a look for each connection every `POLL_S`.
+"""
+
+import contextlib
+import logging
+import math
+import os
+import re
+import secrets
+import socket
+import struct
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Callable
+
+from gossamer.errors import ConfigError, TransportError
+from gossamer.transport.sockets.addresses import shown
+
+__all__ = ["MAILBOX", "Mailbox", "connect", "is_box", "listen_in", "opened"]
+
+log = logging.getLogger("gossamer")
+
+MAILBOX = "GOSSAMER_MAILBOX"
+"""The environment variable with the store, as fsspec names it; what `--mailbox` says."""
+POLL_S = {"file": 0.05, "memory": 0.01}
+"""How long nobody looks for what has not come; half a second where it is not said."""
+LOST_S = 30.0
+"""How long a piece may lie there before its reader counts as gone."""
+HERE_S = 10.0
+"""How often the owner of a box says that it is there."""
+PARTING_S = 3.0
+"""How long the last piece may lie there."""
+_DOMAIN = ".mailbox"
+_NAME = re.compile(r"[a-z0-9-]{1,40}")
+_STREAM = re.compile(r"[0-9a-f]{32}")
+_HEAD = struct.Struct("<QQ")
+_MOST_BYTES = 1 << 23
+_AHEAD = 8
+"""Pieces that are under way at most, as a socket has a window."""
+_GATHER_S, _LOOKS = 0.02, 4
+"""What is written without a longer pause becomes one object, and how often a pause is looked at."""
+_MOST_STREAMS = 256
+"""New ones at a look: whoever can write into the store shall not fill the memory of a process."""
+
+
+class Mailbox:
+    """A store that several processes reach; one object of a process may serve all of its threads.
+
+    Args: `url` is a folder or what fsspec opens, such as s3://bucket/run.
+    Raises: ConfigError for what cannot be opened.
+    """
+
+    def __init__(self, url: str) -> None:
+        from fsspec.core import url_to_fs
+
+        try:
+            self._fs, self._root = url_to_fs(url)
+        except (ImportError, ValueError, OSError) as error:
+            raise ConfigError(
+                f"the mailbox '{url}' cannot be opened ({error}); give a folder or an address that fsspec knows, such as "
+                "s3://bucket/run, with the package that it needs"
+            ) from None
+        protocol = self._fs.protocol if isinstance(self._fs.protocol, str) else self._fs.protocol[0]
+        self._is_folder = protocol == "file"
+        self.poll_s = POLL_S.get(protocol, 0.5)
+
+    def put(self, name: str, content: bytes) -> None:
+        """Puts an object, which others see whole or not at all. Raises: OSError."""
+        path = self._path(name)
+        if not self._is_folder:
+            self._fs.pipe_file(path, content)
+            return
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        part = f"{path}.{secrets.token_hex(4)}.part"
+        with open(part, "wb") as file:
+            file.write(content)
+        os.replace(part, path)
+
+    def get(self, name: str, most_bytes: int) -> bytes | None:
+        """The content of an object; None where it has not come. Raises: OSError; TransportError for one that is too large."""
+        path = self._path(name)
+        try:
+            # Asked first: who can write into the store could put an object there that no memory holds.
+            if (size := self._fs.info(path, refresh=True)["size"]) > most_bytes:
+                raise TransportError(
+                    f"the object {name} of the mailbox has {size} bytes, and {most_bytes} are the most"
+                )
+            content: bytes = self._fs.cat_file(path, end=most_bytes)
+        except FileNotFoundError:
+            return None
+        return content
+
+    def there(self, name: str) -> bool:
+        """Whether an object lies there. Raises: OSError."""
+        self._forget()
+        return bool(self._fs.exists(self._path(name)))
+
+    def names(self, under: str) -> list[str]:
+        """The names right under a name. Raises: OSError."""
+        self._forget()
+        try:
+            return sorted(path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._path(under), detail=False))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def addresses(self) -> list[str]:
+        """Those of all boxes; some may be of processes that have died, and come last. Raises: OSError."""
+        names = [name for name in self.names("") if _NAME.fullmatch(name)]
+        return [shown(name + _DOMAIN, 1) for name in sorted(names, key=self._said_s, reverse=True)]
+
+    def _said_s(self, box: str) -> float:
+        """When the owner of a box last said that it is there, by its own clock."""
+        try:
+            return float(self.get(box, 32) or 0)
+        except (ValueError, OSError, TransportError):
+            return 0.0
+
+    def say_here(self, box: str) -> None:
+        """Says that a process listens there. Raises: OSError."""
+        self.put(box, f"{time.time():.3f}".encode())
+
+    def remove(self, name: str) -> None:
+        """Removes an object, or all under a name; nothing where it is not there."""
+        with contextlib.suppress(Exception):  # what cannot be removed stays, and is read by nobody
+            self._fs.rm(self._path(name), recursive=True)
+
+    def _forget(self) -> None:
+        self._fs.invalidate_cache()  # listings are kept, and what another has put would never be seen
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+
+def opened(url: str | None = None) -> Mailbox:
+    """The mailbox of this process, as GOSSAMER_MAILBOX names it. Raises: ConfigError where nothing does."""
+    url = url or os.environ.get(MAILBOX)
+    if not url:
+        raise ConfigError(
+            f"the address of a mailbox was given, and no mailbox; give --mailbox URL, or set {MAILBOX}, on every machine"
+        )
+    with _lock:
+        if url not in _open:
+            _open[url] = Mailbox(url)
+        return _open[url]
+
+
+_open: dict[str, Mailbox] = {}
+_carries: "set[_Carry]" = set()
+_lock = threading.Lock()
+
+
+def is_box(host: str) -> bool:
+    """Whether a host is a box.
+
+    >>> is_box("berlin.mailbox"), is_box("10.0.0.1")
+    (True, False)
+    """
+    return host.endswith(_DOMAIN) and _NAME.fullmatch(host.removesuffix(_DOMAIN)) is not None
+
+
+def listen_in(mailbox: Mailbox, name: str | None = None) -> tuple[socket.socket, str]:
+    """A socket that listens to whoever dials this process's new box, and the address of the box.
+
+    The box is there until the socket is closed. It listens on loopback, where its own thread connects for each that dials.
+    Raises: TransportError where the store takes nothing.
+    """
+    name = name or secrets.token_hex(8)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    address = listener.getsockname()
+    try:
+        mailbox.say_here(name)
+    except OSError as error:
+        listener.close()
+        raise TransportError(
+            f"the mailbox took no object ({error}); look at its address and your rights there"
+        ) from None
+    # No daemon: a process that ends is waited for until others have read what it has said last, and its box is gone.
+    threading.Thread(
+        target=_serve, args=(mailbox, name, weakref.ref(listener), address), name="gossamer mailbox"
+    ).start()
+    return listener, shown(name + _DOMAIN, 1)
+
+
+def connect(host: str, timeout_s: float) -> socket.socket:
+    """One end of a new connection with the process whose box this is.
+
+    Raises: ConnectionRefusedError where there is no such box; OSError where the store does not answer; ConfigError.
+    """
+    mailbox, name = opened(), host.removesuffix(_DOMAIN)
+    if not mailbox.there(name):
+        raise ConnectionRefusedError(f"the mailbox has no box '{name}'")
+    stream = f"{name}.d/{secrets.token_hex(16)}"
+    mailbox.put(f"{stream}/in-0", _packed(b"\0"))  # the first piece tells the other end that there is a connection
+    ours, theirs = socket.socketpair()
+    _Carry(mailbox, stream, theirs, ours="in", others="out", sent=1, came=0).start()
+    ours.settimeout(timeout_s)
+    return ours
+
+
+def _serve(mailbox: Mailbox, name: str, listener: weakref.ref[socket.socket], address: tuple[str, int]) -> None:
+    """Looks for new connections until the socket is closed, or the process ends."""
+    said_s = time.monotonic()
+    while threading.main_thread().is_alive() and (sock := listener()) is not None and sock.fileno() >= 0:
+        del sock  # else a listener that everybody has forgotten would never be closed
+        with contextlib.suppress(Exception):  # a store that does not answer for a while, and raises what it likes
+            if time.monotonic() > said_s + HERE_S:
+                mailbox.say_here(name)
+                said_s = time.monotonic()
+            open_ = {one.stream for one in _carries.copy() if one.was_accepted}
+            there = (f"{name}.d/{stream}" for stream in mailbox.names(f"{name}.d") if _STREAM.fullmatch(stream))
+            for stream in [one for one in there if one not in open_][:_MOST_STREAMS]:
+                if mailbox.there(f"{stream}/in-0"):  # else it has ended, and a piece of it came too late
+                    near = socket.create_connection(address)
+                    _Carry(mailbox, stream, near, ours="out", others="in", sent=0, came=0).start()
+        time.sleep(mailbox.poll_s)
+    _leave(mailbox, name)
+
+
+def _leave(mailbox: Mailbox, name: str) -> None:
+    mailbox.remove(name)  # first, so that nobody dials any more
+    until = time.monotonic() + 2 * PARTING_S + 1.0
+    for carry in _carries.copy():
+        if carry.stream.startswith(f"{name}.d/") or carry.closes:
+            carry.ended.wait(max(0.0, until - time.monotonic()))
+    mailbox.remove(f"{name}.d")
+
+
+def _packed(content: bytes) -> bytes:
+    return _HEAD.pack(len(content), zlib.crc32(content)) + content
+
+
+class _Carry:
+    """Carries the bytes of one connection between a local socket and the store, until either end is closed."""
+
+    def __init__(
+        self, mailbox: Mailbox, stream: str, near: socket.socket, *, ours: str, others: str, sent: int, came: int
+    ) -> None:  # fmt: skip
+        self._mailbox, self.stream, self._near = mailbox, stream, near
+        self._ours, self._others, self._sent, self._came = ours, others, sent, came
+        self.was_accepted = ours == "out"
+        self._patience, self.ended = math.inf, threading.Event()
+
+    def start(self) -> None:
+        """Carries both ways, in threads of its own."""
+        _carries.add(self)
+        threading.Thread(target=self._both, daemon=True, name="gossamer mailbox").start()
+
+    def _both(self) -> None:
+        inward = threading.Thread(target=self._until_lost, args=(self._in,), daemon=True, name="gossamer mailbox")
+        inward.start()
+        self._until_lost(self._out)
+        # What this end has said last is read by then, and the other end says that it has closed too, unless it is gone.
+        self._patience = time.monotonic() + PARTING_S
+        inward.join()  # only then: a descriptor that is free may be another connection's a moment later
+        self._near.close()
+        with contextlib.suppress(Exception):
+            self._is_read(self._sent - 1, PARTING_S)
+            self._mailbox.remove(self.stream)
+        _carries.discard(self)
+        self.ended.set()
+
+    @property
+    def closes(self) -> bool:
+        """Whether this end has closed, and waits for the other one."""
+        return self._patience < math.inf
+
+    def _until_lost(self, carry: Callable[[], None]) -> None:
+        try:
+            carry()
+        except Exception as error:  # a store raises what it likes; the connection is lost then, as any may be
+            log.info("a connection through the mailbox is lost: %s", error)
+            self._patience = 0.0
+        with contextlib.suppress(OSError):  # by which the other direction ends, and whoever uses the socket learns it
+            self._near.shutdown(socket.SHUT_RDWR)
+
+    def _out(self) -> None:
+        content = b"?"
+        while content:
+            content = self._gathered()
+            if not self._is_read(self._sent - _AHEAD, LOST_S):
+                raise ConnectionError(f"nobody has read for {LOST_S:g} s what lies there")
+            self._mailbox.put(self._piece(self._ours, self._sent), _packed(content))
+            self._sent += 1
+
+    def _gathered(self) -> bytes:
+        """What the process has written, as one piece; nothing at the end."""
+        content, quiet = bytearray(self._near.recv(_MOST_BYTES)), 0
+        while content and len(content) < _MOST_BYTES and quiet < _LOOKS:
+            try:
+                # No timeout of the socket: it would be that of the thread which writes too.
+                more = self._near.recv(_MOST_BYTES - len(content), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                quiet += 1
+                time.sleep(_GATHER_S / _LOOKS)
+                continue
+            if not more:
+                break
+            content += more
+            quiet = 0
+        return bytes(content)
+
+    def _in(self) -> None:
+        while time.monotonic() < self._patience:
+            name = self._piece(self._others, self._came)
+            raw = self._mailbox.get(name, _HEAD.size + _MOST_BYTES)
+            if raw is None or not _whole(raw):
+                time.sleep(self._mailbox.poll_s)
+                continue
+            self._mailbox.remove(name)
+            content, first = raw[_HEAD.size :], self.was_accepted and self._came == 0
+            self._came += 1
+            if not content:
+                return
+            if not first:  # which only says that there is a connection
+                with contextlib.suppress(OSError):  # this end has closed
+                    self._near.sendall(content)
+
+    def _is_read(self, number: int, patience_s: float) -> bool:
+        """Whether the other end has read a piece of ours, within this time."""
+        until = time.monotonic() + patience_s
+        while number >= 0 and self._mailbox.there(self._piece(self._ours, number)):
+            if time.monotonic() > until:
+                return False
+            time.sleep(self._mailbox.poll_s)
+        return True
+
+    def _piece(self, direction: str, number: int) -> str:
+        return f"{self.stream}/{direction}-{number}"
+
+
+def _whole(raw: bytes) -> bool:
+    """Whether all of a piece has come."""
+    if len(raw) < _HEAD.size:
+        return False
+    size, check = _HEAD.unpack_from(raw)
+    return len(raw) == _HEAD.size + size and zlib.crc32(raw[_HEAD.size :]) == check
