@@ -1,7 +1,10 @@
 """Runs whose workers reach a folder, and not each other."""
 
 import json
+import os
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,23 +53,30 @@ def test_a_machine_with_a_key_joins_a_run_by_the_boxes_in_the_folder(
     code, said = run("keys", "new", "both", "--json")
     assert code == 0, said
     peers = {"both": {"certificate": json.loads(said)["keys"][0]["certificate"], "workers": 2}}
-    slow = {"run__steps": 160, "run__pace_s": 0.05, "run__eval_every": 0, "run__checkpoint_every": 0}
+    slow = {"run__steps": 8000, "run__pace_s": 0.05, "run__eval_every": 0, "run__checkpoint_every": 0}
     config = tiny(workers=2, run__elastic=True, run__timeout_s=60, peers=peers, **slow)
     (tmp_path / "run.toml").write_text(dump(config))
     box = tmp_path / "box"
     box.mkdir()
     (box / "a-box-of-the-dead").write_text("1000")
     first = Command("train", tmp_path / "run.toml", "--mailbox", box, "--out", tmp_path / "0")
-    deadline = time.monotonic() + 100
-    while len([*box.glob("*")]) < 2:
-        assert time.monotonic() < deadline, first.finish(0)
-        time.sleep(0.05)
+    until(lambda: len([*box.glob("*")]) > 1, first)
     second = Command("train", tmp_path / "run.toml", "--mailbox", box, "--out", tmp_path / "1", "--join", "auto")
-    ends = [one.finish() for one in (second, first)]
-    assert [code for code, _ in ends] == [0, 0], ends
-    assert "worker 1 joins at round" in ends[0][1]
-    (life,) = read_outcomes(tmp_path / "1")[1]
-    assert len(life.rounds) > 3 and not any(one.missed for one in life.rounds[1:-1])
+    until(lambda: any(len(life.rounds) > 3 for life in read_outcomes(tmp_path / "1").get(1, [])), second)
+    for one in (second, first):
+        os.kill(one.pid, signal.SIGTERM)
+    (code, said), (of_first, _) = second.finish(), first.finish()
+    assert (code, of_first) == (0, 130), said
+    assert "worker 1 joins at round" in said
+    rounds = read_outcomes(tmp_path / "1")[1][-1].rounds
+    assert any(one.alive is None and not one.missed for one in rounds), "they have exchanged"
+
+
+def until(holds: Callable[[], bool], command: Command) -> None:
+    deadline = time.monotonic() + 150
+    while not holds():
+        assert time.monotonic() < deadline, command.finish(0)
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
