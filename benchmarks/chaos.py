@@ -249,8 +249,9 @@ def stop(run: Running) -> None:
             break  # it has come to its end
         run.kill(run.fleet.living)
         run.until(lambda: not run.fleet.living, 10)
-        held = checkpoint.owned(run.out / "checkpoints", range(run.trial.workers), digest(run.config))
-        had = checkpoint.newest_common(held) or 0
+        store, digested = run.out / "checkpoints", digest(run.config)
+        held = [{*checkpoint.rounds(store, i, digested)} for i in range(run.trial.workers)]
+        had = max(set.intersection(*held), default=0)
         run.values["stops"] = i + 1
         run.resume()
 

@@ -177,8 +177,8 @@ def measured(machines: Machines) -> tuple[int, float, str]:
 
 def newest_checkpoint(config: RunConfig, folder: Path) -> int:
     """The newest round of which all workers have a checkpoint; they write one after each."""
-    held = checkpoint.owned(folder / "checkpoints", range(WORKERS), digest(config))
-    return checkpoint.newest_common(held) or 0
+    held = [{*checkpoint.rounds(folder / "checkpoints", i, digest(config))} for i in range(WORKERS)]
+    return max(set.intersection(*held), default=0)
 
 
 def real_round_s(processes: Sequence[Process]) -> float | None:

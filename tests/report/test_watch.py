@@ -154,7 +154,7 @@ def test_what_cannot_be_served_is_one_sentence(tmp_path: Path, capsys: pytest.Ca
 
 def test_a_page_beside_a_run_ends_when_the_run_has_gone_and_nobody_looks(tmp_path: Path) -> None:
     program = "import sys; from pathlib import Path; import gossamer.report.page.web as web\n"
-    program += "web._LINGER_S = 0.0; web.beside(Path(sys.argv[1]))"
+    program += "web._LINGER_S = 0.0; web.serve_beside(Path(sys.argv[1]))"
     words = [sys.executable, "-c", program, str(tmp_path / "later")]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as beside:
         assert beside.stderr is not None and beside.stdin is not None

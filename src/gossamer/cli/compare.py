@@ -58,7 +58,7 @@ def command(
         out: folder of all runs (default: runs/ and the name of the file)
         seeds: run every variant with each of these seeds, such as 0,1,2
         scale: take the sizes of the file's [scale.NAME]
-        jobs: runs at a time, each in a process of its own (default: one, in this process)
+        jobs: runs at a time, each in its own process (default: one, in this process)
     """
     from gossamer.report.figures import check_figure
     from gossamer.report.page.page import write_pages

@@ -178,12 +178,12 @@ def _interface(address: str) -> str:
 
 def _clock() -> _Finding:
     now_s, installed_s = time.time(), Path(__file__).stat().st_mtime
-    told = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now_s))
+    now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now_s))
     if now_s < installed_s - 3600:
         return _Finding(
-            "clock", "fault", f"it is {told} here, which is before gossamer was installed", "set the clock, by NTP"
+            "clock", "fault", f"it is {now} here, which is before gossamer was installed", "set the clock, by NTP"
         )
-    return _Finding("clock", "ok", f"it is {told} here")
+    return _Finding("clock", "ok", f"it is {now} here")
 
 
 def _key(config: "RunConfig", keys: "Keys | None") -> _Finding:

@@ -23,7 +23,7 @@ def command(
 
     Args:
         overrides: an option, such as chips=150000, learners=4 or checkpoint_s=20; may be repeated
-        published: the published goodputs of Decoupled DiLoCo beside ours instead; of the options only restart_s and downtime_s
+        published: the published goodputs of Decoupled DiLoCo next to ours instead; takes only restart_s and downtime_s
         plot: draw goodput against the number of chips (.png or .svg)
     """
     from gossamer.network.estimates.goodput import GoodputOptions, goodput_curves

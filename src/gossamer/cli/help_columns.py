@@ -1,4 +1,4 @@
-"""How `--help` lays out its lists: names on the left, and what they mean in a column of its own, as wide as the terminal."""
+"""How `--help` lays out its lists: names on the left, and what they mean in its own column, as wide as the terminal."""
 
 import io
 import textwrap

@@ -1,4 +1,4 @@
-"""`gossamer train`: each worker a process of its own."""
+"""`gossamer train`: each worker its own process."""
 
 import contextlib
 import logging

@@ -32,7 +32,7 @@ def command(
     Args:
         out: folder of all runs (default: runs/ and the name of the file)
         scale: take the sizes of the file's [scale.NAME]
-        jobs: runs at a time, each in a process of its own (default: one for each core)
+        jobs: runs at a time, each in its own process (default: one for each core)
         resume: keep the finished runs, and train the others
     """
     from gossamer.record.whole_files import atomic_write

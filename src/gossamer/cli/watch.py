@@ -22,8 +22,8 @@ PORT = 8250
 _PAGES: list["subprocess.Popen[bytes]"] = []
 """Kept, as nobody waits for them."""
 _BESIDE = (
-    "import sys; from pathlib import Path; from gossamer.report.page.web import beside; "
-    "beside(Path(sys.argv[1]), show=sys.argv[2] == 'show')"
+    "import sys; from pathlib import Path; from gossamer.report.page.web import serve_beside; "
+    "serve_beside(Path(sys.argv[1]), show=sys.argv[2] == 'show')"
 )
 
 
@@ -94,7 +94,7 @@ class Watchable(Output):
 
     @contextlib.contextmanager
     def watching(self, folder: Path) -> Iterator[None]:
-        """In here a page of this folder is served by a process of its own, if that was asked for.
+        """In here a page of this folder is served by its own process, if that was asked for.
 
         The process only reads. It ends when we have and nobody looks at the page any more.
         """
@@ -105,7 +105,7 @@ class Watchable(Output):
         import sys
 
         words = [sys.executable, "-c", _BESIDE, str(folder), "show" if self.opens else ""]
-        # A session of its own, so that a Ctrl-C that stops us leaves the page to whoever looks at it.
+        # Its own session, so that a Ctrl-C that stops us leaves the page to whoever looks at it.
         page = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
         _PAGES.append(page)
         try:

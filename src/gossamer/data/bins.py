@@ -66,7 +66,7 @@ class Binary(NamedTuple):
 def open_binary(path: Path, vocab_size: int) -> Binary:
     """The tokens of a .bin file; which kind it is, it says itself.
 
-    With a file of the same name and .idx beside it, it is one of Megatron; with a header of 256 numbers, of which the first is
+    With a file of the same name and .idx next to it, it is one of Megatron; with a header of 256 numbers, of which the first is
     known, one of llm.c. Else it is plain, as nanoGPT writes it: 16 bits a token, or 32 where the vocabulary needs them or every
     second 16 bits are 0.
 
@@ -74,9 +74,9 @@ def open_binary(path: Path, vocab_size: int) -> Binary:
         its beginning, middle and end show that.
     """
     try:
-        size, beside = path.stat().st_size, path.with_suffix(".idx")
-        if beside.is_file():
-            dtype, offset, count, documents = _megatron(beside, path, size)
+        size, index = path.stat().st_size, path.with_suffix(".idx")
+        if index.is_file():
+            dtype, offset, count, documents = _megatron(index, path, size)
         else:
             (dtype, offset, count), documents = _with_header(path, size) or _plain(path, size, vocab_size), None
         tokens = np.memmap(path, dtype, "r", offset, (count,)) if count else np.empty(0, dtype)
@@ -140,7 +140,7 @@ def _plain(path: Path, size: int, vocab_size: int) -> tuple[np.dtype[Any], int, 
 
 
 def _megatron(index: Path, path: Path, size: int) -> tuple[np.dtype[Any], int, int, int]:
-    """What the index beside a file says: the kind of numbers, where they begin, how many there are, and of how many documents."""
+    """What the index of a file says: the kind of numbers, where they begin, how many there are, and of how many documents."""
 
     def damaged(why: str) -> DataError:
         return DataError(f"'{index}' is no index of Megatron for '{path.name}': {why}; write both files again")

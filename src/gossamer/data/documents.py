@@ -192,7 +192,8 @@ def besides(left_out: Mapping[str, int]) -> str:
 def found_at(sources: Sequence[str]) -> list[SourceFiles]:
     """The files of each source, in the order given, each file once; those of a folder or glob are sorted.
 
-    Of a folder, all files are read that end in one of `SUFFIXES`, but no README.md beside jsonl or parquet: it is about the text.
+    Of a folder, all files are read that end in one of `SUFFIXES`, but no README.md next to jsonl or parquet, as it is about
+    the text.
 
     Raises: DataError for a source without any file to read, and for a folder of which only a README would be.
     """

@@ -53,7 +53,7 @@ class DataConfig:
     """Whether the workers of an elastic run that takes means over everyone train on the batches of those that are dead too, so
     that the global batch of a step stays the same. While nobody is dead, it changes no bit."""
     windows: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
-    """How many fixed windows of text each worker trains on, all of them in every epoch, in an order of its own; None draws every
+    """How many fixed windows of text each worker trains on, all of them in every epoch, in its own order; None draws every
     window at a new place."""
     shards: _Shards = "iid"
     """"iid": every worker draws from all training text; "contiguous": each only from its own n-th, in document order; a

@@ -180,7 +180,7 @@ class _Packed:
         if place is not None:
             self._stream.load_state_dict(place)
         self._rows: Iterator[dict[str, Any]] = iter(self._stream)
-        self._ahead = place  # the stream has a position of its own only after the first row
+        self._ahead = place  # the stream has its own position only after the first row
 
     def _next_document(self) -> NDArray[np.int64]:
         """The tokens of the next document of this split; starts again after the last."""

@@ -359,7 +359,7 @@ def _mapped(path: Path, seal: Sequence[Any], dtype: np.dtype[Any]) -> NDArray[An
 
 class FileCorpus:
     """Tokenised files. A batch is windows at random places, drawn by `numpy_rng(seed, worker, step, "data")`. With `data.windows`
-    the places are drawn once for each worker, and each epoch has all of them in an order of its own.
+    the places are drawn once for each worker, and each epoch has all of them in its own order.
 
     If the training or the validation text would be shorter than one window, as with one small file, the last
     `val_fraction` of all text is the validation text instead, unless each worker has a source.
@@ -439,7 +439,7 @@ class FileCorpus:
         return self._windows(self._train, places.integers(low, high - self._window + 1, size=self._config.batch_size))
 
     def samples(self, worker: int, step: int) -> list[int]:
-        """Which windows a batch consists of; each has a number of its own where they do not come again."""
+        """Which windows a batch consists of; each has its own number where they do not come again."""
         size, windows = self._config.batch_size, self._config.windows
         numbers = range(step * size, (step + 1) * size)
         if windows is None:

@@ -71,7 +71,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that `DataConfig.tokenizer` names.
 
     A document is trained on as its post-processor has it. Where that ends no text, the `eos_token` of a tokenizer_config.json
-    beside it follows, or else the first of `END_TOKENS` that the vocabulary has.
+    next to it follows, or else the first of `END_TOKENS` that the vocabulary has.
 
     Raises: DataError when it is missing or no tokenizer; MissingPackageError without the library.
 
@@ -130,22 +130,22 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def _named(name: str, path: Path | None) -> dict[str, str]:
-    """The special tokens that the tokenizer_config.json beside a tokenizer names, by what they are for."""
+    """The special tokens that the tokenizer_config.json next to a tokenizer names, by what they are for."""
     if path is not None:
-        beside = path.with_name("tokenizer_config.json")
+        config = path.with_name("tokenizer_config.json")
     else:
         from huggingface_hub import hf_hub_download  # which tokenizers needs itself
         from huggingface_hub.errors import EntryNotFoundError
 
         try:
-            beside = Path(hf_hub_download(name, "tokenizer_config.json"))
+            config = Path(hf_hub_download(name, "tokenizer_config.json"))
         except EntryNotFoundError:
             return {}
-    if not beside.is_file():
+    if not config.is_file():
         return {}
-    document = json.loads(beside.read_text(encoding="utf-8"))
+    document = json.loads(config.read_text(encoding="utf-8"))
     if not isinstance(document, dict):
-        raise ValueError(f"'{beside}' is no JSON object")
+        raise ValueError(f"'{config}' is no JSON object")
     given = ((key, value["content"] if isinstance(value, dict) else value) for key, value in document.items())
     return {key: value for key, value in given if key.endswith("_token") and isinstance(value, str)}
 

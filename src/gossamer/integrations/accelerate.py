@@ -106,7 +106,7 @@ class _Registered(NamedTuple):
 
 
 class _RegisteredProcess:
-    """What one of several processes of a worker saves and loads: a file of its own, as Accelerate writes one for all."""
+    """What one of several processes of a worker saves and loads: its own file, as Accelerate writes one for all."""
 
     def __init__(self, outer: Outer[nn.Module], options: OuterOptions) -> None:
         self._outer, self._options, self._folder = outer, options, Path()

@@ -130,7 +130,7 @@ def must_be_alone(processes: int, framework: str, options: OuterOptions | None) 
             f"; a worker of several processes needs the Trainer, Accelerate or a loop of your own, as {framework} saves what a "
             "callback has of its first process alone"
             if options is None
-            else "; or start each worker of several processes as a world of its own, and give site=(0, 2) and join='HOST:PORT'"
+            else "; or start each worker of several processes as its own world, and give site=(0, 2) and join='HOST:PORT'"
         )
         raise ConfigError(
             f"{framework} counts {processes} processes or GPUs and averages their gradients in every step, so that they train as "
@@ -155,7 +155,7 @@ def warn_of_copies(model: nn.Module, processes: int, framework: str, *, asked: b
 
 
 def save_outer(outer: Outer[Any], folder: Path, options: OuterOptions) -> None:
-    """Saves the outer state of this process beside a checkpoint of the framework; `load_outer` reads it."""
+    """Saves the outer state of this process next to a checkpoint of the framework; `load_outer` reads it."""
     checkpoint.save(_own(folder, options), outer.rounds, outer.worker, outer.state_dict(), digest=_digest(outer.n))
 
 
@@ -172,7 +172,7 @@ def load_outer(folder: Path, options: OuterOptions) -> Any:
 
 
 def _own(folder: Path, options: OuterOptions) -> Path:
-    """Of several processes that are one worker each has a folder of its own."""
+    """Of several processes that are one worker each has its own folder."""
     several = options.get("site") is not None and dist.is_initialized() and dist.get_world_size() > 1
     return folder / f"process-{dist.get_rank()}" if several else folder
 
@@ -201,7 +201,8 @@ def must_resume_alike(step: int, model: nn.Module, group: dist.ProcessGroup | No
     if len(set(found)) > 1:
         theirs = ", ".join(f"worker {worker} from step {one}" for worker, one in enumerate(found))
         raise CheckpointError(
-            f"workers resume from different steps: {theirs}; name a checkpoint that all of them have, or start all anew"
+            f"workers resume from different steps: {theirs}; name a checkpoint that all of them have, or start all of "
+            "them from the beginning"
         )
 
 

@@ -33,7 +33,7 @@ class Flat(Protocol):
 
     @property
     def kept(self) -> list[Tensor]:
-        """What belongs to the outer state beside that of the rule."""
+        """What belongs to the outer state in addition to that of the rule."""
         ...
 
     def read(self) -> None:
@@ -125,7 +125,7 @@ class _Views:
 
 
 class _Copies:
-    """A flat vector beside the parameters, whose memory belongs to somebody else, as that of FSDP2's shards does.
+    """A flat copy of the parameters, whose memory belongs to somebody else, as that of FSDP2's shards does.
 
     It has the local part of each parameter, in their dtype, or in fp32 (fp64) where they have several; then it also keeps what
     parameters in half precision were before they were rounded. What several processes of the worker have copies of is

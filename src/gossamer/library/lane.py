@@ -55,7 +55,7 @@ class Lane(NamedTuple):
     start: str = ""
     """Identifies this start on all its processes."""
     sites: int = 0
-    """How many worlds train together, where each worker is a world of its own."""
+    """How many worlds train together, where each worker is its own world."""
     joint: Store | None = None
     """What these worlds have in common."""
     address: str = ""
@@ -138,7 +138,7 @@ def lane_in(ranks: Sequence[int], mesh: "DeviceMesh | None", timeout_s: float) -
 def lane_of_site(
     site: tuple[int, int], mesh: "DeviceMesh | None", timeout_s: float, keys: Keys | None = None
 ) -> Lane:  # fmt: skip
-    """The lane of this process in a world of its own, which is one site of several; it is still to join the others.
+    """The lane of this process in its own world, which is one site of several; it is still to join the others.
 
     Raises: ConfigError for a mesh that leaves processes of the world out; PeerError when these say different things.
     """
@@ -224,7 +224,7 @@ def claimed(lane: Lane, join: str, *, elastic: bool) -> bool:
     if theirs is None:
         raise PeerError(
             f"what is said at '{join}' does not carry the code of this run's secret; give all sites the same GOSSAMER_SECRET, "
-            "and each run an address of its own"
+            "and each run its own address"
         )
     if theirs != mine.encode():
         raise PeerError(
@@ -239,7 +239,7 @@ def taken(lane: Lane, join: str, why: str = "") -> PeerError:
     """The error of a site whose number another one has."""
     return PeerError(
         f"site {lane.worker} of {lane.sites} is at '{join}' already, or has been before it failed{why and f' ({why})'}; give "
-        "each site a number of its own, and start all of them again after one has failed"
+        "each site its own number, and start all of them again after one has failed"
     )
 
 

@@ -79,7 +79,7 @@ class Outer(Generic[M]):
         codec: a name from `CODECS`, or a `Codec`; by default nothing is lost.
         schedule: exchange in several fragments, and overlap with training; by default neither.
         reduction: how a mean over all workers is carried: "ordered" sums it in worker order, with the bits of a simulation and
-            with errors that name the worker that fails; "all_reduce" is the backend's own, with last bits of its own. It needs a
+            with errors that name the worker that fails; "all_reduce" is the backend's own, whose last bits differ. It needs a
             rule such as `diloco`, which takes such a mean, without codec and without overlap.
         timeout_s: how long an exchange waits for a peer.
         compile: one pass over the memory for the outer update; needs a C++ compiler, and changes no bit.
@@ -91,7 +91,7 @@ class Outer(Generic[M]):
         mesh: the processes of one worker that hold its model together, as FSDP2, HSDP or tensor parallelism leave it; by default
             the mesh of its parameters. All workers have equal meshes. Process s of a worker exchanges its shard with process s
             of its peers, and all processes of a worker take an update or none does. A codec sees one shard at a time.
-        site: the number of this worker and how many there are, `(0, 3)`, where each is a world of its own, as one `torchrun`
+        site: the number of this worker and how many there are, `(0, 3)`, where each is its own world, as one `torchrun`
             starts it, or a process without one. All processes of its default group are the worker.
         join: HOST:PORT where the sites meet; the first process of site 0 listens there. GOSSAMER_SECRET, the same on all, keeps
             strangers away from what is said there, and encrypts nothing; `peers` does.

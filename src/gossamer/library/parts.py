@@ -204,8 +204,8 @@ def must_be_a_site(site: object, join: object, group: object, elastic: bool, pee
         raise ConfigError(f"Outer got join={join!r:.80}: {error}; give an address and a port of site 0") from None
     if group is not None:
         raise ConfigError(
-            f"Outer got process_group={group!r:.60} beside site={site!r:.40}, where all processes of the default group are the "
-            "worker; leave it out"
+            f"Outer got process_group={group!r:.60} together with site={site!r:.40}, where all processes of the default group "
+            "are the worker; leave it out"
         )
 
 

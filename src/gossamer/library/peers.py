@@ -115,7 +115,7 @@ class Peers:
     Args:
         transport: carries the messages of the exchanges.
         reduce: the backend's own all-reduce, where it was asked for.
-        group: a process group of its own, which `close` ends.
+        group: its own process group, which `close` ends.
         member: this process among the others; None where there are none.
         start: identifies this start of the loop on all workers.
         timeout_s: how long to wait for the others.

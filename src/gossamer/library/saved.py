@@ -107,7 +107,7 @@ def must_continue_alike(said: Sequence[object]) -> None:
             other = " of another run" if (round, step) == (first[0], first[1]) and None not in (start, first[3]) else ""
             raise PeerError(
                 f"workers continue from different states: {_place(0, first)}, {_place(worker, places[worker])}{other}; load the "
-                "states that were saved together after one step on all workers, or begin anew on all"
+                "states that were saved together after one step on all workers, or start from the beginning on all"
             )
 
 

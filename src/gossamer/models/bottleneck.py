@@ -13,7 +13,7 @@ __all__ = ["BOTTLENECKS", "ResidualBottleneck", "Subspace", "narrow", "widen_str
 
 
 class ResidualBottleneck(nn.Module):
-    """Lets w numbers of a token cross each of its cuts: an encoder and a decoder, and w coordinates that pass beside both.
+    """Lets w numbers of a token cross each of its cuts: an encoder and a decoder, and w coordinates that bypass both.
 
     z = E(h) + h[:w];   x = D(z) + (z, 0)
 

@@ -1,6 +1,7 @@
 """A Llama of `transformers` with residual bottlenecks (arXiv 2604.11947), for models that Gossamer has trained with them.
 
-This file is written beside such a model and stands alone: `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`.
+This file is written next to such a model and stands alone:
+`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`.
 """
 
 from typing import Any

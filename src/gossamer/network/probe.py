@@ -30,7 +30,7 @@ __all__ = ["Measured", "StepTimer", "network_of", "probe"]
 PINGS = 5
 SMALLEST_BYTES = 1 << 14
 SLOWER = 0.8
-"""A pair that reaches less than this share of what both its workers reach elsewhere has a bottleneck of its own."""
+"""A pair that reaches less than this share of what both its workers reach elsewhere has its own bottleneck."""
 EQUAL = 1.25
 """Latencies within this factor of their median, or within a millisecond of it, count as equal."""
 DIGITS = 3
@@ -124,7 +124,7 @@ def network_of(measured: Sequence[Mapping[int, Measured]]) -> Network:
 
 
 def _routes(ways: Mapping[tuple[int, int], Measured], up: Sequence[float], down: Sequence[float]) -> tuple[Route, ...]:
-    """A route for each pair measured in both directions; with a bandwidth only where the pair has a bottleneck of its own."""
+    """A route for each pair measured in both directions; with a bandwidth only where the pair has its own bottleneck."""
     routes = []
     for i, j in sorted(pair for pair in ways if pair[0] < pair[1] and pair[::-1] in ways):
         there, back = ways[i, j], ways[j, i]

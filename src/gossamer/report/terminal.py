@@ -60,6 +60,7 @@ class Terminal:
         self._console = console or Console(stderr=True)
         self._now_s, self._looks = now_s, looks
         self._shown: list[_Shown] = []
+        # The thread looks at all runs while the caller adds and ends them, and two at once would print lines twice.
         self._quiet, self._lock, self._ended = is_quiet(), threading.Lock(), threading.Event()
         self._live: Live | None = None
         self._thread: threading.Thread | None = None

@@ -81,7 +81,7 @@ def fgd(
         recv,
         needs="everyone" if is_mean else "connected",
         single_worker_limit=OuterSGD(lr, momentum, momentum > 0.0),
-        mean_preserving=not is_mean,  # a mean may come back through a codec of its own
+        mean_preserving=not is_mean,  # a mean may come back through its own codec
         consensus=Consensus(1.0, momentum, "start"),
         state_copies=2 + mixes,
         delay_rounds=1,

@@ -114,7 +114,7 @@ def _must_fork() -> None:
         )
     if dist.is_available() and dist.is_initialized():
         raise ConfigError(
-            f"check_parity makes a process group of its own, and this process is in one of {dist.get_world_size()} already; "
+            f"check_parity makes its own process group, and this process is in one of {dist.get_world_size()} already; "
             "call destroy_process_group() first"
         )
 

@@ -194,7 +194,7 @@ def graph(n: Workers, *, seed: Seed = 0, edges: Sequence[Sequence[float]]) -> To
     With workers missing, the links between the others remain.
 
     Args:
-        edges: a link (i, j), or (i, j, w_ij) if it has a weight of its own.
+        edges: a link (i, j), or (i, j, w_ij) if it has its own weight.
     Cost: as many messages per worker and round as it has links.
     Raises: ConfigError when a link is impossible, the graph is not connected, or the weights of a worker exceed one.
 

@@ -149,7 +149,7 @@ class Keys:
     @cached_property
     def _accepting(self) -> ssl.SSLContext:
         context = self._new(ssl.PROTOCOL_TLS_SERVER)
-        context.num_tickets = 0  # each connection proves anew who is there
+        context.num_tickets = 0  # each connection proves again who is there
         return context
 
     @cached_property

@@ -3,7 +3,7 @@
 * all-reduce: one learner; each interruption of a chip restarts the whole run from its last checkpoint.
 * elastic: one learner, which stands still for a short time and then goes on with the chips that are left.
 * decoupled: M elastic learners; while one of them stands still the others train on.
-* gossip: every worker of a few chips is a learner of its own, which restarts from the parameters of its peers.
+* gossip: every worker of a few chips is its own learner, which restarts from the parameters of its peers.
 
 A closed form and a simulation of the same model check each other.
 """

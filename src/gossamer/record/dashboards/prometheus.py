@@ -14,7 +14,7 @@ __all__ = ["Exporter"]
 
 
 class Exporter:
-    """The figures of one process, which it serves from a thread of its own until it is closed.
+    """The figures of one process, which it serves from its own thread until it is closed.
 
     Args: `worker` is added to the port.
     Raises: MissingPackageError without the client library, ConfigError when the port cannot be opened.

@@ -239,18 +239,18 @@ def from_entries(entries: Iterable[Entry]) -> Trace:
         message.
     """
     cells, seconds = array("q"), array("d")
-    told, heard = _Ends(), _Ends()
+    as_sent, as_received = _Ends(), _Ends()
     for entry in entries:
         cells.extend((entry.round, entry.worker, entry.local_steps))
         seconds.append(entry.compute_s)
         at, me = entry.round, entry.worker
         for kind, fragment, sends, receives, overlap in entry.operations:  # a mean among many workers is many messages
             of = at, KINDS.index(kind), me, fragment, overlap
-            told.add(of, sends)
-            heard.add(of, receives)
+            as_sent.add(of, sends)
+            as_received.add(of, receives)
 
     at_round, at_worker, steps = _rows(cells, 3).T
-    messages = _agreed(told.messages(sent=True), heard.messages(sent=False))
+    messages = _agreed(as_sent.messages(sent=True), as_received.messages(sent=False))
     rounds = 1 + int(at_round.max(initial=-1))
     workers = 1 + int(max(column.max(initial=-1) for column in (at_worker, messages.source, messages.target)))
     present = np.unique(at_worker)
@@ -352,11 +352,11 @@ def _rows(flat: "array[int]", width: int) -> NDArray[np.int64]:
     return np.frombuffer(flat, np.int64).reshape(-1, width) if flat else np.empty((0, width), np.int64)
 
 
-def _agreed(told: Messages, heard: Messages) -> Messages:
+def _agreed(as_sent: Messages, as_received: Messages) -> Messages:
     """The messages that either end recorded, once each and sorted."""
-    if (alike := _alike(told, heard)) is not None:
+    if (alike := _alike(as_sent, as_received)) is not None:
         return alike
-    sent, got = (Counter(zip(*(column.tolist() for column in ends), strict=True)) for ends in (told, heard))
+    sent, got = (Counter(zip(*(column.tolist() for column in ends), strict=True)) for ends in (as_sent, as_received))
     disputed = {row[:5] for row in sent - got} & {row[:5] for row in got - sent}
     if disputed:
         round_, _, source, target, _ = min(disputed)
@@ -368,13 +368,16 @@ def _agreed(told: Messages, heard: Messages) -> Messages:
     return Messages(*(column.astype(dtype) for column, dtype in zip(rows.T, _TYPES, strict=True)))
 
 
-def _alike(told: Messages, heard: Messages) -> Messages | None:
+def _alike(as_sent: Messages, as_received: Messages) -> Messages | None:
     """The sorted messages, if both ends have recorded the same ones, and no two that differ in bytes or overlap alone."""
-    sizes = [1 + int(max(column.max(initial=0) for column in both)) for both in zip(told[:5], heard[:5], strict=True)]
-    if len(told.round) != len(heard.round) or math.prod(sizes) >= 2**63:
+    sizes = [
+        1 + int(max(column.max(initial=0) for column in both))
+        for both in zip(as_sent[:5], as_received[:5], strict=True)
+    ]
+    if len(as_sent.round) != len(as_received.round) or math.prod(sizes) >= 2**63:
         return None
     keys, orders = [], []
-    for ends in (told, heard):
+    for ends in (as_sent, as_received):
         key = np.zeros(len(ends.round), np.int64)  # one number for the first five columns
         for column, size in zip(ends[:5], sizes, strict=True):
             key *= size
@@ -384,16 +387,17 @@ def _alike(told: Messages, heard: Messages) -> Messages | None:
         orders.append(order)
     if (keys[0][1:] == keys[0][:-1]).any() or not np.array_equal(*keys):
         return None
-    told, heard = (
-        # Of what was heard, only what the keys do not have is looked at.
+    as_sent, as_received = (
+        # Of what was received, only what the keys do not have is looked at.
         ends
         if order is None
         else Messages(*(column[order] if place in places else column for place, column in enumerate(ends)))
-        for ends, order, places in zip((told, heard), orders, (range(7), (5, 6)), strict=True)
+        for ends, order, places in zip((as_sent, as_received), orders, (range(7), (5, 6)), strict=True)
     )
     return (
-        told
-        if np.array_equal(told.bytes, heard.bytes) and np.array_equal(told.overlap_steps, heard.overlap_steps)
+        as_sent
+        if np.array_equal(as_sent.bytes, as_received.bytes)
+        and np.array_equal(as_sent.overlap_steps, as_received.overlap_steps)
         else None
     )
 

@@ -9,7 +9,7 @@ __all__ = ["ASSETS", "Asset", "shell", "whole_page"]
 
 
 class Asset(NamedTuple):
-    """A file beside this module."""
+    """A file next to this module."""
 
     name: str
     kind: str

@@ -26,7 +26,7 @@ from gossamer.errors import ConfigError, GossamerError
 from gossamer.report.page.assets import ASSETS, shell
 from gossamer.report.page.live import LiveRuns
 
-__all__ = ["Page", "beside", "page_server", "show_page"]
+__all__ = ["Page", "page_server", "serve_beside", "show_page"]
 
 Answers = Mapping[str, Callable[[Mapping[str, str]], bytes]]
 Deeds = Mapping[str, Callable[[bytes], bytes]]
@@ -42,7 +42,7 @@ _POLICY = (
 
 
 class Page(http.server.ThreadingHTTPServer):
-    """Serves one page of some runs, each request in a thread of its own.
+    """Serves one page of some runs, each request in its own thread.
 
     Args:
         answers: what it answers with JSON, by the name that is asked for, from the query; empty for what there is not.
@@ -214,7 +214,7 @@ def show_page(address: str) -> bool:
     return False
 
 
-def beside(folder: Path, *, show: bool = False) -> None:
+def serve_beside(folder: Path, *, show: bool = False) -> None:
     """Serves the page of a run that another process trains, at low priority, on any free port of loopback.
 
     With `show` it opens the page in a browser, where one is. It ends when that process has gone, which closes our standard input,

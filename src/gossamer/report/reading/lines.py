@@ -1,7 +1,7 @@
 """The lines and the run file of a run folder as a page, the terminal and status show them.
 
 A line is what the strict readers of `gossamer.record` take it for. Who shows a run that goes on differs from them in two ways: a
-run that is watched may be of a newer version, so further keys are let pass; and what is damaged is shown beside the rest, by
+run that is watched may be of a newer version, so further keys are let pass; and what is damaged is shown with the rest, by
 whoever calls this (`gossamer.report.reading.follow`), and does not end the reading.
 """
 

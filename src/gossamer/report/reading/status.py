@@ -269,8 +269,8 @@ def _failed(lives: Sequence[Life]) -> tuple[int, int]:
 
 def _declined(slot: int, trained: Mapping[int, Sequence[Mapping[str, Any]]]) -> int:
     """How many messages of a worker the others have declined."""
-    told = (line.get("declined") for worker, lines in trained.items() if worker != slot for line in lines)
-    counts = (counts.get(str(slot), 0) for counts in told if isinstance(counts, Mapping))
+    declined = (line.get("declined") for worker, lines in trained.items() if worker != slot for line in lines)
+    counts = (counts.get(str(slot), 0) for counts in declined if isinstance(counts, Mapping))
     return sum(count for count in counts if isinstance(count, int))
 
 

@@ -9,7 +9,7 @@ BATCHED = (
         "batched and real processes",
         lambda c: c.batched > 1 and c.driver == "train",
         lambda c: (
-            f"run.batched is {c.batched}, and each process of gossamer train has a replica of its own; set run.batched to 1, or "
+            f"run.batched is {c.batched}, and each process of gossamer train has its own replica; set run.batched to 1, or "
             "use gossamer simulate"
         ),
     ),

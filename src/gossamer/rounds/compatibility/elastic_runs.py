@@ -81,7 +81,7 @@ ELASTIC = (
         "elastic and mixed updates",
         lambda c: c.elastic and _mean_of_updates(c),
         lambda c: (
-            f"{_key(c)} is true, and rule '{c.rule.name}' takes the mean of all updates beside its gossip; set "
+            f"{_key(c)} is true, and rule '{c.rule.name}' takes the mean of all updates in addition to its gossip; set "
             "rule.mix_updates to 'none' or to a topology of pairs such as 'random'"
         ),
     ),

@@ -240,7 +240,7 @@ def mean_buffers(buffers: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 
 def model_with(config: RunSettings, task: Task, x: Tensor, buffers: Sequence[Tensor] = ()) -> nn.Module:
-    """A model of its own with parameters `x` and these buffers, in evaluation mode."""
+    """A separate model with parameters `x` and these buffers, in evaluation mode."""
     model = task.model()
     with torch.no_grad():
         for parameter, value in views(model, _layout(model, config), x.cpu()).items():

@@ -77,7 +77,7 @@ class Journal:
     def enter(self, worker: Worker, round: int, report: RoundReport) -> None:
         """Writes what a worker did in a round into the metrics and the trace.
 
-        In the trace each fragment has a round of its own, which ends when it is sent.
+        In the trace each fragment has its own round, which ends when it is sent.
         """
         whole, steps = report.whole, self._steps_behind(worker.replica, round + 1)
         more: dict[str, Any] = {"hashes": worker.hashes()} if self.config.record.hash else {}

@@ -19,8 +19,8 @@ def tell_text(record: RunFolder, data: Batches) -> None:
     """
     if not data.read or record.worker not in (None, 0):
         return
-    told = {"fingerprint": text_fingerprint(data), "sources": [one._asdict() for one in data.read]}
-    text, path = f"{json.dumps(told, indent=2)}\n", record.path / TEXT_FILE
+    facts = {"fingerprint": text_fingerprint(data), "sources": [one._asdict() for one in data.read]}
+    text, path = f"{json.dumps(facts, indent=2)}\n", record.path / TEXT_FILE
     if path.exists() and path.read_bytes() == text.encode():
         return
     for one in data.read:

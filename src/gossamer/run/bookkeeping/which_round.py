@@ -150,7 +150,7 @@ def _due(config: RunSettings, folder: Path, owners: Iterable[int]) -> dict[int, 
         events = folder / f"events{worker_suffix(config.workers)}.jsonl"
         lines = json_lines(events) if events.exists() else ()
         passed = max((r for _, line in lines if isinstance(r := line.get("round"), int)), default=0)
-        # A server saves beside the next rounds, and is done when another checkpoint is due.
+        # A server saves while the next rounds run, and is done when another checkpoint is due.
         trained[config.workers] = _newest_due(config, passed) - 1
     return {owner: _newest_due(config, trained.get(owner, 0)) for owner in owners}
 
@@ -204,7 +204,7 @@ def faults_heard(said: Sequence[object]) -> list[Fault | None]:
 
 
 def together(processes: Sequence[KeptRounds]) -> KeptRounds:
-    """What a worker has of which each stage is a process of its own: a round is whole where all of them have it.
+    """What a worker has of which each stage is its own process: a round is whole where all of them have it.
 
     >>> together([KeptRounds({10: None, 20: None}), KeptRounds({10: None})]).faults[20].why
     'one of its stages has no checkpoint of it'

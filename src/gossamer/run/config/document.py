@@ -104,8 +104,8 @@ def with_settings(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
     result = copy.deepcopy(dict(document))
     if "method" in result:
         base = with_settings({}, recipe(result.pop("method")).settings)
-        beside = flat({key: result.pop(key) for key in [*result] if key in base})
-        result |= with_settings(base, beside)
+        given = flat({key: result.pop(key) for key in [*result] if key in base})
+        result |= with_settings(base, given)
     if "method" in overrides:
         own = {key: value for key, value in overrides.items() if key != "method"}
         overrides = {**recipe(overrides["method"]).settings, **own}

@@ -51,7 +51,7 @@ def train_all(
 
     Args:
         file: gets a line of each run that has ended, in the order of their ends.
-        jobs: at most so many runs at a time, each in a process of its own with its share of the cores; one runs here.
+        jobs: at most so many runs at a time, each in its own process with its share of the cores; one runs here.
         resume: keep the finished runs; the others start again.
         reuse: a folder of `gossamer tune` or of another comparison, whose finished runs of these settings and seeds are copied.
         began, told: are called for each run that begins here, and for each that ends.

@@ -38,7 +38,7 @@ class RunEnd(NamedTuple):
     text: str = ""
     """The fingerprint of its text, where that is files."""
     warnings: tuple[str, ...] = ()
-    """What it warned of in a process of its own."""
+    """What it warned of in its own process."""
 
 
 class _Running(NamedTuple):
@@ -157,7 +157,7 @@ def _work(result: Connection, config: RunConfig, folder: Path, lane: int, lanes:
 
 
 class _Kept(logging.Handler):
-    """Keeps the warnings of a process of its own, for the one that shows them."""
+    """Keeps the warnings of a process, for its parent, which shows them."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -276,8 +276,8 @@ class _State:
             return []
         values = sorted({*self._tried(which)})
         at = values.index(setting.outer[which])
-        beside = [_with(setting.outer, which, values[k]) for k in (at - 1, at + 1) if 0 <= k < len(values)]
-        pairs = [*beside, *(pair for pair, _ in self._ends(setting, which))]
+        neighbours = [_with(setting.outer, which, values[k]) for k in (at - 1, at + 1) if 0 <= k < len(values)]
+        pairs = [*neighbours, *(pair for pair, _ in self._ends(setting, which))]
         known = {trial.setting for trial in self.losses}
         return [near for pair in pairs if (near := GridPoint(setting.doublings, pair)) not in known]
 

@@ -136,7 +136,7 @@ def contenders(document: Mapping[str, Any], *, scale: str = "") -> list[Contende
         )
     if "sweep" in document:
         raise ConfigError(
-            f"the file has sweep = {document['sweep']!r:.60}, but gossamer tune has a grid of its own; remove [sweep]"
+            f"the file has sweep = {document['sweep']!r:.60}, but gossamer tune has its own grid; remove [sweep]"
         )
     base, rows = laid_out(document, scale=scale)
     found = [_contender(document["tune"], base, row) for row in rows]
@@ -219,7 +219,7 @@ def tune(methods: Sequence[Contender], out: Path, *, jobs: int = 1, resume: bool
     """Searches all methods, with so many runs at a time; every run that ends is kept in `outcomes.jsonl` of the folder.
 
     Args:
-        jobs: runs at a time, each in a process of its own with its share of the cores; one runs here.
+        jobs: runs at a time, each in its own process with its share of the cores; one runs here.
         resume: keep the runs that have ended.
     Raises: ConfigError for a budget that is too small, and for a folder that holds outcomes already; as `simulate`, except
         that a run which diverges is a result.

@@ -1,4 +1,4 @@
-"""The life of a worker whose peers may come and go: one process in one slot, told in order by `Participant.live`.
+"""The life of a worker whose peers may come and go: one process in one slot; `Participant.live` is its order.
 
 What is the same for all of them stands here. How a worker trains and exchanges, and what its state is, differs: rounds with
 everyone or with neighbours (`gossamer.run.elastic.elastic_rounds`), gossip that waits for nobody
@@ -52,7 +52,7 @@ class Participant(ABC, Generic[Connections]):
        the others from when on it takes part.
     4. It opens its **record**, once it is known from where on what is there is void.
     5. It trains and exchanges, **phase** by phase. After each one it keeps a copy of its state for newcomers, writes down what it
-       did, validates and saves what is due. A thread of its own hands the copy on to whoever asks, so that training never stops.
+       did, validates and saves what is due. Its own thread hands the copy on to whoever asks, so that training never stops.
     6. It **leaves** at the end of the run, or after the phase in which SIGTERM has asked it to: it saves, says so, and closes
        its connections.
 
@@ -157,7 +157,7 @@ class Participant(ABC, Generic[Connections]):
         self._ready.set()
 
     def host(self, channel: Channel) -> None:
-        """Gives a newcomer a slot and the kept state. Called by a thread of its own, from the moment of `connect` on."""
+        """Gives a newcomer a slot and the kept state. The thread that serves newcomers calls it, from `connect` on."""
         # Before `begin` has kept a state there is none to give, and a ghost's own counts for nobody: who asks may ask another.
         is_ghost = self.seat.members.own.status == MemberStatus.GHOST
         if not is_ghost and self._ready.wait(self.seat.endpoint.timeout_s):

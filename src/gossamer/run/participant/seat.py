@@ -109,7 +109,7 @@ class Progress(NamedTuple):
 class Brought(ABC, Generic[Fact]):
     """What each process of one kind of run brings to its start, and what all of them decide from it.
 
-    All decide for themselves, so every answer must follow from what all have been told, in the order of the slots.
+    All decide for themselves, so every answer must follow from what all have received, in the order of the slots.
     """
 
     word: ClassVar[str]

@@ -230,7 +230,7 @@ def _endless(documents: AroundDocuments | None, tokenizer: str) -> list[str]:
         return []
     return [
         f"data.tokenizer is '{tokenizer}', in which no token ends a document, so they run together and no sample ends; name its "
-        "eos_token in a tokenizer_config.json beside it"
+        "eos_token in a tokenizer_config.json next to it"
     ]
 
 
@@ -307,7 +307,7 @@ def examine_document(document: Mapping[str, Any]) -> tuple[list[Examined], list[
 
 
 def _by_label(wrong: Mapping[str, Sequence[str]], runs: int) -> Iterator[str]:
-    """Faults with the label of their run; one that all of several runs have is said once."""
+    """Faults with the label of their run; one that all of several runs share comes once."""
     for sentence in dict.fromkeys(sentence for some in wrong.values() for sentence in some):
         labels = [label for label, some in wrong.items() if sentence in some]
         yield from [sentence] if 1 < len(labels) == runs else (f"{label}: {sentence}" for label in labels)

@@ -503,7 +503,7 @@ def _without(chosen: Candidate) -> str:
     if not chosen.left_out:
         return ""
     named = ", ".join(map(str, chosen.left_out))
-    return f"# Without worker {named} of the planned network, whose own text is lost; the others are numbered anew.\n"
+    return f"# Without worker {named} of the planned network, whose own text is lost; the others are renumbered.\n"
 
 
 def _rounds_of_means(network: Network, n: int, rounds: int) -> int:

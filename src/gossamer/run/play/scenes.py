@@ -1,6 +1,6 @@
 """One round of a film: `next_scene(studio, scene, actions) -> (scene, frame)`, a function of the states of all workers.
 
-The workers are those of a simulation: replicas, outer loops, mailboxes, prices. Who is dead or cut off is told to a loop as an
+The workers are those of a simulation: replicas, outer loops, mailboxes, prices. Who is dead or cut off reaches a loop as an
 elastic run tells it (`OuterLoop.alive`), so that a topology is drawn and a mean is taken over those that a worker reaches.
 """
 
@@ -255,7 +255,7 @@ def _bill(start_s: Sequence[float], conditions: Conditions, round: int, reports:
     uplinks_bps = tuple(UPLINK_BPS / (SLOWER if i in conditions.slow else 1) for i in range(WORKERS))
     factors = jitter_factors(_NETWORK, round, WORKERS)
     operations = {i: [one for some in report.operations for one in some] for i, report in reports.items()}
-    # What was before stands as a round of its own that takes as long, since a price begins at zero.
+    # What was before stands as its own round that takes as long, since a price begins at zero.
     entries = [Entry(0, i, 1, start_s[i], ()) for i in range(WORKERS)]
     for i in range(WORKERS):
         steps = len(reports[i].whole.losses) if i in reports else 0

@@ -380,7 +380,7 @@ class _InPairs(_Process[PairWorker]):
             (key,) = self.sends(event)
             self._run.messages.keep(key, self.replica, self.core.tell(), event.number, event.starter)
             return []
-        told, heard = map(self._run.messages.heard, self.needs(event))
-        assert isinstance(told, Tensor) and isinstance(heard, Tensor)
-        self.core.meet(told, heard)
+        own, theirs = map(self._run.messages.heard, self.needs(event))
+        assert isinstance(own, Tensor) and isinstance(theirs, Tensor)
+        self.core.meet(own, theirs)
         return [("meet", event.peer)]

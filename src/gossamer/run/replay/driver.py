@@ -1,6 +1,6 @@
 """The driver of all replays: takes the recorded events of several actors, each as soon as what it needs is there.
 
-An actor is whoever recorded events in an order of its own, such as one process of a worker. Nothing orders the events of two
+An actor is whoever recorded events in its own order, such as one process of a worker. Nothing orders the events of two
 actors but what one needs of the other: a message, a state, or that a round is over. So no common clock is needed.
 """
 

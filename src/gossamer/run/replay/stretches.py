@@ -29,7 +29,7 @@ class Stretch(NamedTuple):
 def stretches(config: ResolvedRun, folder: Path, *, real: bool) -> list[Stretch]:
     """The stretches of the run in a folder, which has these settings now; what they say otherwise than its record stays so.
 
-    Args: `real` is as in `resolve`. Raises: DataError when the settings before a branch cannot be told.
+    Args: `real` is as in `resolve`. Raises: DataError when the settings before a branch cannot be recovered.
     """
     found, branches = [config], read_branches(folder)
     for branch in reversed(branches):
@@ -84,6 +84,6 @@ def _remove(table: dict[str, Any], key: str) -> None:
 
 def _unknown(branch: Branch, folder: Path, why: str) -> DataError:
     return DataError(
-        f"the settings of '{folder}' before they changed {described(branch)}, cannot be told: {why}; restore its run.toml and "
-        "branches.json as the run wrote them"
+        f"the settings of '{folder}' before they changed {described(branch)}, cannot be recovered: {why}; restore its run.toml "
+        "and branches.json as the run wrote them"
     )

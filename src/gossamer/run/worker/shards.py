@@ -85,13 +85,13 @@ class Shards:
 
     def all_losses(self, mine: Sequence[float]) -> list[float]:
         """Those of all micro-batches of a step, in their order; the same on all processes of the worker."""
-        told = self._pipe.gather(torch.tensor(mine, dtype=torch.float64))
-        return [loss for each in told for loss in each.tolist()]
+        gathered = self._pipe.gather(torch.tensor(mine, dtype=torch.float64))
+        return [loss for each in gathered for loss in each.tolist()]
 
     def total(self, mine: float) -> float:
         """The sum over the shards, in their order."""
-        told = self._pipe.gather(torch.tensor([mine], dtype=torch.float64))
-        return sum((float(one) for one in told[1:]), float(told[0]))
+        gathered = self._pipe.gather(torch.tensor([mine], dtype=torch.float64))
+        return sum((float(one) for one in gathered[1:]), float(gathered[0]))
 
     def clip(self, max_norm: float) -> None:
         """As `clip_gradients`, by the norm over all shards."""

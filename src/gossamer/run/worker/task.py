@@ -154,7 +154,7 @@ def _pair(value: object) -> bool | None:
 
 
 def found_by_each(task: Task, parts: UserParts) -> dict[str, str]:
-    """What every worker finds on its own and all must have in common: hashes of text, of code, and of a model of its own."""
+    """What every worker finds on its own and all must have in common: hashes of text, of code, and of the user's own model."""
     found = {"the text of data.source": text_fingerprint(task.data)}
     found |= {f"the code of {code.name}": code.sha256[:16] for code in parts.codes}
     if "model" in parts.own:
