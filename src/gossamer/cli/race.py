@@ -103,7 +103,7 @@ def race(
     from gossamer.report.page.page import write_pages
     from gossamer.report.results import read_results
     from gossamer.run.config.experiment_file import points
-    from gossamer.run.experiments.race import FILE, MOST_SEEDS, label_of, opened_race, standings
+    from gossamer.run.experiments.race import FILE, MOST_SEEDS, label_of, opened_race, race_standings
     from gossamer.run.planning.choice import shortlist
     from gossamer.settings.schema import build
 
@@ -142,7 +142,7 @@ def race(
     write_pages(
         {run.label: folders[run.label] for run in runs if (run.method, run.seed) in done}, report, None, command=words
     )
-    seeds, losses, standing = standings(runs, ended)
+    seeds, losses, standing = race_standings(runs, ended)
     parameters = parameter_count(build(ModelConfig, text["model"], "model"), 256)
     return Race(folder, report, text, raced, tuple(seeds), losses, standing, left, parameters, made.parameters)
 
@@ -263,9 +263,10 @@ def _verdict(found: Race, standing: "Standing") -> str:
             f"verdict: {standing.best} ends lowest; one seed decides nothing: the same command with --resume runs more"
         )
     if standing.decided:
-        words = f"verdict: {standing.best} ends lowest, and is told apart from all others (paired, 5 %, Holm)"
+        words = f"verdict: {standing.best} ends lowest, and differs from all others (paired, 5 %, Holm)"
     else:
-        words = f"verdict: {standing.best} ends lowest in the mean, and is not told apart from {' and '.join(standing.alike)}"
+        alike = " and ".join(standing.alike)
+        words = f"verdict: {standing.best} ends lowest in the mean, and does not clearly differ from {alike}"
     if found.choice == standing.best:
         return f"{words}; it is the choice of the plan"
     where = "is one of these" if found.choice in standing.alike else "ends higher"

@@ -23,7 +23,7 @@ IN_STEP, ENGINE = "DistributedDataParallel", "DeepSpeedEngine"
 ZERO = ("ds_id", "_hp_mapping")
 """What DeepSpeed's ZeRO-3, and ZeRO-1 and -2, hang on a parameter."""
 COPIES = (
-    "whose optimizer trains its own copies or parts, so that an outer step would be lost without a word; let DeepSpeed train "
+    "whose optimizer trains copies or parts of its own, so that an outer step would be lost without a word; let DeepSpeed train "
     "in fp32 with zero_optimization.stage = 0, or shard the model over the processes of one worker with "
     "torch.distributed.fsdp.fully_shard (FSDP2), which Outer finds by itself"
 )

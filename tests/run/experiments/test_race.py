@@ -107,10 +107,10 @@ def test_only_seeds_that_all_candidates_have_ended_count_and_a_diverged_run_has_
         ended(labels[1], 0, 1.0),
         ended(labels[1], 1, None),
     ]
-    seeds, losses, standing = race.standings(runs, results)
+    seeds, losses, standing = race.race_standings(runs, results)
     assert seeds == [0, 1] and losses[labels[1]] == [1.0, float("inf")]
     assert standing is not None and standing.best == labels[0] and standing.alike == ()
-    assert race.standings(runs, results[:3])[2] is None
+    assert race.race_standings(runs, results[:3])[2] is None
 
 
 @pytest.fixture

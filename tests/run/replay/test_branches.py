@@ -100,7 +100,9 @@ def test_settings_before_a_change_that_cannot_be_told_are_no_reason_to_guess(tmp
     simulate(hashed(run__steps=16), tmp_path, resume=True)
     (branch,) = read_branches(tmp_path)
     write_branches(tmp_path, [{**branch, "changes": {"run.steps": [10, 16]}}])
-    with pytest.raises(DataError, match=r"before they changed after round 4: run.steps from 10 to 16, cannot be recovered"):
+    with pytest.raises(
+        DataError, match=r"before they changed after round 4: run.steps from 10 to 16, cannot be recovered"
+    ):
         audit(tmp_path)
 
 

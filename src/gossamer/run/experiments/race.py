@@ -35,7 +35,7 @@ from gossamer.settings.schema import toml_value
 
 __all__ = [
     "FILE", "LENGTHS", "MOST_SEEDS", "SMALL", "Course", "Entrant", "course_of", "courses", "document", "label_of", "opened_race",
-    "standings", "written_race",
+    "race_standings", "written_race",
 ]  # fmt: skip
 
 FILE = "race.toml"
@@ -229,7 +229,7 @@ def opened_race(folder: Path, some: Sequence[Candidate]) -> dict[str, Any]:
     return text
 
 
-def standings(
+def race_standings(
     runs: Sequence[Point], results: Sequence[PointResult]
 ) -> tuple[list[int], dict[str, list[float]], Standing | None]:
     """The seeds that all candidates have ended, their losses there, and how the candidates stand; None before the first seed.
