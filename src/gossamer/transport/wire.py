@@ -4,6 +4,7 @@ Both come from another machine and are not trusted: sizes are bounded and compar
 ever unpickled.
 """
 
+import functools
 import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -132,6 +133,7 @@ def checksum(payload: Tensor) -> int:
     return xxh3_64_intdigest(on_host(payload).numpy().data)
 
 
+@functools.lru_cache(1 << 10)
 def tags(run: int, ticket: Ticket, payload_bytes: int, part: int = 0) -> tuple[int, int]:
     """The 31-bit tags under which header and payload travel.
 

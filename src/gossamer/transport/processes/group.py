@@ -3,8 +3,10 @@
 What gloo (torch 2.13) does, found by experiment, and what we do about it:
 
 * `Work.is_completed()` of an `isend` or `irecv` stays false until somebody calls `wait()`, and there is no future. A `wait`
-  that times out closes the connections to all peers, healthy ones too. So each transfer has its own thread in a `wait`
-  without a timeout. It costs no processor time and does not block the interpreter; our deadline is on a condition variable.
+  that times out closes the connections to all peers, healthy ones too. So the transfers with
+  each peer of a ticket have a thread in a `wait` without a timeout, for one after the other: what was posted has mostly left
+  when the answer has come. It costs no processor time and does not block the interpreter; our deadline is on a condition
+  variable, of which the caller is told once, when all have ended or one has failed.
 * A message larger than the memory it is received into ends the receiving process. So the tag of a payload depends on its
   size. The tag of the header does not, so that a header can always be read and a mismatch reported.
 * To touch fresh memory costs as much as a transfer over loopback (64 MB: 71 instead of 42 ms). So receive buffers are reused
@@ -107,12 +109,24 @@ class _Transfer(NamedTuple):
     tag: int
 
 
+class _Begun(NamedTuple):
+    """Messages on their way."""
+
+    transfers: set[tuple[Way, int]]
+    landings: list[_Landing]
+    works: list[dist.Work]
+    memory: list[_Transfer]
+    """Kept alive as long as it may be read or written."""
+
+
 class _Exchange:
     """The transfers of one ticket."""
 
     def __init__(self) -> None:
         self.landings: dict[int, _Landing] = {}
         self.pending: set[tuple[Way, int]] = set()
+        self.begun: dict[int, deque[_Begun]] = {}
+        """By the peer of each thread that waits for them, in their order."""
         self.batch: list[_Transfer] = []
         self.gathered: set[tuple[Way, int]] = set()
         """Transfers that will start together; `batch` has their operations."""
@@ -134,7 +148,7 @@ class GroupTransport:
         group: the process group; the default one when None. `hang_up` closes its connections.
 
     Cost: no copy of a message that is one contiguous frame, one copy of any other; with gloo and a device, one copy each
-    way between device and host. Two threads per peer of a ticket, which are used again, and one per peer.
+    way between device and host. One thread per peer of a ticket, which is used again, and one per peer.
     """
 
     keeps_frames = False
@@ -176,7 +190,8 @@ class GroupTransport:
         assert peer not in exchange.landings, (ticket, peer)
         size = wire.frames_bytes(like)
         expected = wire.Header(self._run, ticket, peer, size, 0 if self._checksum else None)
-        landing = _Landing(expected, self._allocate(wire.HEADER_BYTES), self._allocate(size), tuple(like))
+        header = torch.empty(wire.HEADER_BYTES, dtype=torch.uint8, device=self._carrier)
+        landing = _Landing(expected, header, self._allocate(size), tuple(like))
         exchange.landings[peer] = landing
         self._begin(exchange, ticket, "from", peer, landing.header, landing.payload)
 
@@ -218,8 +233,8 @@ class GroupTransport:
 
     def collect(self, ticket: Ticket) -> dict[int, list[Tensor]]:
         """The frames that came under a ticket that is ready, by peer; forgets the ticket."""
-        exchange = self._exchanges.pop(ticket, _Exchange())
-        assert not exchange.pending and exchange.failure is None, f"{ticket} is not ready"
+        exchange = self._exchanges.pop(ticket, None) or _Exchange()
+        assert not exchange.pending | exchange.gathered and exchange.failure is None, f"{ticket} is not ready"
         frames: dict[int, list[Tensor]] = {}
         for peer, landing in sorted(exchange.landings.items()):
             self.received = self.received.plus(landing.like, landing.payload.numel())
@@ -228,10 +243,8 @@ class GroupTransport:
 
     def deliveries(self) -> list[Delivery]:
         """The messages received since the last call; none on NCCL, where header and payload come together."""
-        with self._news:
-            came = list(self._deliveries)
-            self._deliveries.clear()
-        return came
+        # Threads append meanwhile, which needs no lock: what comes later is told at the next call.
+        return [self._deliveries.popleft() for _ in range(len(self._deliveries))]
 
     def waits(self) -> list[Wait]:
         """The times that `wait` blocked its caller since the last call."""
@@ -252,7 +265,9 @@ class GroupTransport:
         return _Packed((*frames,), payload, wire.checksum(payload) if self._checksum else None)
 
     def _exchange(self, ticket: Ticket) -> _Exchange:
-        return self._exchanges.setdefault(ticket, _Exchange())
+        if (exchange := self._exchanges.get(ticket)) is None:
+            exchange = self._exchanges[ticket] = _Exchange()
+        return exchange
 
     def _allocate(self, size: int) -> Tensor:
         if self._batched:
@@ -261,14 +276,12 @@ class GroupTransport:
 
     def _begin(self, exchange: _Exchange, ticket: Ticket, way: Way, peer: int, header: Tensor, payload: Tensor) -> None:
         """Starts, or on NCCL collects for later, the header and the payload to or from a peer."""
-        assert peer != self.worker and (way, peer) not in exchange.pending, (ticket, way, peer)
+        assert peer != self.worker and (way, peer) not in exchange.pending | exchange.gathered, (ticket, way, peer)
         if peer not in self._lifelines and not self._batched:
             self._lifelines.add(peer)
             threading.Thread(target=self._hold_lifeline, args=(peer,), name=THREADS, daemon=True).start()
         rank = self._member.rank_of(peer)
         header_tag, payload_tag = wire.tags(self._run, ticket, payload.numel(), self._member.part)
-        with self._news:
-            exchange.pending.add((way, peer))
         exchange.gathered.add((way, peer))
         exchange.batch.append(_Transfer(way, header, rank, header_tag))
         if payload.numel():
@@ -277,18 +290,26 @@ class GroupTransport:
             self._launch(exchange)
 
     def _launch(self, exchange: _Exchange) -> None:
-        """Starts the collected transfers, and a thread that waits for their end."""
+        """Starts the collected transfers, and sees to it that a thread waits for their end."""
         batch, transfers = exchange.batch, exchange.gathered
         exchange.batch, exchange.gathered = [], set()
         if not batch:
             return
         landings = [exchange.landings[peer] for way, peer in transfers if way == "from"]
+        with self._news:
+            exchange.pending |= transfers  # before they start, as a lifeline fails what is pending
         try:
             works = self._together(batch) if self._batched else [self._alone(transfer) for transfer in batch]
         except RuntimeError as error:  # gloo raises at once when the connection was lost before
             self._settle(exchange, transfers, error)
             return
-        follow(functools.partial(self._follow, exchange, transfers, landings, works, batch))
+        begun, peer = _Begun(transfers, landings, works, batch), min(peer for _, peer in transfers)
+        with self._news:
+            if peer in exchange.begun:  # its thread takes this too: to wake another takes as long as a small message
+                exchange.begun[peer].append(begun)
+                return
+            exchange.begun[peer] = deque([begun])
+        follow(functools.partial(self._follow, exchange, peer))
 
     def _alone(self, transfer: _Transfer) -> dist.Work:
         way, tensor, rank, tag = transfer
@@ -305,15 +326,23 @@ class GroupTransport:
             self._alone(transfer)
         return [group._end_coalescing(device)]
 
-    def _follow(
-        self,
-        exchange: _Exchange,
-        transfers: set[tuple[Way, int]],
-        landings: list[_Landing],
-        works: list[dist.Work],
-        _memory: list[_Transfer],
-    ) -> None:
-        """Waits for transfers and checks what arrives; keeps their memory alive as long as it may be written to."""
+    def _follow(self, exchange: _Exchange, peer: int) -> None:
+        """Waits for the messages to and from a peer, one after the other."""
+        begun: _Begun | None = None
+        error: Exception | None = None
+        while True:
+            with self._news:
+                if begun is not None:
+                    self._settle(exchange, begun.transfers, error)
+                if not exchange.begun[peer]:
+                    del exchange.begun[peer]  # behind the lock: what comes later gets a thread of its own
+                    return
+                begun = exchange.begun[peer].popleft()
+            error = self._error_of(begun)
+
+    def _error_of(self, begun: _Begun) -> Exception | None:
+        """Waits for messages and checks what arrives."""
+        _, landings, works, _ = begun
         try:
             # A payload of an unexpected size never arrives, so the header is checked first where possible.
             before = len(works) if self._batched else 1
@@ -325,15 +354,15 @@ class GroupTransport:
                 self._finish(work)
             if before < len(works):
                 seconds = time.perf_counter() - began_s
-                came = [Delivery(h.ticket, h.sender, h.payload_bytes, seconds, began_s) for h in headers]
-                with self._news:
-                    self._deliveries.extend(came)
+                for header in headers:
+                    self._deliveries.append(
+                        Delivery(header.ticket, header.sender, header.payload_bytes, seconds, began_s)
+                    )
             for landing, header in zip(landings, headers, strict=True):
                 landing.check_payload(header)
         except (RuntimeError, TransportError) as error:
-            self._settle(exchange, transfers, error)
-        else:
-            self._settle(exchange, transfers, None)
+            return error
+        return None
 
     def _hold_lifeline(self, peer: int) -> None:
         """Waits until the connection is lost, and then fails the transfers that gloo would leave hanging."""
@@ -351,7 +380,8 @@ class GroupTransport:
             exchange.pending -= transfers
             if error is not None and exchange.failure is None:
                 exchange.failure = min(peer for _, peer in transfers), error
-            self._news.notify_all()
+            if not exchange.pending or exchange.failure is not None:
+                self._news.notify_all()
 
     def _missing(self, exchange: _Exchange, seconds: float) -> list[int]:
         """Waits at most so long, and returns the ranks that the exchange still waits for; none once it is done or has failed."""
