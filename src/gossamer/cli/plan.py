@@ -362,7 +362,7 @@ def _basis(choice: "Pick") -> str:
         return f"{line}; ~: with more local steps than were measured"
     return (
         f"{line}. ~: {' and '.join(choice.scale.outside)} are outside of that: how methods differ there is not "
-        "known, and of those that may be alike the fastest is taken. DiLoCo's gap is that of arXiv 2503.09799"
+        "known, and the lowest expectation is taken. DiLoCo's gap is that of arXiv 2503.09799"
     )
 
 
@@ -379,7 +379,7 @@ def _print_choice(choice: "Pick") -> None:
         print("text that only the dropped have is lost; --keep-all plans with everybody")
     if choice.undecided:
         among = f"{best.name} with other settings" if not others else " and ".join(others)
-        print(f"not decided between this and {among}: the fastest is taken, of those within 5 % the simplest")
+        print(f"not decided between this and {among}: the lowest expectation is taken, within 0.005 nats the fastest")
     print("another method is taken with --method NAME; --all shows every candidate")
 
 

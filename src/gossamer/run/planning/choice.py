@@ -1,4 +1,4 @@
-"""Which candidate of a plan to take: the lowest expected loss in the time, and of those that cannot be told apart the fastest."""
+"""Which candidate of a plan to take: the lowest expected loss in the time, and of those that are as low the fastest."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,8 +10,10 @@ __all__ = ["PLAN_HEADINGS", "Candidate", "Pick", "best_of_each", "pick", "plan_r
 
 _AS_FAST = 1.05
 """A price is off by some per cent: within so much the simpler candidate is taken."""
+_AS_LOW = 0.005
+"""Nats, within which the fastest and simplest is taken: what is expected to end higher is not chosen because little is known."""
 _MARGIN = 0.02
-"""Nats. What is expected to end higher than that is another answer, however little is known: doubt is no reason to choose."""
+"""Nats. What is expected to end higher than that counts as decided, however wide the interval."""
 _HOPELESS = 0.1
 """Nats."""
 _PARTS = {"data parallel": 0, "DiLoCo": 1, "GASLoC 2-Peer": 2, "GASLoC 1-Peer": 2}
@@ -130,26 +132,29 @@ _Known = tuple[Candidate, Penalty]
 
 
 def pick(candidates: Iterable[Candidate], scale: LossScale, hours: float | None = None) -> Pick:
-    """The candidate with the lowest expected loss in the time, or of those that are one answer with it the fastest.
+    """The candidate with the lowest expected loss in the time, or of those that are as low, within 0.005 nats, the fastest.
 
-    These are expected to end 0.02 nats above it at most, and the interval of the difference holds zero. Within 5 % of the least
-    time, the one with the fewest parts is taken, then the one with the fewest local steps. So it is where no loss is known.
+    Within 5 % of the least time, the one with the fewest parts is taken, then the one with the fewest local steps. So it is where
+    no loss is known. Undecided are those that are expected to end 0.02 nats above the lowest at most, and the interval of whose
+    difference holds zero.
 
     Args: `hours` is the time; unless given, what the choice needs for the tokens of the scale.
     """
     candidates = list(candidates)
     known = [(one, own) for one in candidates if (own := one.penalty(scale)) is not None]
-    alike = candidates
+    alike = undecided = candidates
     if known:
         lowest = min(known, key=lambda pair: pair[1].nats + scale.per_e_fold * math.log(pair[0].seconds_per_token))
         apart = [(pair[0], _apart(scale, pair, lowest)) for pair in known if pair is not lowest]
-        alike = [lowest[0], *(one for one, above in apart if above.open and above.nats <= _MARGIN)]
+        open_ = [(one, above.nats) for one, above in apart if above.open and above.nats <= _MARGIN]
+        undecided = [lowest[0], *(one for one, _ in open_)]
+        alike = [lowest[0], *(one for one, nats in open_ if nats <= _AS_LOW)]
     fastest = min(one.seconds_per_token for one in alike)
     near = [one for one in alike if one.seconds_per_token <= _AS_FAST * fastest]
     best = min(near, key=lambda one: (one.parts, one.full_steps, one.seconds_per_token))
     tokens = scale.tokens if hours is None else 3600 * hours / best.seconds_per_token
     time = tokens * best.seconds_per_token / 3600
-    return Pick(best, tuple(one for one in alike if one is not best), scale, tokens, time)
+    return Pick(best, tuple(one for one in undecided if one is not best), scale, tokens, time)
 
 
 def _apart(scale: LossScale, one: _Known, other: _Known) -> Range:
