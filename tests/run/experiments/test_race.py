@@ -170,7 +170,7 @@ def test_a_race_is_stopped_resumed_and_ends_with_a_verdict_a_report_and_a_run_fi
     assert all(len(one["losses"]) == 2 and one["rounds"] >= 3 for one in found["candidates"])
 
     other = [*small_race]
-    other[other.index("--local-steps") + 1] = "5,60"
+    other[other.index("--local-steps") + 1] = "15,60"
     assert main([*other, "--resume"]) == 2
     assert "which is not on the shortlist of this plan" in capsys.readouterr().err
 

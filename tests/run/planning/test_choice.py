@@ -175,7 +175,7 @@ def test_the_candidates_of_the_decision_are_as_good_as_it_says() -> None:
     two_peers = next(one for one in best_of_each(found.choice, found.candidates) if one.name == "GASLoC 2-Peer")
     best, all_eight = found.choice.loss(found.best), kept.choice.loss(kept.best)
     assert found.best.name == "data parallel less 7" and best is not None and best.nats == 0
-    assert {str(found.choice.above_best(one)) for one in found.choice.undecided} == {"+0.019 ± 0.057", "+0.018 ± 0.064"}
+    assert {str(found.choice.above_best(one)) for one in found.choice.undecided} == {"+0.019 ± 0.057", "+0.015 ± 0.110"}
     assert all_eight is not None and str(all_eight) == "+0.087 ± 0.093"
     assert kept.best.name == "DiLoCo uneven" and kept.best.local_steps == (*[5] * 7, 4)
     assert str(found.choice.above_best(two_peers)) == "+0.063 ± 0.083"
