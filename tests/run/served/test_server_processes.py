@@ -556,7 +556,7 @@ def test_a_run_that_was_killed_goes_on_from_the_server_s_snapshot_to_the_same_bi
     pids = launcher.processes(2)
     store, deadline = tmp_path / "real" / "checkpoints", time.monotonic() + 120
     # The worker's snapshot comes just after the server's, and the next ones in 0.8 s: cut between, both are of one round.
-    while not checkpoint.rounds(store, 0) and time.monotonic() < deadline:
+    while not all(checkpoint.rounds(store, i) for i in range(2)) and time.monotonic() < deadline:
         time.sleep(0.02)
     for pid in (launcher.pid, *pids.values()):
         os.kill(pid, signal.SIGKILL)

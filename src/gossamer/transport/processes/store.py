@@ -12,6 +12,7 @@ import errno
 import hmac
 import logging
 import os
+import queue
 import socket
 import threading
 import time
@@ -35,6 +36,8 @@ FALLEN = "fallen"
 """The entry in which a launcher reports the first worker that failed: its number and its exit code."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.25
 """How often a worker that waits for entries looks whether they are there, or another worker has fallen: soon, then less often."""
+ANSWER_S = 5.0
+"""How long a store has for its first answer before it is asked over another connection, at first."""
 
 _MOST_TRIES = 10_000
 """Times that others may come first where an entry is changed; more, and somebody keeps it from being changed."""
@@ -209,23 +212,26 @@ def reached_store(host: str, port: int, timeout_s: float) -> TCPStore:
 
 def _client(host: str, port: int, timeout_s: float) -> TCPStore:
     """A client of the store there. Raises: OSError where whoever listens there does not answer as a store does in time."""
-    made = list[TCPStore | Exception]()
+    made = queue.SimpleQueue[TCPStore | Exception]()
 
     def make() -> None:
         try:
-            made.append(TCPStore(host, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False))
+            made.put(TCPStore(host, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False))
         except Exception as error:
-            made.append(error)
+            made.put(error)
 
-    # In a thread: torch waits without an end for the first answer of whoever has taken the connection.
-    thread = threading.Thread(target=make, daemon=True, name="gossamer store")
-    thread.start()
-    thread.join(timeout_s)
-    if not made:
-        raise TimeoutError(f"whoever listens there did not answer as a store within {timeout_s:g} s")
-    if isinstance(made[0], Exception):
-        raise made[0]
-    return made[0]
+    # In a thread: torch waits without an end for the first answer of whoever has taken the connection. That answer may never come
+    # from a store either, on a machine with much to do, and does over another connection.
+    deadline, patience_s = time.monotonic() + timeout_s, ANSWER_S
+    while (left_s := deadline - time.monotonic()) > 0:
+        threading.Thread(target=make, daemon=True, name="gossamer store").start()
+        with contextlib.suppress(queue.Empty):
+            found = made.get(timeout=min(patience_s, left_s))
+            if isinstance(found, Exception):
+                raise found
+            return found
+        patience_s *= 2
+    raise TimeoutError(f"whoever listens there did not answer as a store within {timeout_s:g} s")
 
 
 def listening(host: str, port: int) -> socket.socket:
