@@ -81,6 +81,8 @@ class Stopping:
             while not self._over.wait(LOOK_S if not self._asked() else 0.0) and self._last is None:
                 if self._asked() or self._entries.get(ENTRY) is not None:
                     with self._lock:
+                        if self._over.is_set():
+                            return
                         self._wished = True
                         self._say()
                     self._over.wait(LOOK_S / 10)
