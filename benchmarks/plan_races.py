@@ -96,7 +96,7 @@ def run(core_hours: float, own_size: str | None) -> None:
     known = {(one["network"], one["size"], one["label"], one["seed"], one["horizon_s"]) for one in outcomes(to)}
     origin("", None)  # asks which commit this is before the first run
     for network, size in [(own_size, "1m")] if own_size else CELLS:
-        if not own_size and verdict(of_cell(network, size)) is not None:
+        if not own_size and verdict(of_cell(outcomes(), network, size)) is not None:
             continue  # by the rule of its time, where that has changed since
         cell = at_its_own_size(network) if own_size else cell_of(network, size)
         seeds = SEEDS[:3] if own_size else SEEDS
@@ -130,10 +130,10 @@ def outcomes(file: Path = OUTCOMES) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def of_cell(network: str, size: str) -> list[dict[str, Any]]:
+def of_cell(lines: Sequence[dict[str, Any]], network: str, size: str) -> list[dict[str, Any]]:
     """The runs of a cell; where a change of the plan has given it other candidates and another time, those of the last."""
-    lines = [one for one in outcomes() if (one["network"], one["size"]) == (network, size)]
-    return [one for one in lines if one["horizon_s"] == lines[-1]["horizon_s"]]
+    own = [one for one in lines if (one["network"], one["size"]) == (network, size)]
+    return [one for one in own if one["horizon_s"] == own[-1]["horizon_s"]]
 
 
 class Verdict(NamedTuple):
@@ -172,7 +172,7 @@ def verdict(lines: Sequence[dict[str, Any]]) -> Verdict | None:
 def page() -> str:
     """The page, from the outcomes."""
     lines = outcomes()
-    by_cell = {cell: of_cell(*cell) for cell in CELLS}
+    by_cell = {cell: of_cell(lines, *cell) for cell in CELLS}
     found = {cell: verdict(some) for cell, some in by_cell.items()}
     done = {cell: one for cell, one in found.items() if one is not None}
     rows = [

@@ -154,20 +154,22 @@ def _listen_at(address: str) -> None:
     os.environ[LISTEN] = address
 
 
+def _goes_on(config: "ResolvedRun") -> bool:
+    """Whether the others go on without a worker that dies, and another may join."""
+    return config.run.elastic or config.kind in ("pair", "no waiting")
+
+
 def _talk_through(url: str, config: "ResolvedRun", served: ServerOptions, among: "Among | None") -> None:
     """Has the workers here talk through a mailbox, before any are started. Raises: ConfigError where they cannot."""
     from gossamer.transport.sockets.mailbox import MAILBOX, opened
 
-    goes_on = config.run.elastic or config.kind in ("pair", "no waiting")
-    if not goes_on or among is not None or served.listen is not None:
-        what = (
-            "--listen too"
-            if served.listen is not None
-            else "--rank too"
-            if among is not None
-            else "a run in rounds of all"
-        )
-        what = "a run with a [server]" if config.kind == "server" else what
+    refused = {
+        "a run with a [server]": config.kind == "server",
+        "--listen too": served.listen is not None,
+        "--rank too": among is not None,
+        "a run in rounds of all": not _goes_on(config),
+    }
+    if what := next((one for one, holds in refused.items() if holds), None):
         raise ConfigError(
             f"--mailbox was given with {what}; it carries elastic runs and those with run.wait = false or [pair]: start the "
             "first worker with --mailbox URL alone, and each other one with --mailbox URL --join auto"
@@ -295,7 +297,7 @@ def _start_workers(
     from gossamer.transport.processes.local import STOPPED, run_local, run_served
     from gossamer.transport.secret import folder_secret
 
-    goes_on = config.run.elastic or config.kind in ("pair", "no waiting")
+    goes_on = _goes_on(config)
     if restarts and (goes_on or config.kind == "server"):
         raise ConfigError(
             f"--restarts is {restarts}, and the others of this run go on without a worker that dies; start that one alone again"

@@ -173,13 +173,13 @@ def is_box(host: str) -> bool:
     return host.endswith(_DOMAIN) and _NAME.fullmatch(host.removesuffix(_DOMAIN)) is not None
 
 
-def listen_in(mailbox: Mailbox, name: str | None = None) -> tuple[socket.socket, str]:
+def listen_in(mailbox: Mailbox) -> tuple[socket.socket, str]:
     """A socket that listens to whoever dials this process's new box, and the address of the box.
 
     The box is there until the socket is closed. It listens on loopback, where its own thread connects for each that dials.
     Raises: TransportError where the store takes nothing.
     """
-    name = name or secrets.token_hex(8)
+    name = secrets.token_hex(8)
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     address = listener.getsockname()
     try:
@@ -207,7 +207,7 @@ def connect(host: str, timeout_s: float) -> socket.socket:
     stream = f"{name}.d/{secrets.token_hex(16)}"
     mailbox.put(f"{stream}/in-0", _packed(b"\0"))  # the first piece tells the other end that there is a connection
     ours, theirs = socket.socketpair()
-    _Carry(mailbox, stream, theirs, ours="in", others="out", sent=1, came=0).start()
+    _Carry(mailbox, stream, theirs, accepted=False).start()
     ours.settimeout(timeout_s)
     return ours
 
@@ -226,7 +226,7 @@ def _serve(mailbox: Mailbox, name: str, listener: weakref.ref[socket.socket], ad
             for stream in [one for one in there if one not in open_][:_MOST_STREAMS]:
                 if mailbox.there(f"{stream}/in-0"):  # else it has ended, and a piece of it came too late
                     near = socket.create_connection(address)
-                    _Carry(mailbox, stream, near, ours="out", others="in", sent=0, came=0).start()
+                    _Carry(mailbox, stream, near, accepted=True).start()
         time.sleep(mailbox.poll_s)
     _leave(mailbox, name)
 
@@ -245,14 +245,15 @@ def _packed(content: bytes) -> bytes:
 
 
 class _Carry:
-    """Carries the bytes of one connection between a local socket and the store, until either end is closed."""
+    """Carries the bytes of one connection between a local socket and the store, until either end is closed.
 
-    def __init__(
-        self, mailbox: Mailbox, stream: str, near: socket.socket, *, ours: str, others: str, sent: int, came: int
-    ) -> None:  # fmt: skip
-        self._mailbox, self.stream, self._near = mailbox, stream, near
-        self._ours, self._others, self._sent, self._came = ours, others, sent, came
-        self.was_accepted = ours == "out"
+    Args: `accepted` is whether the other end has dialled, so that its first piece, which carries nothing, lies there already.
+    """
+
+    def __init__(self, mailbox: Mailbox, stream: str, near: socket.socket, *, accepted: bool) -> None:
+        self._mailbox, self.stream, self._near, self.was_accepted = mailbox, stream, near, accepted
+        self._ours, self._others = ("out", "in") if accepted else ("in", "out")
+        self._sent, self._came = 0 if accepted else 1, 0
         self._patience, self.ended = math.inf, threading.Event()
 
     def start(self) -> None:
