@@ -1,11 +1,11 @@
 """Races what `gossamer plan` picks against its shortlist, on six networks and at two model sizes: docs/results/races.md.
 
-    python benchmarks/plan_races.py --core-hours 1      # goes on where it stopped
+    python benchmarks/plan_races.py --core-hours 1 --jobs 2     # goes on where it stopped
     python benchmarks/plan_races.py --own-size even_10m --core-hours 2      # two candidates, with all of the planned parameters
     python benchmarks/plan_races.py --page              # writes the page only
 
 Every cell is a network of configs/networks and a model in bytes and seconds of an inner step; what is trained is a small model
-(`gossamer.run.experiments.race`), with five seeds that have chosen nothing. One run at a time, in this process; each outcome is
+(`gossamer.run.experiments.race`), with five seeds that have chosen nothing. Each outcome is
 appended to docs/results/races/outcomes.jsonl as soon as the run has ended. What counts as right was registered before the first
 of them (docs/evidence/registered.md). With --own-size the pick and what the plan would pick at the scale of the small model are
 trained with the 869,504 parameters that were planned, three seeds each: docs/results/races/own_size.jsonl.
@@ -16,7 +16,6 @@ import json
 import math
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from gossamer.report.paired import Standing, effect, standing
 from gossamer.report.table import markdown_lines
 from gossamer.run.config.experiment_file import points
 from gossamer.run.config.run_file import digest
-from gossamer.run.experiments.processes import Apart
+from gossamer.run.experiments.processes import Apart, RunEnd
 from gossamer.run.experiments.race import LENGTHS, SMALL, Course, course_of, document, label_of
 from gossamer.run.planning.candidates import USUAL, choose_among, price_recipes
 from gossamer.run.planning.choice import pick, shortlist
@@ -89,38 +88,47 @@ def at_its_own_size(network: str) -> Cell:
     return cell._replace(course=course_of(cell.made, two, PLANNED, LENGTHS[0]))
 
 
-def run(core_hours: float, own_size: str | None) -> None:
-    """Trains what is missing, cell by cell and seed by seed, until the hours of this process are over."""
+def run(core_hours: float, own_size: str | None, jobs: int) -> None:
+    """Trains what is missing, cell by cell and seed by seed, until the hours of these runs are over."""
     to = OWN_SIZE if own_size else OUTCOMES
     to.parent.mkdir(parents=True, exist_ok=True)
     known = {(one["network"], one["size"], one["label"], one["seed"], one["horizon_s"]) for one in outcomes(to)}
     origin("", None)  # asks which commit this is before the first run
+    left_s = 3600 * core_hours
     for network, size in [(own_size, "1m")] if own_size else CELLS:
         if not own_size and verdict(of_cell(outcomes(), network, size)) is not None:
             continue  # by the rule of its time, where that has changed since
         cell = at_its_own_size(network) if own_size else cell_of(network, size)
-        seeds = SEEDS[:3] if own_size else SEEDS
         text = document(cell.course, cell.made, "stdlib", compiled=True)
-        for one in sorted(points(text, seeds=seeds), key=lambda one: one.seed):
-            if (network, size, one.method, one.seed, cell.course.horizon_s) in known:
-                continue
-            if time.process_time() > 3600 * core_hours:
-                return
-            entrant = next(entrant for entrant in cell.course.entrants if entrant.label == one.method)
-            began = time.process_time()
-            with tempfile.TemporaryDirectory() as scratch, Apart(1) as apart:
-                apart.add(one.label, one.config, Path(scratch) / "run")
-                ((_, ended),) = apart.ended()
-            line = {
-                "network": network, "size": size, "label": one.method, "seed": one.seed, "loss": ended.loss, "error": ended.error,
-                "chosen": one.method == cell.choice, "second": one.method == cell.second,
-                "round_s": entrant.candidate.round_s, "rounds": entrant.rounds, "tokens": cell.course.tokens_of(entrant),
-                "horizon_s": cell.course.horizon_s, "core_s": round(time.process_time() - began, 1),
-                "origin": origin(digest(one.config), ended.seconds, ended.text),
-            }  # fmt: skip
-            with to.open("a", encoding="utf-8") as file:
-                file.write(json_line(line))
-            print(network, size, one.method, one.seed, ended.loss, ended.error, line["core_s"], flush=True)
+        some = sorted(points(text, seeds=SEEDS[:3] if own_size else SEEDS), key=lambda one: one.seed)
+        some = [one for one in some if (network, size, one.method, one.seed, cell.course.horizon_s) not in known]
+        with tempfile.TemporaryDirectory() as scratch, Apart(jobs) as apart:
+            under_way = 0
+            while under_way or (some and left_s > 0):
+                while some and left_s > 0 and under_way < jobs:
+                    one = some.pop(0)
+                    apart.add((one.method, one.seed, digest(one.config)), one.config, Path(scratch) / one.label)
+                    under_way += 1
+                for (method, seed, of_config), ended in apart.ended():
+                    under_way -= 1
+                    left_s -= ended.seconds
+                    line = _outcome(cell, (network, size, method, seed), ended, of_config)
+                    with to.open("a", encoding="utf-8") as file:
+                        file.write(json_line(line))
+                    print(network, size, method, seed, ended.loss, ended.error, ended.seconds, flush=True)
+
+
+def _outcome(cell: Cell, run: tuple[str, str, str, int], ended: RunEnd, of_config: str) -> dict[str, Any]:
+    """The line of a run that has ended."""
+    network, size, method, seed = run
+    entrant = next(entrant for entrant in cell.course.entrants if entrant.label == method)
+    return {
+        "network": network, "size": size, "label": method, "seed": seed, "loss": ended.loss, "error": ended.error,
+        "chosen": method == cell.choice, "second": method == cell.second,
+        "round_s": entrant.candidate.round_s, "rounds": entrant.rounds, "tokens": cell.course.tokens_of(entrant),
+        "horizon_s": cell.course.horizon_s, "core_s": ended.seconds,
+        "origin": origin(of_config, ended.seconds, ended.text),
+    }  # fmt: skip
 
 
 def outcomes(file: Path = OUTCOMES) -> list[dict[str, Any]]:
@@ -307,13 +315,17 @@ def _table(lines: Sequence[dict[str, Any]], one: Verdict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--core-hours", type=float, default=1.0, help="processor time after which no further run begins"
+        "--core-hours",
+        type=float,
+        default=1.0,
+        help="time of the runs, each on one core, after which no further one begins",
     )
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each in its own process with its own core")
     parser.add_argument("--own-size", choices=[*NETWORKS], help="a network whose two picks are trained as planned")
     parser.add_argument("--page", action="store_true", help="write the page from the outcomes, and train nothing")
     given = parser.parse_args()
     if not given.page:
-        run(given.core_hours, given.own_size)
+        run(given.core_hours, given.own_size, given.jobs)
     PAGE.write_text(page(), encoding="utf-8")
 
 

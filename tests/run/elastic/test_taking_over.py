@@ -12,7 +12,7 @@ from gossamer.errors import PeerError
 from gossamer.record import checkpoint
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import read_metrics
-from gossamer.record.logs.outcomes import Begun, OutcomeWriter, RoundOutcome
+from gossamer.record.logs.outcomes import Begun, Ended, OutcomeWriter, RoundOutcome
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.elastic import elastic_rounds as elastic
@@ -82,17 +82,27 @@ def test_the_lines_of_a_newcomer_have_the_steps_of_its_model_and_not_those_of_it
     assert all(line["tokens"] == 2 * 16 * line["step"] for line in lines)
 
 
-def replay_with_a_newcomer(config, tmp_path):
-    """A run in which worker 2 is killed after two rounds, and another takes its slot from round 4 on."""
+@pytest.mark.parametrize("rule", ["gasloc", "diloco"])
+def test_who_was_left_out_of_the_last_round_ends_with_the_state_of_who_was_not(rule, tmp_path):
+    config = run_of(rule__name=rule)
+    result = replay_with_a_newcomer(config, tmp_path, round=6)
+    saved = [checkpoint.load(tmp_path / "again" / "checkpoints", 6, slot, digest(config))["x"] for slot in range(3)]
+    assert result.loss < 6.0 and torch.equal(saved[2], saved[0])
+
+
+def replay_with_a_newcomer(config, tmp_path, round=4):
+    """A run in which worker 2 is killed after two rounds, and another takes its slot from a round on."""
     lives = {slot: [(Begun(0, 0, slot, 0, 0), 0, 6)] for slot in range(2)}
-    lives[2] = [(Begun(0, 0, 2, 0, 0), 0, 2), (Begun(4, 4, 0, 4, 1), 4, 6)]
+    lives[2] = [(Begun(0, 0, 2, 0, 0), 0, 2), (Begun(round, round, 0, 4, 1), round, 6)]
     for slot, some in lives.items():
         with OutcomeWriter(tmp_path / "real", slot) as log:
             for begun, first, end in some:
                 log.write(begun)
                 for k, r in enumerate(range(first, end)):
-                    alive = frozenset({0, 1}) if r in (2, 3) else None
+                    alive = frozenset({0, 1}) if r in range(2, round) else None
                     log.write(RoundOutcome(r, alive, NOBODY, NOBODY, begun.steps + 2 * (k + 1)))
+            if end == 6:
+                log.write(Ended(6, "finished"))
     (tmp_path / "real" / "run.toml").write_text(dump(config))
     return replay_elastic(resolve(config, real=True), tmp_path / "again", tmp_path / "real")
 

@@ -58,7 +58,7 @@ class ElasticRounds(Participant[ElasticTransport]):
         self._finished = 0
         """Rounds that are over in its parameters."""
         self._begins = True
-        """Whether the next round is the first one with the state that it has just begun with."""
+        """Whether it has not yet trained with the state that it has begun with last."""
         self._alive: frozenset[int] = frozenset()
         """Who takes part in the round that was begun last, or in the closing that was proposed last."""
         self._entered = -1
@@ -213,7 +213,7 @@ class ElasticRounds(Participant[ElasticTransport]):
         begun = self._fetched(own, source)
         self._keep(begun.after)
         self._log.write(begun._replace(steps=self.replica.steps_taken))
-        self.round = begun.round
+        self.round, self._finished = begun.round, begun.after
 
     # --- what `OuterLoop` asks ----------------------------------------------------------------------------------------
 
@@ -342,7 +342,8 @@ class ElasticRounds(Participant[ElasticTransport]):
             self._worker.receive_rest()
             self._note(finished)
         left = self.asked.is_set() and round < self.config.rounds
-        if finished < self.config.rounds:
+        # A state that was taken over after the last round has not been saved by the end of a round of its own.
+        if finished < self.config.rounds or self._begins:
             self.save(finished if left else self.config.rounds)
         # Last in the log: it says that there is a checkpoint.
         self._log.write(Ended(round, "left" if left else "finished"))

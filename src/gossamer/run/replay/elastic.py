@@ -106,13 +106,13 @@ class _Replay:
         if reports:
             self._present = [worker for worker, _ in reports if worker.index not in turn.overruled]
             journal.end_round(finished, step=finished * config.full_steps, tokens=self.tokens())
-        for slot, (ended, behind) in turn.ends.items():
+        for slot, end in turn.ends.items():
             worker = self._repeat.workers[slot]
             for exchange in worker.loop.pop_rest():
                 exchange.finish()
                 worker.replica.recompute()
-            if behind < config.rounds:  # as a worker saves that leaves, or whose peers had ended
-                self._save(worker, behind if ended.why == "left" else config.rounds)
+            if end.behind < config.rounds or not end.trained:  # as a worker saves that leaves, or whose peers had ended
+                self._save(worker, end.behind if end.left else config.rounds)
 
     def _validate(self) -> dict[str, Any]:
         replicas = [worker.replica for worker in self._present or self._repeat.workers]

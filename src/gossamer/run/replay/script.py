@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gossamer.errors import DataError
-from gossamer.record.logs.outcomes import Begun, Ended, ExchangeOutcome, Life, RoundOutcome
+from gossamer.record.logs.outcomes import Begun, ExchangeOutcome, Life, RoundOutcome
 from gossamer.record.whole_files import worker_suffix
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.run.replay.driver import contradiction
 
-__all__ = ["Message", "RoundScript", "Script", "calm", "outcomes_file", "script_of"]
+__all__ = ["Message", "OwnEnd", "RoundScript", "Script", "calm", "outcomes_file", "script_of"]
 
 Process = tuple[int, int]
 """A slot, and which of the lives in it, from 0."""
@@ -30,6 +30,17 @@ class Message(NamedTuple):
     sender: int
 
 
+class OwnEnd(NamedTuple):
+    """A process that ends on purpose."""
+
+    left: bool
+    """Whether it was asked to, before the end of the run."""
+    behind: int
+    """How many rounds are behind its state."""
+    trained: bool
+    """Whether it has ended a round itself; else its state is still the one that it has taken over."""
+
+
 class RoundScript(NamedTuple):
     """What one round was for all workers."""
 
@@ -37,8 +48,8 @@ class RoundScript(NamedTuple):
     """By slot: those that were there at its end."""
     lost: set[Process]
     """Those that were lost in it after they had sent."""
-    ends: dict[int, tuple[Ended, int]]
-    """By slot: whose process ends on purpose after this round or before its first, and how many rounds it has behind it."""
+    ends: dict[int, OwnEnd]
+    """By slot: whose process ends on purpose after this round or before its first."""
     overruled: set[int]
     """Slots that had closed the round over other workers than were named in the end. Their outer step counts for nothing, as they
     took over another's state next."""
@@ -146,9 +157,10 @@ class _Reader:
     def _enter(self, process: Process, life: Life) -> None:
         (slot, _), n, script, rounds = process, self._n, self.script, self._rounds
         begun, trained, ended, exchanges = life
-        if begun.after > begun.round or begun.donor >= n or begun.round >= rounds:
+        # Who was left out of the last round begins behind it with the state of one that has ended it, and trains no more.
+        if begun.after > begun.round or begun.donor >= n or begun.round > rounds:
             raise self._contradiction(
-                slot, begun.round, f"a process begins there with a state after {begun.after} of {rounds} rounds"
+                slot, begun.round, f"a process begins there, of {rounds} rounds, with a state after {begun.after}"
             )
         self._turn(begun.round)
         if self._method.exchanges_once:
@@ -170,7 +182,8 @@ class _Reader:
             before = outcome.round
         if ended is not None:
             last = trained[-1].round if trained else begun.round
-            self._turn(last).ends[slot] = (ended, trained[-1].round + 1 if trained else begun.after)
+            behind = trained[-1].round + 1 if trained else begun.after
+            self._turn(last).ends[slot] = OwnEnd(ended.why == "left", behind, bool(trained))
 
     def _or_all(self, alive: frozenset[int] | None) -> frozenset[int] | None:
         return None if alive is not None and len(alive) == self._n else alive
