@@ -96,6 +96,7 @@ def _serve(page: "Page") -> None:
     from gossamer.report.page.web import show_page
 
     print(f"play: {page.address}", flush=True)
+    # The browser may be slow to start, and asks for the page that only this thread serves.
     threading.Thread(target=show_page, args=(page.address,), daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):
         page.serve_forever()

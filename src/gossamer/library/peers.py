@@ -252,6 +252,7 @@ class Peers:
         if self._group is not None:
             hang_up(self._group)
             if backend_of(self._group) == "nccl":
+                # Ends NCCL's own threads; whoever destroyed the group would first wait for transfers to a peer that may be gone.
                 self._group.shutdown()
         self._group = None
         atexit.unregister(self._hang_up)

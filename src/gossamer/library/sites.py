@@ -185,6 +185,7 @@ class ElasticSite:
         """Since when means with each of these fail, whom a lane of this site does not hear."""
         if self.lane.joint is not None:
             Entries(self.lane.joint, endpoint.secret).set(*self._tell)
+        # Apart from training, as whoever asks an address at which nobody answers waits for seconds.
         threading.Thread(target=self._look_for_board, daemon=True, name="gossamer board").start()
 
     # --- the outer loop asks ------------------------------------------------------------------------------------------

@@ -79,6 +79,7 @@ class Terminal:
                     handler.setStream(sys.stderr)
                     self._open.callback(handler.setStream, before)
         if self._looks:
+            # Seconds pass on the screen while this thread trains; a round may last minutes.
             self._thread = threading.Thread(target=self._go_on, name="gossamer-terminal", daemon=True)
             self._thread.start()
         return self

@@ -236,6 +236,7 @@ def serve_beside(folder: Path, *, show: bool = False) -> None:
             time.sleep(1)
         page.shutdown()
 
+    # To read from who has started it lasts until that one has gone; requests are answered meanwhile, here.
     threading.Thread(target=end, daemon=True).start()
     page.serve_forever()
 

@@ -78,6 +78,7 @@ class PairParticipant(WithoutWaiting[PairWorker]):
         self._first_s = self._last_s = self.now_s()
         self._before = {slot: one.ended for slot, one in self.transport.phases().items()}
         if self._neighbours:
+            # Meetings come at random times, not between two steps of the thread that trains.
             threading.Thread(target=self._start_meetings, daemon=True, name="gossamer meetings").start()
 
     def train(self, number: int, round: int, alive: frozenset[int]) -> tuple[LocalPhase, float]:

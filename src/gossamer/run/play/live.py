@@ -40,6 +40,7 @@ class Live:
         self._closed, self._problem, self._seen_s = False, "", time.monotonic()
         self._warnings: tuple[str, ...] = ()
         self._begin()
+        # One thread trains, and pages ask from others: none of them waits for a round.
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _begin(self) -> None:

@@ -106,6 +106,7 @@ class ElasticTransport:
         self._listener = Listener(
             endpoint.listener, endpoint.secret, endpoint.run, self._arrived, self.refusals, keys=endpoint.keys
         )
+        # Beats are sent while a local phase computes: a worker that is silent counts as dead.
         threading.Thread(target=self._keep_house, daemon=True, name="gossamer house").start()
 
     @property
@@ -410,6 +411,7 @@ class ElasticTransport:
                 continue
             self._looked_s[entry.slot] = now
             if entry.slot == self.worker:
+                # To look takes up to ten seconds, in which nobody else could be heard: this thread holds `changed`.
                 threading.Thread(
                     target=self._look_for_namesake, args=(entry,), daemon=True, name="gossamer look"
                 ).start()

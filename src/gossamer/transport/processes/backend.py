@@ -55,6 +55,7 @@ class _Followers:
                 self._idle -= 1
                 self._tasks.put(task)
                 return
+            # Two threads cannot wait for one transfer of gloo, and one thread cannot wait for two: each has its own.
             thread = threading.Thread(target=self._work, args=(task, self._closed), name=THREADS, daemon=True)
         thread.start()
 

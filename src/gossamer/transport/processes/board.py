@@ -175,6 +175,7 @@ class Board:
             if time.monotonic() > self._errand_s + self._patience_s:
                 self._silent()
         elif self._may_ask():
+            # In a thread that may hang with the store: the caller trains on, and finds the answer at a later call.
             self._errand = threading.Thread(target=self._circulate, args=(text,), name=THREADS, daemon=True)
             self._errand_s = time.monotonic()
             self._errand.start()
@@ -207,6 +208,7 @@ class Board:
             else:
                 self._answered()
 
+        # A question to a store that is gone has no deadline of its own inside torch; the thread is left behind there.
         self._asked = threading.Thread(target=ask, name=THREADS, daemon=True)
         self._asked.start()
         self._asked.join(self._patience_s)

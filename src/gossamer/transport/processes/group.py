@@ -279,6 +279,7 @@ class GroupTransport:
         assert peer != self.worker and (way, peer) not in exchange.pending | exchange.gathered, (ticket, way, peer)
         if peer not in self._lifelines and not self._batched:
             self._lifelines.add(peer)
+            # A receive that nobody answers fails when the connection is lost, which gloo tells nobody who waits for a message.
             threading.Thread(target=self._hold_lifeline, args=(peer,), name=THREADS, daemon=True).start()
         rank = self._member.rank_of(peer)
         header_tag, payload_tag = wire.tags(self._run, ticket, payload.numel(), self._member.part)

@@ -99,6 +99,7 @@ class _Gate:
         self._first, self._again = [first], again
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._server.getsockname()[1]
+        # The client of the store, in C++, connects while the thread that made it waits inside that.
         threading.Thread(target=self._accept, daemon=True, name="gossamer store").start()
 
     def close(self) -> None:
@@ -126,6 +127,7 @@ class _Gate:
 
 def _carry(channel: Channel, near: socket.socket) -> None:
     """Carries bytes both ways until either end closes."""
+    # A question and the answer to the one before may cross, so each way has its thread.
     inward = threading.Thread(target=_carry_in, args=(channel, near), daemon=True, name="gossamer store")
     near.settimeout(None)
     inward.start()

@@ -224,6 +224,7 @@ def leave(timeout_s: float = 5.0) -> bool:
     if not dist.is_initialized():
         return True
     silent = hang_up()
+    # It waits for transfers in flight, so for ever where a peer is gone; from a thread it can be given up.
     end = threading.Thread(target=dist.destroy_process_group, daemon=True)
     end.start()
     end.join(timeout_s)

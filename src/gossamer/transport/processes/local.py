@@ -381,6 +381,7 @@ def _forward(source: Connection, sink: TextIO, prefix: str) -> threading.Thread:
                 sink.write(prefix + line.rstrip("\n") + "\n")
                 sink.flush()
 
+    # A pipe that nobody empties stops the process that writes to it.
     thread = threading.Thread(target=copy, daemon=True)
     thread.start()
     return thread

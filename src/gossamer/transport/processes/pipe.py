@@ -43,6 +43,7 @@ class _Receiver:
         self._stream, self._part, self._group = stream, part, group
         self._announced: SimpleQueue[tuple[int | None, int] | None] = SimpleQueue()
         self.came: SimpleQueue[Tensor | Exception] = SimpleQueue()
+        # A receive of torch blocks until the message is there, and whoever trains computes meanwhile.
         threading.Thread(target=self._receive_all, name=THREADS, daemon=True).start()
 
     def announce(self, sizes: Sequence[int | None], most_bytes: int) -> None:

@@ -48,6 +48,7 @@ class Stopping:
         self._over = threading.Event()
 
     def __enter__(self) -> "Stopping":
+        # The wish of another is seen amid a round, so that all have said how far they are when this one has ended it.
         threading.Thread(target=self._look, name=THREADS, daemon=True).start()
         return self
 

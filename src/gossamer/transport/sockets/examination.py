@@ -146,6 +146,7 @@ def _says(listener: socket.socket | None, number: bytes) -> Iterator[None]:
                 with Channel(sock, PATIENCE_S) as back, contextlib.suppress(OSError):
                     back.write(number)
 
+    # Both machines try each other at once: one that only dialled would not be found by the other.
     threading.Thread(target=answer, daemon=True, name="gossamer doctor").start()
     try:
         yield

@@ -130,6 +130,7 @@ class Listener:
         self._busy = 0
         self._lock = threading.Lock()
         self.address = shown(*sock.getsockname()[:2])
+        # Newcomers and peers that come back arrive while this worker trains.
         threading.Thread(target=self._accept, daemon=True, name="gossamer listener").start()
 
     @property

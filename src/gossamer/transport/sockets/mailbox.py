@@ -259,9 +259,11 @@ class _Carry:
     def start(self) -> None:
         """Carries both ways, in threads of its own."""
         _carries.add(self)
+        # Whoever trains writes to a socket, and does not wait for a store that takes seconds for a piece.
         threading.Thread(target=self._both, daemon=True, name="gossamer mailbox").start()
 
     def _both(self) -> None:
+        # One thread for each way: the next piece of the other end may come in an hour, and ours is to go out now.
         inward = threading.Thread(target=self._until_lost, args=(self._in,), daemon=True, name="gossamer mailbox")
         inward.start()
         self._until_lost(self._out)
