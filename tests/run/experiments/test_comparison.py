@@ -1,8 +1,11 @@
 """The outcomes of a comparison: a line for each run as it ends, which says by what it was computed and survives a stop."""
 
 import math
+import multiprocessing
 import shutil
 import subprocess
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +14,13 @@ import tomli_w
 
 import gossamer
 from gossamer.cli import main
-from gossamer.errors import DataError
+from gossamer.errors import DataError, TrainingError
 from gossamer.record import origin as origins
 from gossamer.report.results import PointResult, read_results, result_lines
 from gossamer.run.config.experiment_file import Point, folder_name, points
 from gossamer.run.config.run_file import digest
 from gossamer.run.experiments.compare import train_all
-from gossamer.run.experiments.processes import RunEnd
+from gossamer.run.experiments.processes import Apart, RunEnd
 from gossamer.run.experiments.shared_start import shared_trunks
 from gossamer.run.worker.replica import Replica
 from tiny import PARAMETERS, document
@@ -67,6 +70,42 @@ def test_a_comparison_that_is_stopped_keeps_the_line_of_each_run_that_ended_and_
             "gossamer",
             "torch",
         }
+
+
+@pytest.mark.usefixtures("forks")
+def test_two_processes_train_one_run_after_the_other_with_the_losses_of_one_process(tmp_path: Path) -> None:
+    runs = points(document(workers=2, run__steps=2, model__layers=1), seeds=range(5))
+
+    def trained(jobs: int) -> tuple[dict[str, float | None], set[int]]:
+        found: dict[str, float | None] = {}
+        with Apart(jobs) as apart:
+            for run in runs:
+                apart.add(run.label, run.config, tmp_path / f"{jobs}-{run.seed}")
+            while apart.busy:
+                found |= {label: end.loss for label, end in apart.ended()}
+            processes = {child.pid for child in multiprocessing.active_children() if child.pid}
+        assert not processes & {child.pid for child in multiprocessing.active_children()}, "they end with it"
+        return found, processes
+
+    (alone, none), (together, two) = trained(1), trained(2)
+    assert alone == together and len(alone) == 5 and not none and len(two) == 2
+
+
+@pytest.mark.usefixtures("forks")
+def test_a_process_of_a_run_that_is_killed_is_told_with_what_to_do(tmp_path: Path) -> None:
+    (run,) = points(document(workers=2, run__steps=2000, model__layers=1), seeds=[0])
+
+    def kill() -> None:
+        while not (children := multiprocessing.active_children()):
+            time.sleep(0.05)
+        for child in children:
+            child.kill()
+
+    with Apart(2) as apart:
+        apart.add(run.label, run.config, tmp_path / "run")
+        threading.Thread(target=kill).start()
+        with pytest.raises(TrainingError, match=r"exit code -9; if the machine .* lower --jobs"):
+            apart.ended()
 
 
 def test_the_commit_is_that_of_the_checkout_and_that_of_an_installed_package_is_empty(

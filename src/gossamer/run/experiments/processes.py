@@ -1,5 +1,6 @@
-"""Runs several simulations in parallel, one subprocess each, with its share of the cores."""
+"""Runs several simulations in parallel, in as many subprocesses, each with its share of the cores."""
 
+import contextlib
 import gc
 import logging
 import math
@@ -41,11 +42,31 @@ class RunEnd(NamedTuple):
     """What it warned of in its own process."""
 
 
-class _Running(NamedTuple):
-    key: Any
-    process: BaseProcess
-    result: Connection
-    lane: int
+class _Lane:
+    """A process that trains one run after the other: what it has imported and compiled, which takes seconds, serves all."""
+
+    def __init__(self, number: int, lanes: int) -> None:
+        context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+        self.link, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(target=_work, args=(theirs, number, lanes), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.key: Hashable = None
+        """Of the run that it trains; None while it waits."""
+
+    def result(self) -> RunEnd:
+        """How its run has ended. Raises: GossamerError as `simulate` does; TrainingError for a process that is gone."""
+        try:
+            result = self.link.recv()
+        except EOFError:
+            self.process.join()
+            raise TrainingError(
+                f"the process of a run ended with exit code {self.process.exitcode}; if the machine was out of memory, lower "
+                "--jobs"
+            ) from None
+        if isinstance(result, GossamerError):
+            raise result
+        return result
 
 
 class Apart:
@@ -59,11 +80,10 @@ class Apart:
     def __init__(self, jobs: int, *, began: Callable[[Any], None] | None = None) -> None:
         self._jobs, self._began, self._warned = jobs, began, set[str]()
         self._waiting: list[tuple[Hashable, RunConfig, Path, Path | None]] = []
-        self._running: list[_Running] = []
-        self._context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+        self._lanes: list[_Lane] = []
 
     def __enter__(self) -> "Apart":
-        if self._jobs > 1 and sys.platform == "linux":  # which imports once, and not for each run
+        if self._jobs > 1 and sys.platform == "linux":  # which imports once, and not for each process
             multiprocessing.set_forkserver_preload([__name__])
             forkserver.ensure_running()
         return self
@@ -71,11 +91,15 @@ class Apart:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for one in self._running:
-            one.process.kill()
-        for one in self._running:
-            one.process.join()
-            one.result.close()
+        for lane in self._lanes:
+            lane.process.kill()
+        for lane in self._lanes:
+            lane.process.join()
+            lane.link.close()
+
+    @property
+    def _running(self) -> list[_Lane]:
+        return [lane for lane in self._lanes if lane.key is not None]
 
     @property
     def busy(self) -> bool:
@@ -103,10 +127,11 @@ class Apart:
         while self._waiting and len(self._running) < self._jobs:
             key, config, folder, _ = self._waiting.pop(0)
             self._start(key, config, folder)
-        done = {*wait([one.result for one in self._running])}
-        ended = [one for one in self._running if one.result in done]
-        self._running = [one for one in self._running if one.result not in done]
-        ends = [(one.key, _result_of(one)) for one in ended]
+        done = {*wait([lane.link for lane in self._running])}
+        ended = [lane for lane in self._running if lane.link in done]
+        ends = [(lane.key, lane.result()) for lane in ended]
+        for lane in ended:
+            lane.key = None
         for key, end in ends if self._began is not None else ():
             for sentence in end.warnings:
                 if sentence not in self._warned:
@@ -115,34 +140,18 @@ class Apart:
         return ends
 
     def _start(self, key: Hashable, config: RunConfig, folder: Path) -> None:
-        lane = min({*range(self._jobs)} - {one.lane for one in self._running})
-        ours, theirs = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=_work, args=(theirs, config, folder, lane, self._jobs), daemon=True)
-        process.start()
-        theirs.close()
+        lane = next((lane for lane in self._lanes if lane.key is None), None)
+        if lane is None:
+            lane = _Lane(len(self._lanes), self._jobs)
+            self._lanes.append(lane)
+        lane.key = key
+        lane.link.send((config, folder))
         if self._began is not None:
             self._began(key)
-        self._running.append(_Running(key, process, ours, lane))
 
 
-def _result_of(one: _Running) -> RunEnd:
-    try:
-        result = one.result.recv()
-    except EOFError:
-        one.process.join()
-        raise TrainingError(
-            f"the process of a run ended with exit code {one.process.exitcode}; if the machine was out of memory, lower --jobs"
-        ) from None
-    finally:
-        one.result.close()
-    one.process.join()
-    if isinstance(result, GossamerError):
-        raise result
-    return result
-
-
-def _work(result: Connection, config: RunConfig, folder: Path, lane: int, lanes: int) -> None:
-    """A process that trains one run."""
+def _work(link: Connection, lane: int, lanes: int) -> None:
+    """A process that trains what it is sent, until nobody sends any more."""
     gc.freeze()  # what was imported is shared with the others, and not collected
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which kills what is under way
     if hasattr(os, "sched_setaffinity"):
@@ -150,10 +159,14 @@ def _work(result: Connection, config: RunConfig, folder: Path, lane: int, lanes:
     kept = _Kept()
     log.addHandler(kept)
     log.propagate = False
-    try:
-        result.send(_trained(config, folder, warns=True)._replace(warnings=tuple(kept.sentences)))
-    except GossamerError as error:
-        result.send(error)
+    with contextlib.suppress(EOFError):
+        while True:
+            config, folder = link.recv()
+            kept.sentences.clear()
+            try:
+                link.send(_trained(config, folder, warns=True)._replace(warnings=tuple(kept.sentences)))
+            except GossamerError as error:
+                link.send(error)
 
 
 class _Kept(logging.Handler):
