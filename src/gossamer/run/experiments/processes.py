@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -54,19 +54,30 @@ class _Lane:
         self.key: Hashable = None
         """Of the run that it trains; None while it waits."""
 
+    def train(self, key: Hashable, config: RunConfig, folder: Path) -> None:
+        """Begins a run. Raises: TrainingError for a process that is gone."""
+        self.key = key
+        with self._there():
+            self.link.send((config, folder))
+
     def result(self) -> RunEnd:
         """How its run has ended. Raises: GossamerError as `simulate` does; TrainingError for a process that is gone."""
-        try:
+        with self._there():
             result = self.link.recv()
-        except EOFError:
+        if isinstance(result, GossamerError):
+            raise result
+        return result
+
+    @contextlib.contextmanager
+    def _there(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, OSError):
             self.process.join()
             raise TrainingError(
                 f"the process of a run ended with exit code {self.process.exitcode}; if the machine was out of memory, lower "
                 "--jobs"
             ) from None
-        if isinstance(result, GossamerError):
-            raise result
-        return result
 
 
 class Apart:
@@ -144,8 +155,7 @@ class Apart:
         if lane is None:
             lane = _Lane(len(self._lanes), self._jobs)
             self._lanes.append(lane)
-        lane.key = key
-        lane.link.send((config, folder))
+        lane.train(key, config, folder)
         if self._began is not None:
             self._began(key)
 
