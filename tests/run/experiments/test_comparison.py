@@ -2,8 +2,10 @@
 
 import math
 import multiprocessing
+import os
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -106,6 +108,39 @@ def test_a_process_of_a_run_that_is_killed_is_told_with_what_to_do(tmp_path: Pat
         threading.Thread(target=kill).start()
         with pytest.raises(TrainingError, match=r"exit code -9; if the machine .* lower --jobs"):
             apart.ended()
+
+
+ENDLESS = """
+import multiprocessing, sys, threading, time
+from pathlib import Path
+from gossamer.run.config.experiment_file import points
+from gossamer.run.experiments.processes import Apart
+from tiny import document
+
+def tell():
+    while not (Path(sys.argv[1]) / "run.toml").exists():
+        time.sleep(0.05)
+    print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+
+(run,) = points(document(workers=2, run__steps=1_000_000, run__eval_every=0, model__layers=1), seeds=[0])
+with Apart(2) as apart:
+    apart.add("endless", run.config, Path(sys.argv[1]))
+    threading.Thread(target=tell).start()
+    apart.ended()
+"""
+
+
+def test_the_processes_of_a_comparison_that_is_killed_end_with_it(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    words = [sys.executable, "-c", ENDLESS, tmp_path / "run"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as comparison:
+        assert comparison.stdout is not None
+        (pid,) = map(int, comparison.stdout.readline().split())
+        comparison.kill()
+    process, deadline = Path(f"/proc/{pid}/stat"), time.monotonic() + 60
+    while process.exists() and process.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_the_commit_is_that_of_the_checkout_and_that_of_an_installed_package_is_empty(

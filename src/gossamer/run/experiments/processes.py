@@ -22,6 +22,7 @@ from gossamer.errors import GossamerError, PairingError, TrainingError
 from gossamer.run.config.run_file import RunConfig
 from gossamer.run.experiments.shared_start import anneal
 from gossamer.run.simulated.simulate import simulate
+from gossamer.transport.processes.local import end_with_parent
 
 __all__ = ["Apart", "RunEnd"]
 
@@ -162,6 +163,7 @@ class Apart:
 
 def _work(link: Connection, lane: int, lanes: int) -> None:
     """A process that trains what it is sent, until nobody sends any more."""
+    end_with_parent()  # also amid a run
     gc.freeze()  # what was imported is shared with the others, and not collected
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which kills what is under way
     if hasattr(os, "sched_setaffinity"):

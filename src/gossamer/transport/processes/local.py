@@ -26,7 +26,7 @@ from gossamer.transport.processes.member import place_of, sizes_of_workers
 from gossamer.transport.processes.store import Entries, hosted_store, reached_store, report_fallen, shared_part
 from gossamer.transport.secret import SECRET, environment_secret, new_secret
 
-__all__ = ["LISTENER", "STOPPED", "Among", "loopback", "run_elastic", "run_local", "run_served"]
+__all__ = ["LISTENER", "STOPPED", "Among", "end_with_parent", "loopback", "run_elastic", "run_local", "run_served"]
 
 LISTENER = "GOSSAMER_LISTENER"
 """The environment variable with the file descriptor of the listening socket that a server inherits, and takes once."""
@@ -269,6 +269,14 @@ def _children(n: int, work: Work, secret: bytes) -> Iterator[Callable[..., BaseP
             pump.join(1.0)
 
 
+def end_with_parent() -> None:
+    """From here on this process, which multiprocessing has started, ends with the one that asked for it, however that ends."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    # A killed parent ends nobody, and with a forkserver the system knows it as no parent either.
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
 def _enter(
     work: Work, argv: list[str], prefix: str, environment: dict[str, str], folder: str, out: Connection, err: Connection,
     listener: socket.socket | None,
@@ -276,9 +284,7 @@ def _enter(
     """What a new process does first: it takes its place, environment, folder and output, and then works."""
     gc.freeze()  # else its first collections look at all that was imported, and copy the memory that it shares with the others
     os.setsid()  # Ctrl-C reaches the launcher alone, which then ends its processes
-    launcher = multiprocessing.parent_process()
-    assert launcher is not None
-    threading.Thread(target=lambda: (launcher.join(), os._exit(1)), daemon=True).start()
+    end_with_parent()
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(f"gossamer {prefix.strip()}")  # what `top` and `ps -o comm` show
     os.environ.clear()
