@@ -26,6 +26,7 @@ __all__ = [
     "check_experiment",
     "experiment_and_folder",
     "imported_parts",
+    "is_resumable",
     "resume_hint",
     "run_and_folder",
     "runs_at_a_time",
@@ -153,9 +154,14 @@ def resume_hint(folder: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as stop:
-        if not str(stop) and any(folder.glob("checkpoints/**/round-*/*.json")):
+        if not str(stop) and is_resumable(folder):
             raise KeyboardInterrupt(f"stopped; resume with --resume {quote(str(folder))}") from None
         raise
+
+
+def is_resumable(folder: Path) -> bool:
+    """Whether a run folder has a checkpoint of a round; who leaves in the first has one of none, from which no run goes on."""
+    return any(path.parent.name.strip("round-0") for path in folder.glob("checkpoints/**/round-*/*.json"))
 
 
 def whole_numbers(option: str, text: str) -> list[int]:

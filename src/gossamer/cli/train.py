@@ -15,7 +15,16 @@ from cyclopts import Parameter
 
 from gossamer.cli.machines import ONE_MACHINE, Machines
 from gossamer.cli.output import print_json
-from gossamer.cli.run_file_options import AUTO, NO_CHANGES, Changes, File, imported_parts, resume_hint, run_and_folder
+from gossamer.cli.run_file_options import (
+    AUTO,
+    NO_CHANGES,
+    Changes,
+    File,
+    imported_parts,
+    is_resumable,
+    resume_hint,
+    run_and_folder,
+)
 from gossamer.cli.watch import WATCHABLE, Watchable
 from gossamer.errors import ConfigError
 
@@ -133,7 +142,7 @@ def command(
     if code == 0 and output.json:
         print_json(_result(run, folder, local, served))
     elif code != 0 and local is not None:
-        again = f"; resume it with --resume {folder}" if any(folder.glob("checkpoints/**/round-*/*.json")) else ""
+        again = f"; resume it with --resume {folder}" if is_resumable(folder) else ""
         log.warning("the run ended before its last round, with code %d%s", code, again)
     elif code == 0 and local is not None:
         print(

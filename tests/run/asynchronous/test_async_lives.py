@@ -10,17 +10,19 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from commands import run
 from gossamer.errors import DataError
 from gossamer.record import checkpoint
 from gossamer.record.addresses import Address, write_address
 from gossamer.record.checkpoint import Lineage
-from gossamer.record.logs.order import Met, Mixed, read_order
+from gossamer.record.folder import read_metrics
+from gossamer.record.logs.order import Entered, Met, Mixed, OrderWriter, Published, read_order
 from gossamer.report.reading.status import run_status
 from gossamer.run.asynchronous.async_state import newest_state
 from gossamer.run.asynchronous.gossip_process import GossipParticipant
 from gossamer.run.asynchronous.pair_process import PairParticipant
 from gossamer.run.config.resolve import InPairs, resolve
-from gossamer.run.config.run_file import digest
+from gossamer.run.config.run_file import digest, dump
 from gossamer.run.config.user_parts import own_parts
 from gossamer.run.participant.seat import Seat, join_run
 from gossamer.run.replay.asynchronous import replay_asynchronous
@@ -180,3 +182,48 @@ def test_a_worker_comes_back_into_its_slot_and_the_record_gives_the_bits_of_both
         (folder / f"order-00{second.begun.source[0]}.jsonl").unlink()
         with pytest.raises(DataError, match=r"began with the state of worker|heard a message of worker"):
             replay_asynchronous(resolve(config, real=True), tmp_path / "nothing", folder)
+
+
+def test_who_has_left_in_the_first_round_goes_on_from_there_when_the_run_does(tmp_path):
+    config = tiny(
+        run__checkpoint_every=3, run__rejoin_rounds=20, run__timeout_s=LIMIT_S, run__eval_every=0, **KINDS["gossip"]
+    )
+    folder, left = tmp_path / "run", threading.Event()
+    fleet = Fleet(config, folder)
+
+    def leave(slot, number):
+        if slot == 1 and number == 1:
+            fleet.asked[1].set()
+        if slot != 1:
+            assert left.wait(LIMIT_S)
+
+    fleet.start(leave)
+    fleet.running[1].result(LIMIT_S)
+    left.set()
+    fleet.finish()
+    assert checkpoint.rounds(folder / "checkpoints", 1) == [0]
+    code, output = run("train", "--resume", folder, "--local", 3)
+    assert code == 0, output
+    first, second = read_order(folder)[1]
+    assert second.begun[:3] == (2, 0, (1, first.life, len(first.events)))
+    must_replay(folder, tmp_path / "again", config)
+
+
+def test_a_replay_counts_a_phase_once_where_the_slot_has_gone_back_behind_it_twice(tmp_path):
+    config, folder = tiny(workers=2, **KINDS["gossip"]), tmp_path / "run"
+    alone = frozenset({0})
+    lives = [(1, Entered(0, 0, None, 0.0), range(4)), (2, Entered(3, 2, (0, 1, 6), 4.0), range(3, 5))]
+    lives += [(3, Entered(2, 1, (0, 1, 4), 6.0), range(2, 5))]
+    for life, begun, numbers in lives:
+        with OrderWriter(folder, 0, life=life, goes_on=life > 1) as log:
+            log.write(begun)
+            for k in numbers:
+                log.write(Published(k, k // 2, 4.0 + k, 5.0 + k))
+                log.write(Mixed(k, alone, (), 5.0 + k))
+    (folder / "run.toml").write_text(dump(config))
+    result = replay_asynchronous(resolve(config, real=True), tmp_path / "again", folder)
+    lines = read_metrics(tmp_path / "again")
+    assert [line["step"] for line in lines if line["kind"] == "train"] == [2, 4, 6, 8, 10]
+    assert result.tokens == 10 * config.step_tokens
+    scored = [(line["round"], line["step"]) for line in lines if line["kind"] == "eval"]
+    assert scored == [(-1, 0), (1, 4)], "as far as its events go, and not to the end of the run"

@@ -14,8 +14,10 @@ from commands import Command, run
 from gossamer.cli import main
 from gossamer.errors import DataError
 from gossamer.record import checkpoint
+from gossamer.record.folder import read_metrics
 from gossamer.record.logs.events import read_events
 from gossamer.record.logs.order import Met, Mixed, Published, phases_in, read_order
+from gossamer.record.logs.seconds import read_seconds
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.replay.asynchronous import replay_asynchronous
@@ -126,8 +128,9 @@ def test_gossip_that_waits_for_nobody_goes_on_without_the_dead_and_its_record_gi
         one[-1].ended.why == "finished" for one in lives.values()
     )
     for i, (first, second) in lives.items():
-        assert first == order[i][0] and second.begun.source[0] == (0 if i == 1 else i), "the state of worker 1 was lost"
-        assert i == 1 or second.begun.source[1] == first.life
+        # The state of worker 1 was lost, and that of worker 2 is too old.
+        assert first == order[i][0] and second.begun.source[0] == (0 if i in (1, 2) else i)
+        assert i in (1, 2) or second.begun.source[1] == first.life
     for i in (1, 2):
         heard = [version for event in mixed[0] + mixed[3] for j, version, _ in event.heard if j == i]
         assert lives[i][1].begun.number >= max(heard, default=0), "what others have heard of it is not trained again"
@@ -184,3 +187,34 @@ def test_pairs_meet_while_they_train_and_their_record_gives_the_same_bits(tmp_pa
     must_be_the_same(folder, tmp_path / "again", config, range(4))
     code, output = run("evaluate", folder, "--json")
     assert code == 0 and '"round": 16, "workers": [0, 1, 2, 3]' in output, output
+
+
+@pytest.mark.parametrize("tolerance", [20, 2], ids=["its own", "another's"])
+def test_who_goes_on_from_the_end_of_a_run_trains_what_others_have_lost_in_its_last_round(tolerance, tmp_path):
+    config = tiny(
+        pair__name="ad_psgd", topology__name="complete", run__eval_every=6, run__checkpoint_every=6,
+        run__rejoin_rounds=tolerance, run__timeout_s=60, run__pace_s=0.01, run__steps=24,
+    )  # fmt: skip
+    folder, own = tmp_path / "run", digest(config)
+    (tmp_path / "run.toml").write_text(dump(config))
+    assert run("train", tmp_path / "run.toml", "--out", folder, "--local", 3)[0] == 0
+    store = folder / "checkpoints"
+    for worker in (1, 2):
+        for path in store.glob(f"round-000012/worker-00{worker}.*"):
+            path.unlink()
+    # Nobody holds what these have trained since, so that it is trained again.
+    checkpoint.save(store, 12, 0, {**checkpoint.load(store, 12, 0, own), "held": {}}, digest=own)
+    code, output = run("train", "--resume", folder, "--local", 3)
+    assert code == 0, output
+    lives = read_order(folder)
+    assert [lives[i][1].begun.source[0] for i in range(3)] == ([0, 1, 2] if tolerance == 20 else [0, 0, 0])
+    assert sum(some[-1].phases for some in lives.values()) >= 36
+    lines = read_metrics(folder)
+    assert max(line["round"] for line in lines) == 11 and max(one.round for one in read_seconds(folder)) == 11
+    for worker in range(3):
+        (last,) = (one for one in lines if (one["kind"], one["worker"], one["round"]) == ("validation", worker, 11))
+        assert last["step"] == 2 * lives[worker][-1].phases
+    assert "12 of 12 rounds" in run("status", folder)[1]
+    code, output = run("simulate", folder / "run.toml", "--replay", folder, "--out", tmp_path / "again")
+    assert code == 0 and "of 13" not in output, output
+    must_be_the_same(folder, tmp_path / "again", config, range(3))

@@ -15,6 +15,7 @@ from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.record.logs.outcomes import read_outcomes
 from gossamer.run.config.run_file import digest, dump
+from gossamer.run.elastic.elastic_rounds import ElasticRounds
 from gossamer.run.simulated.simulate import simulate
 from gossamer.transport.elastic.members import MemberStatus
 from gossamer.transport.elastic.transport import ElasticTransport
@@ -45,6 +46,17 @@ def train_but_lose_the_slot_once(argv):
         real(self, standing, since)
 
     ElasticTransport.declare = declare
+    return main(argv)
+
+
+def train_but_leave_at_once(argv):
+    """`gossamer train`, in which each worker is asked to leave before its first round."""
+
+    def start(self, real=ElasticRounds.start_clock, **how):
+        os.kill(os.getpid(), signal.SIGTERM)
+        real(self, **how)
+
+    ElasticRounds.start_clock = start
     return main(argv)
 
 
@@ -128,6 +140,20 @@ def test_a_run_ends_well_without_a_worker_that_died_and_goes_on_with_fewer_and_w
     assert joined.begun.donor in (0, 1) and joined.begun.incarnation == 2 and joined.begun.steps >= 12
     with_all = [checkpoint.rounds(folder / "checkpoints", slot)[-1] for slot in range(3)]
     assert min(with_all) > 6, "they have saved when they left"
+
+
+def test_a_run_that_all_have_left_in_its_first_round_is_not_said_to_be_one_to_resume(tmp_path, monkeypatch, caplog):
+    folder, config = tmp_path / "run", tiny(run__elastic=True, run__timeout_s=60)
+    (tmp_path / "run.toml").write_text(dump(config))
+    command = "train", tmp_path / "run.toml", "--out", folder, "--local", 3
+    with monkeypatch.context() as patched:
+        patched.setattr("gossamer.cli.main", train_but_leave_at_once)
+        code, output = run(*command)
+    assert code == 2 and output.count("leaves after round 0, as it was asked to") == 3, output
+    assert caplog.messages[-1] == "the run ended before its last round, with code 2"
+    assert standings(folder) == ["left"] * 3
+    code, output = run(*command, "--resume", "auto")
+    assert code == 0 and standings(folder) == ["finished"] * 3, output
 
 
 def test_a_calm_elastic_run_goes_on_with_the_same_bits_and_a_worker_that_lagged_sets_the_round(tmp_path):

@@ -1,7 +1,9 @@
 """The state of a worker that waits for nobody: what it is made of, and how such a run goes on from those of all workers.
 
-Workers resume from their own newest sound checkpoints, which may be of different rounds. Each checkpoint says how many inner
-steps of the other slots its parameters contain: a worker does not take those again that it has lost and another one holds.
+Workers resume from their own newest sound checkpoints, which may be of different rounds; one that is more than
+`run.rejoin_rounds` behind the newest takes the state of whoever has that, as a worker that joins does. Each checkpoint says how
+many inner steps of the other slots its parameters contain: a worker does not take those again that it has lost and another one
+holds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -154,7 +156,7 @@ class OwnState(Brought[_Held]):
     def own(self, slot: int, past: History) -> Own:
         """See `Brought`; more are its local phases, and the inner steps of other slots that its parameters contain."""
         state, choice = newest_state(self._config, self._folder, slot, past.lineage, past.before)
-        if state is None or state.after == 0:  # it has left before the first round was over
+        if state is None:
             return Own(choice.kept[slot])
         held = [[other, steps] for other, steps in state.held.items()]
         return Own(choice.kept[slot], [state.phases, held], state)
@@ -176,8 +178,11 @@ class OwnState(Brought[_Held]):
 
     def progress(self, slot: int, facts: Sequence[_Held], held: Mapping[int, Held], after: int) -> Progress:
         """A slot has behind it what its own checkpoint says, or what others hold of it, if that is more."""
+        if not after:  # the run starts again: nobody has more than a part of its first round
+            return Progress(0, 0, 0)
         steps = max((fact.held.get(slot, 0) for fact in facts), default=0)
-        phases = facts[slot].phases if slot < len(facts) else 0
+        far_behind = max(held.get(slot, {}), default=0) < after - self._config.run.rejoin_rounds
+        phases = 0 if far_behind or slot >= len(facts) else facts[slot].phases
         return Progress(0, phases_behind(phases, steps, self._config.local_steps_of(slot)), steps)
 
     def _held(self, value: object) -> tuple[int, int] | None:

@@ -5,6 +5,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Generic
 
@@ -155,6 +156,7 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
             state = state_of(content, offer.after, limits_of(self.config))
             number = phases_behind(0, held, self._local_steps)
         self._number, self.round, self._begun = number, 0, Entered(number, 0, None, 0.0)
+        self.replica.steps_taken = number * self._local_steps
         if state is None:
             return
         adopt(state, self.core, self.replica)
@@ -174,9 +176,16 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
         begun, seat = self._begun, self.seat
         cut, steps = begun.round if seat.goes_on else None, begun.number * self.replica.local_steps
         goes_on = begun != Entered(0, 0, None, 0.0)
-        self.open_folder(
-            open_, cut, void=lambda line: line.get("kind") == "train" and line.get("step") not in range(steps + 1)
-        )
+        last = self.config.rounds - 1
+
+        def void(line: Mapping[str, Any]) -> bool:
+            kind = line.get("kind")
+            # What a worker validates at its end it validates again, where it goes on from its end.
+            return (kind == "validation" and line["round"] == last) or (
+                kind == "train" and line.get("step") not in range(steps + 1)
+            )
+
+        self.open_folder(open_, cut, void=void)
         self.log = open_.enter_context(OrderWriter(self.folder, self.slot, life=self.life, goes_on=goes_on))
         self.events = open_.enter_context(EventWriter(
             self.folder, network=HERE, workers=self.config.workers, suffix=worker_suffix(self.slot), resume_round=cut,
@@ -191,7 +200,8 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
     def _take_part(self) -> None:
         """From here on others can hear this worker, or meet it."""
         self.mark(self._number)
-        self.round = max(self.round, self._rounds_over(self._number))
+        # A state of the end has all rounds behind it, and what is left to train, as others have lost it, is of the last one.
+        self.round = min(max(self.round, self._rounds_over(self._number)), self.config.rounds - 1)
         self.keep(self.round, self._state)
         self.transport.begin_phase(self._number)
         with self.transport.changed:
@@ -249,7 +259,7 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
         left = self.asked.is_set()
         self._stay(left)
         why = "left" if left and self.has_more else "finished"
-        finished = self.config.rounds if why == "finished" else self.round
+        finished = self.config.rounds if why == "finished" else max(self.round, self._begun.round)
         with self.transport.changed:
             self.log.write(Finished(why, finished, self.end(), self.now_s()))
             self.mark(number)

@@ -177,7 +177,7 @@ def started(
             speaks = brought.one_round and me == 0
             choice = to_go_on(past, store, kept, read, auto=resume == "auto", pick=brought.pick, speaks=speaks)
             after, kept = choice.round, choice.kept
-            last = after if brought.one_round else max(kept[me].whole, default=-1)
+            last = after if brought.one_round else _own_round(own, kept[me], after)
             # Later checkpoints go before the branch is written: one that is killed in between would take them for its own.
             checkpoint.rewind(store.path, last, me, aside=choice._replace(round=last).damaged)
             line = past.go_on(folder, after)
@@ -185,14 +185,21 @@ def started(
         part(member, wait_s)
     warn_of_loopback(address, [one.address for one in known])
     held = {slot: one.whole for slot, one in kept.items()}
-    has_own = after == 0 or (after in held[me] if brought.one_round else bool(held[me]))
+    # Of those that go on with their own rounds, one that is too far behind takes the newest, as one that joins does.
+    oldest = max(0, after - config.run.rejoin_rounds)
+    has_own = after == 0 or (after in held[me] if brought.one_round else _own_round(own, kept[me], after) >= oldest)
     donor = me if has_own else next(slot for slot in held if after in held[slot])
     facts = [one.fact for one in known]
     how_far = [brought.progress(slot, facts, held, after) for slot in range(config.workers)]
     endpoint = Endpoint(listener, run, member.secret, wait_s, config.run.round_deadline_s, keys)
     announce(folder, Address(me, address, run))
     members = Members(limits_of(config), me, _entries(known, how_far))
-    return Seat(members, endpoint, line, after, donor, past is not None, own.content)
+    return Seat(members, endpoint, line, after, donor, past is not None, own.content if has_own and after else None)
+
+
+def _own_round(own: Own, kept: KeptRounds, after: int) -> int:
+    """The newest round that this process has, where a run goes on after another; 0 where it left in the first, -1 for none."""
+    return max(kept.whole, default=-1 if own.content is None or not after else 0)
 
 
 def _entries(known: Sequence["Stated[Any]"], how_far: Sequence[Progress]) -> Iterator[SlotEntry]:

@@ -114,9 +114,9 @@ class _Run:
         config, probe, n = self.config, self._probe, self.config.workers
         make = _InPairs if isinstance(self.config.method, InPairs) else _Gossip
         processes = [
-            make(self, slot, one, after, recorded / f"order{worker_suffix(slot)}.jsonl")
+            make(self, slot, one, lives[k + 1 :], recorded / f"order{worker_suffix(slot)}.jsonl")
             for slot, lives in sorted(order.items())
-            for one, after in zip(lives, [*lives[1:], None], strict=True)
+            for k, one in enumerate(lives)
         ]
         self.states = {one.begun.source: None for lives in order.values() for one in lives if one.begun.source}
         self.messages = _Messages(config, processes)
@@ -126,20 +126,21 @@ class _Run:
             EventWriter(self.folder, network=HERE, workers=n) as self.events,
         ):
             if config.run.eval_every:
-                self._log_validation(-1, 0, [probe.x.clone()] * n, [probe.buffers] * n)
+                self._validate(0, [probe.x.clone()] * n, [probe.buffers] * n)
             for one, _ in follow(processes):
                 if not one.left and one is not last[one.slot]:
                     one.forget()
             # The workers that were there at the end are scored, or all if nobody was.
             chosen = [one for one in last.values() if one.ended] or [*last.values()]
             xs, buffers = [one.core.x for one in chosen], [one.replica.buffers for one in chosen]
-            self.loss = self._log_validation(config.rounds - 1, config.run.steps, xs, buffers)
+            over = max(one.round for one in last.values())
+            self.loss = self._validate(over, xs, buffers)
 
-    def _log_validation(
-        self, round: int, step: int, xs: Sequence[Tensor], buffers: Sequence[Sequence[Tensor]]
-    ) -> float:
+    def _validate(self, over: int, xs: Sequence[Tensor], buffers: Sequence[Sequence[Tensor]]) -> float:
         figures = assess(xs, Probes([self._probe]), buffers).figures()
-        self.record.log("eval", round=round, step=step, tokens=self.tokens, **figures)
+        if over or not self.tokens:  # else it is amid the first round, before which the initial values were validated
+            step = over * self.config.full_steps
+            self.record.log("eval", round=over - 1, step=step, tokens=self.tokens, **figures)
         return figures["loss"]
 
 
@@ -187,14 +188,16 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
     kinds: ClassVar[tuple[type, ...]]
     """The events of such a run, besides the begin and the end."""
 
-    def __init__(self, run: _Run, slot: int, one: OrderLife, after: OrderLife | None, file: Path) -> None:
+    def __init__(self, run: _Run, slot: int, one: OrderLife, later: Sequence[OrderLife], file: Path) -> None:
         super().__init__((slot, one.life), f"worker {slot}", file, [one.begun, *one.events])
         self.slot, self.life, self.ended, self._run = slot, one.life, one.ended is not None, run
-        # The slot went on from there, so what is recorded of this process from that round or phase on is void.
-        self._void_round, self._void_phase = (after.begun.round, after.begun.number) if after else (_NEVER, _NEVER)
+        # The slot went on from there, so what is recorded of this process from that round or phase on is void. It may have gone
+        # back further the second time.
+        self._void_round = min((life.begun.round for life in later), default=_NEVER)
+        self._void_phase = min((life.begun.number for life in later), default=_NEVER)
         self._taken = -1
         """Events, without the begin."""
-        self._round, self._phases = one.begun.round, one.begun.number
+        self.round, self._phases = one.begun.round, one.begun.number
 
     def named(self, event: Entered | OrderEvent) -> str:
         """See `Actor`."""
@@ -226,9 +229,9 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
             self._train(event)
         else:
             for kind, source in self.exchange(event):
-                if self._round < self._void_round:
+                if self.round < self._void_round:
                     run.events.write(
-                        self._round, kind, source=source, target=self.slot, fragment=0, bytes=run.messages.bytes,
+                        self.round, kind, source=source, target=self.slot, fragment=0, bytes=run.messages.bytes,
                         start_s=event.time_s, end_s=event.time_s,
                     )  # fmt: skip
         self._taken += 1
@@ -237,11 +240,11 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
             run.states[self._source] = packed(self._state())
         due = 0
         if isinstance(event, Finished):
-            due = event.round
+            due = self.round = event.round
         elif isinstance(event, Mixed | Learned):
             # A worker saves what is due when it next looks how far the run is, which its next phase tells.
             reached = (one.round for one in self.left if isinstance(one, Published | Learned))
-            due = due_round(run.config, self._round, next(reached, self._round))
+            due = due_round(run.config, self.round, next(reached, self.round))
         if 0 < due <= self._void_round:
             save_state(run.line, run.folder, due, self.slot, self._state())
 
@@ -263,7 +266,7 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
 
     def _train(self, event: Published | Learned) -> None:
         run, replica = self._run, self.replica
-        self._round, self._phases, replica.round = event.round, event.number + 1, event.round
+        self.round, self._phases, replica.round = event.round, event.number + 1, event.round
         report = replica.local_phase(event.number)
         self.trained(event)
         if event.round < self._void_round and event.number < self._void_phase:
@@ -298,8 +301,8 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
 class _Gossip(_Process[GossipWorker]):
     kinds = (Published, Mixed)
 
-    def __init__(self, run: _Run, slot: int, one: OrderLife, after: OrderLife | None, file: Path) -> None:
-        super().__init__(run, slot, one, after, file)
+    def __init__(self, run: _Run, slot: int, one: OrderLife, later: Sequence[OrderLife], file: Path) -> None:
+        super().__init__(run, slot, one, later, file)
         assert isinstance(run.config.method, Method)
         self._method, self._own = run.config.method, dict[int, Tree]()
         # What a worker publishes depends on its peers, who are in the line of the mix that follows.
