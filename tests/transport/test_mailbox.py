@@ -106,6 +106,17 @@ def test_a_piece_of_which_half_has_come_is_read_once_it_is_whole(store: Mailbox)
         assert theirs.read(len(CONTENT)) == CONTENT
 
 
+def test_a_piece_that_stays_damaged_ends_its_connection_and_is_told(
+    store: Mailbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mailbox, "LOST_S", 0.5)
+    with connected(store) as (_, theirs, stream):
+        store.put(f"{stream}/in-1", mailbox._packed(b"hello")[:-1] + b"?")
+        with pytest.raises(ConnectionError, match="closed"):
+            theirs.read(5, time.monotonic() + LIMIT_S)
+        assert f"{stream}/in-1 is damaged, and has not changed for 0.5 s" in caplog.text
+
+
 def test_pieces_count_in_their_order_and_what_lies_there_under_other_names_is_not_read(store: Mailbox) -> None:
     with connected(store) as (_, theirs, stream):
         for name, content in (("in-2", b"second"), ("in-0", b"again"), ("in-x", b"strange"), ("in-1", b"first ")):
@@ -258,3 +269,19 @@ def test_boxes_are_found_the_newest_first_until_their_owners_close_them(store: M
     assert isinstance(listener, socket.socket)
     listener.close()
     until(lambda: store.names("") == ["broken", "dead"])
+
+
+def test_whoever_opens_a_box_removes_those_that_nobody_has_owned_for_a_day_and_nothing_else(store: Mailbox) -> None:
+    old, alive, other = "0" * 16, "1" * 16, "2" * 16
+    for name, content in (
+        (old, time.time() - 2 * 86_400),
+        (alive, time.time() - 60),
+        ("diary", 1000),
+        (other, "no time"),
+    ):
+        store.put(name, str(content).encode())
+        store.put(f"{name}.d/{'0' * 32}/in-0", b"")
+    listener, address = listen_in(store)
+    with listener:
+        own = address.partition(".")[0]
+        assert {*store.names("")} == {own, *(f"{name}{end}" for name in (alive, "diary", other) for end in ("", ".d"))}

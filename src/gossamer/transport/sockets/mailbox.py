@@ -40,13 +40,16 @@ MAILBOX = "GOSSAMER_MAILBOX"
 POLL_S = {"file": 0.05, "memory": 0.01}
 """How long nobody looks for what has not come; half a second where it is not said."""
 LOST_S = 30.0
-"""How long a piece may lie there before its reader counts as gone."""
+"""How long a piece may lie there before its reader counts as gone, and one that is not whole before it counts as damaged."""
 HERE_S = 10.0
 """How often the owner of a box says that it is there."""
+FORGOTTEN_S = 86_400.0
+"""How long the owner of a box may say nothing before the next who opens one removes it; longer than any two clocks differ."""
 PARTING_S = 3.0
 """How long the last piece may lie there."""
 _DOMAIN = ".mailbox"
 _NAME = re.compile(r"[a-z0-9-]{1,40}")
+_OWN = re.compile(r"[0-9a-f]{16}")
 _STREAM = re.compile(r"[0-9a-f]{32}")
 _HEAD = struct.Struct("<QQ")
 _MOST_BYTES = 1 << 23
@@ -120,8 +123,18 @@ class Mailbox:
 
     def addresses(self) -> list[str]:
         """Those of all boxes; some may be of processes that have died, and come last. Raises: OSError."""
-        names = [name for name in self.names("") if _NAME.fullmatch(name)]
-        return [shown(name + _DOMAIN, 1) for name in sorted(names, key=self._said_s, reverse=True)]
+        return [shown(name + _DOMAIN, 1) for name in sorted(self._boxes(), key=self._said_s, reverse=True)]
+
+    def remove_forgotten(self) -> None:
+        """Removes what processes have left that were killed a day ago or earlier. Raises: OSError."""
+        for box in self._boxes():
+            # A name of ours, with a time in it: other files of this folder are somebody's.
+            if _OWN.fullmatch(box) and 0 < self._said_s(box) < time.time() - FORGOTTEN_S:
+                self.remove(box)
+                self.remove(f"{box}.d")
+
+    def _boxes(self) -> list[str]:
+        return [name for name in self.names("") if _NAME.fullmatch(name)]
 
     def _said_s(self, box: str) -> float:
         """When the owner of a box last said that it is there, by its own clock."""
@@ -183,6 +196,7 @@ def listen_in(mailbox: Mailbox) -> tuple[socket.socket, str]:
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     address = listener.getsockname()
     try:
+        mailbox.remove_forgotten()
         mailbox.say_here(name)
     except OSError as error:
         listener.close()
@@ -286,7 +300,9 @@ class _Carry:
         try:
             carry()
         except Exception as error:  # a store raises what it likes; the connection is lost then, as any may be
-            log.info("a connection through the mailbox is lost: %s", error)
+            # What somebody has put there, or a tool has spoilt, will be met again; that a peer is gone is told by others.
+            level = logging.WARNING if isinstance(error, TransportError) else logging.INFO
+            log.log(level, "a connection through the mailbox is lost: %s", error)
             self._patience = 0.0
         with contextlib.suppress(OSError):  # by which the other direction ends, and whoever uses the socket learns it
             self._near.shutdown(socket.SHUT_RDWR)
@@ -318,10 +334,15 @@ class _Carry:
         return bytes(content)
 
     def _in(self) -> None:
+        part, since_s = None, time.monotonic()
         while time.monotonic() < self._patience:
             name = self._piece(self._others, self._came)
             raw = self._mailbox.get(name, _HEAD.size + _MOST_BYTES)
             if raw is None or not _whole(raw):
+                if raw != part:
+                    part, since_s = raw, time.monotonic()
+                elif raw is not None and time.monotonic() > since_s + LOST_S:
+                    raise TransportError(f"the object {name} is damaged, and has not changed for {LOST_S:g} s")
                 time.sleep(self._mailbox.poll_s)
                 continue
             self._mailbox.remove(name)
