@@ -5,16 +5,19 @@ import os
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from commands import Command, run
+from gossamer.cli import main
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.record.logs.outcomes import read_outcomes
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.simulated.simulate import simulate
+from gossamer.transport.elastic.transport import ElasticTransport
 from tiny import tiny
 
 
@@ -158,3 +161,41 @@ def test_the_audit_of_an_elastic_run_agrees_and_finds_a_worker_that_says_somethi
     assert code == 0, output
     code, output = run("audit", lie, "--rounds", "soon")
     assert code == 2 and "write the first and the last round" in output
+
+
+def train_but_leave_amid_round_3(argv):
+    """`gossamer train`, in which all workers are asked to leave while they wait for each other to close the rest of a round."""
+
+    def proposed(self, round, real=ElasticTransport.proposed):
+        if self.core.round == 3 and self.closing.round % self.closing.per_round == self.closing.per_round - 1:
+            folder = Path(argv[argv.index("--out") + 1])
+            (folder / f"comes-{self.worker}").touch()
+            while len([*folder.glob("comes-*")]) < 3:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, round)
+
+    ElasticTransport.proposed = proposed
+    return main(argv)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_workers_that_leave_amid_a_round_go_on_from_its_begin_with_the_bits_of_the_replay(
+    fragments, tmp_path, monkeypatch
+):
+    config = tiny(
+        run__elastic=True, rule__name="diloco", topology__name="complete", record__hash=True, run__timeout_s=60,
+        run__eval_every=0, schedule__fragments=fragments,
+    )  # fmt: skip
+    (tmp_path / "run.toml").write_text(dump(config))
+    with monkeypatch.context() as patched:
+        patched.setattr("gossamer.cli.main", train_but_leave_amid_round_3)
+        code, output = run("train", tmp_path / "run.toml", "--out", tmp_path / "real", "--local", 3)
+    assert code == 2 and output.count("leaves after round 3") == 3, output
+    code, output = run("train", "--resume", tmp_path / "real", "--local", 3)
+    assert code == 0, output
+    code, output = run("audit", tmp_path / "real")
+    assert code == 0, output
+    code, output = run("simulate", tmp_path / "run.toml", "--out", tmp_path / "replay", "--replay", tmp_path / "real")
+    assert code == 0 and trained(tmp_path / "replay") == trained(tmp_path / "real"), output

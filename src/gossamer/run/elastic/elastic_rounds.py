@@ -17,6 +17,7 @@ from torch import Tensor
 from gossamer.errors import CheckpointError
 from gossamer.record import checkpoint
 from gossamer.record.logs.outcomes import Begun, Ended, ExchangeOutcome, Followed, OutcomeWriter, RoundOutcome
+from gossamer.record.packed import unpacked
 from gossamer.record.progress import say
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.life import Participant
@@ -169,7 +170,7 @@ class ElasticRounds(Participant[ElasticTransport]):
         if self._begins and round:
             self._after = round - 1, round
             self._worker.loop.send_ahead(round)
-        self._begins = False
+        begun, self._begins = self._begins, False
         try:
             report = self._worker.train_round(round, lambda: self._note(round))
         except LeftOutError as error:
@@ -177,7 +178,11 @@ class ElasticRounds(Participant[ElasticTransport]):
             self.replica.steps_taken = steps_before
             self._views.clear()
             self._worker.hashes()
-            if not self.asked.is_set():
+            if self.asked.is_set():
+                # They are in its parameters and inner optimizer, and whoever goes on from what it saves takes them again.
+                self._worker.restore(unpacked(self.kept.whole.raw))
+                self._begins = begun
+            else:
                 self._take_anothers_state(round, error.source)
             return
         self._end_round(report, alive)

@@ -80,7 +80,7 @@ class Participant(ABC, Generic[Connections]):
         """The round of the run that it is in."""
         self._probe = Probe(config, task, self.device)
         self._known = dict(seat.members.entries)
-        self._kept, self._ready = Handover(0, bytes, cold), threading.Event()
+        self.kept, self._ready = Handover(0, bytes, cold), threading.Event()
 
     # --- the life, in order -------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class Participant(ABC, Generic[Connections]):
     def keep(self, after: int, state: Mapping[str, Any]) -> None:
         """Keeps a state for newcomers, with so many rounds behind it. Cost: a copy; it is packed when somebody asks."""
         # One assignment: a thread that hands the last copy on goes on with that one.
-        self._kept = Handover(after, frozen(state), cold)
+        self.kept = Handover(after, frozen(state), cold)
         self._ready.set()
 
     def host(self, channel: Channel) -> None:
@@ -161,7 +161,7 @@ class Participant(ABC, Generic[Connections]):
         # Before `begin` has kept a state there is none to give, and a ghost's own counts for nobody: who asks may ask another.
         is_ghost = self.seat.members.own.status == MemberStatus.GHOST
         if not is_ghost and self._ready.wait(self.seat.endpoint.timeout_s):
-            serve_state(channel, self.transport, self.seat.endpoint, lambda: self._kept)
+            serve_state(channel, self.transport, self.seat.endpoint, lambda: self.kept)
 
     def open_folder(
         self, open_: contextlib.ExitStack, cut: int | None, *, traced_per_round: int = 1,
