@@ -63,7 +63,7 @@ def lines(one: "Examined") -> list[str]:
         *_stages(one, megabytes),
         *((f"on {network.name}", _seconds(network)) for network in one.networks),
         *([("disagreement", f"x {one.disagreement:.3f} per round, predicted")] if one.disagreement is not None else []),
-        ("length", f"{one.rounds:,} rounds, {one.tokens:,} tokens"),
+        ("length", f"{one.rounds:,} round{'s' if one.rounds > 1 else ''}, {one.tokens:,} tokens"),
         *([("peers", _peers(one.peers))] if one.peers else []),
         *(("Python code", f"{name}, which is not imported here") for name in one.code),
         *(("this machine", sentence) for sentence in one.here),

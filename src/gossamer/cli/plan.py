@@ -95,7 +95,7 @@ def command(
     from gossamer.models.sizes import parameter_count
     from gossamer.network.links import read_network
     from gossamer.run.planning.candidates import USUAL, choose_among, price_recipes
-    from gossamer.run.planning.plan import plan
+    from gossamer.run.planning.plan import BYTES, plan
     from gossamer.run.planning.planned_stages import plan_in_stages
 
     options, json = options or PlanOptions(), output.json
@@ -133,6 +133,8 @@ def command(
         if not json:
             raced = ", of what the race found lowest" if best != choice.best else ""
             print(f"run file: {options.out}{raced}")
+            if made.options.vocab_size != BYTES:
+                print(f"it reads bytes; give data.tokenizer one of {made.options.vocab_size:,} tokens, as was planned")
 
 
 def _check_race(asked: RaceOptions, options: PlanOptions, output: Watchable) -> None:
@@ -369,8 +371,9 @@ def _basis(choice: "Pick") -> str:
 def _print_choice(choice: "Pick") -> None:
     best, others = choice.best, sorted({one.name for one in choice.undecided} - {choice.best.name})
     left = f"dropping worker {', '.join(map(str, best.left_out))} (slowest): " if best.left_out else ""
+    steps = f"{best.full_steps} local step{'s' if best.full_steps > 1 else ''}"
     print(
-        f"chosen: {left}{best.method}, {best.full_steps} local steps, codec {best.codec}: {best.round_bytes / 1e6:.4g} MB and "
+        f"chosen: {left}{best.method}, {steps}, codec {best.codec}: {best.round_bytes / 1e6:.4g} MB and "
         f"{best.round_s:.4g} s a round, {choice.hours:.4g} h"
     )
     if best.fewer:
@@ -378,7 +381,7 @@ def _print_choice(choice: "Pick") -> None:
     if best.left_out:
         print("text that only the dropped have is lost; --keep-all plans with everybody")
     if choice.undecided:
-        among = f"{best.name} with other settings" if not others else " and ".join(others)
+        among = ", ".join(others) or f"{best.name} with other settings"
         print(f"not decided between this and {among}: the lowest expectation is taken, within 0.005 nats the fastest")
     print("another method is taken with --method NAME; --all shows every candidate")
 

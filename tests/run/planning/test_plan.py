@@ -183,6 +183,7 @@ def test_gossamer_plan_prints_a_table_and_writes_a_run_file(tmp_path: Path, caps
     assert "192,960 parameters, 4 workers, 3.859e+06 tokens, 20 a parameter" in said
     assert "chosen: " in said and " local steps, codec exact: " in said and "not measured" in said
     assert parse(tomllib.loads((tmp_path / "run.toml").read_text())).workers == 4
+    assert "it reads bytes" not in said
     words += ["--method", "diloco"]
     assert main([*words, "--adapt", "--weigh-steps", "--out", str(tmp_path / "adaptive.toml")]) == 0
     followed = parse(tomllib.loads((tmp_path / "adaptive.toml").read_text())).run
@@ -193,6 +194,35 @@ def test_gossamer_plan_prints_a_table_and_writes_a_run_file(tmp_path: Path, caps
     for wrong in (["--codec", "int9"], ["--local-steps", "a"], ["--model", "7b"]):
         assert main([*words, *wrong]) == 2
         assert capsys.readouterr().err.startswith("gossamer: ")
+
+
+@pytest.mark.parametrize("method", ["diloco", "gasloc", "data_parallel", "streaming_diloco", "heloco"])
+def test_the_run_file_of_a_plan_trains_on_its_tokens_or_for_its_hours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
+    (tmp_path / "net.toml").write_text("uplink_bps = [25e6, 5e6, 25e6]\ndownlink_bps = 25e6\nstep_s = 0.5\n")
+    words = ["plan", str(tmp_path / "net.toml"), "--model", "0.2m", "--method", method, "--keep-all", "--json"]
+    for goal in (["--tokens", "3e6"], ["--hours", "1"]):
+        out = tmp_path / f"run{goal[0]}.toml"
+        assert main([*words, *goal, "--out", str(out)]) == 0
+        planned = json.loads(capsys.readouterr().out)
+        length = examine_run(parse(tomllib.loads(out.read_text())))
+        tokens = planned["tokens"]
+        assert tokens - length.tokens / length.rounds < length.tokens <= tokens * 1.001, goal
+        hours = length.rounds * planned["chosen"]["round_s"] / 3600
+        assert (
+            f"# {length.rounds:,} rounds, {hours:.4g} h: {length.tokens:.4g} tokens of all workers" in out.read_text()
+        )
+
+
+def test_a_plan_for_another_vocabulary_says_that_its_run_file_reads_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "net.toml").write_text("uplink_bps = 25e6\ndownlink_bps = 25e6\nstep_s = 0.5\n")
+    words = ["plan", str(tmp_path / "net.toml"), "--model", "0.2m", "--workers", "4", "--vocab", "32000"]
+    assert main([*words, "--out", str(tmp_path / "run.toml")]) == 0
+    assert "it reads bytes; give data.tokenizer one of 32,000 tokens" in capsys.readouterr().out
+    assert "# Planned for a vocabulary of 32,000, and reads bytes, which are 256" in (tmp_path / "run.toml").read_text()
 
 
 def test_a_plan_takes_the_method_that_is_named_and_its_run_file_can_start(

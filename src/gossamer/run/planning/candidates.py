@@ -105,17 +105,17 @@ def choose_among(made: RunPlan, priced: Priced, method: str | None = None) -> Pi
     return pick(own, scale, hours)
 
 
-def recipe_toml(made: RunPlan, chosen: Candidate, *, name: str, steps: int = 300, run: Mapping[str, Any]) -> str:
+def recipe_toml(made: RunPlan, chosen: Candidate, *, name: str, run: Mapping[str, Any]) -> str:
     """A run file for a candidate of `price_recipes`, as `gossamer.run.planning.plan.run_toml` writes one for its own.
 
     Args: `run` are further keys of its `[run]` table.
     """
-    document = _document(chosen.method, chosen.full_steps, made, -(-steps // chosen.full_steps))
+    document = _document(chosen.method, chosen.full_steps, made, made.steps_of(chosen) // chosen.full_steps)
     document["run"] |= run
     head = (
         f"# {chosen.method} with {chosen.full_steps} local steps, planned for {made.parameters:,} parameters: "
         f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, "
-        f"{utilisation_in_words(chosen.utilisation, chosen.between_stages)}.\n"
+        f"{utilisation_in_words(chosen.utilisation, chosen.between_stages)}.\n{made.length_of(chosen)}"
     )
     return head + tomli_w.dumps({"name": name, **document})
 

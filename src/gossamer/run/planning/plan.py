@@ -32,6 +32,7 @@ from gossamer.settings.options import Positive, Share, bounded
 from gossamer.topologies.matching import random_matchings
 
 __all__ = [
+    "BYTES",
     "EXACT",
     "PlanSettings",
     "RunPlan",
@@ -50,6 +51,8 @@ __all__ = [
 
 EXACT: Mapping[str, float] = {"exact": 32.0}
 """The codec that sends fp32 as it is."""
+BYTES = 256
+"""The vocabulary of a run file that reads text as bytes."""
 
 _METHODS: dict[str, tuple[str, int | None]] = {
     "data parallel": ("data_parallel", None),
@@ -176,6 +179,26 @@ class RunPlan(NamedTuple):
     def workers(self) -> int:
         """All of them, with those that the choice leaves out."""
         return self.choice.scale.workers
+
+    def steps_of(self, one: Candidate) -> int:
+        """Inner steps of a run of a candidate: in whole rounds, as many as the tokens or the hours pay for, or one round."""
+        hours = self.options.hours
+        tokens = self.choice.scale.tokens if hours is None else 3600 * hours / one.seconds_per_token
+        rounds = max(1, math.floor(tokens / (self.options.step_tokens * sum(one.local_steps)) * (1 + 1e-9)))
+        return rounds * one.full_steps
+
+    def length_of(self, one: Candidate) -> str:
+        """Comments of the run file: how long the run takes, and whose vocabulary it needs."""
+        rounds = self.steps_of(one) // one.full_steps
+        tokens = rounds * self.options.step_tokens * sum(one.local_steps)
+        some = f"{rounds:,} round{'s' if rounds > 1 else ''}"
+        length = f"# {some}, {rounds * one.round_s / 3600:.4g} h: {tokens:.4g} tokens of all workers together.\n"
+        if self.options.vocab_size == BYTES:
+            return length
+        return (
+            f"{length}# Planned for a vocabulary of {self.options.vocab_size:,}, and reads bytes, which are {BYTES}: give "
+            "data.tokenizer the tokenizer of your text.\n"
+        )
 
 
 def plan(
@@ -416,8 +439,8 @@ def matched_steps(links: Links, full_steps: int, sent_bytes: float) -> tuple[int
 
 
 def run_toml(
-    plan: RunPlan, candidate: Candidate | None = None, *, name: str = "planned", steps: int = 300, adapt: bool = False,
-    weigh_steps: bool = False,
+    plan: RunPlan, candidate: Candidate | None = None, *, name: str = "planned", steps: int | None = None,
+    adapt: bool = False, weigh_steps: bool = False,
 ) -> str:  # fmt: skip
     """A run file that trains as planned, on the text of the plan's settings read as bytes.
 
@@ -427,7 +450,7 @@ def run_toml(
 
     Args:
         candidate: the best one unless given.
-        steps: inner steps; rounded up to whole rounds.
+        steps: inner steps, rounded up to whole rounds; those of the plan unless given.
         adapt, weigh_steps: as in the `[run]` table; the planned local steps are then the initial ones. Ignored for data
             parallelism, which has no local steps.
     """
@@ -446,7 +469,7 @@ def run_toml(
         },
         "data": {"source": plan.options.source, "seq_len": plan.options.seq_len, "batch_size": plan.options.batch_size},
         "run": {
-            "steps": -(-steps // chosen.full_steps) * chosen.full_steps,
+            "steps": plan.steps_of(chosen) if steps is None else -(-steps // chosen.full_steps) * chosen.full_steps,
             "local_steps": own[0] if len(set(own)) == 1 else list(own),
             **({"adapt": True} if adapt and chosen.full_steps > 1 else {}),
             **({"weigh_steps": True} if weigh_steps and chosen.method != "data parallel" else {}),
@@ -462,6 +485,7 @@ def run_toml(
         f"# Best at {measured_at} local step{'s' if measured_at > 1 else ''}, for {MEASURED_PARAMETERS:,} parameters and "
         f"{MEASURED_WORKERS} workers: inner.lr = {tuned.inner_lr:g}"
         f"{goes_with}. gossamer tune searches for your model.\n"
+        f"{plan.length_of(chosen) if steps is None else ''}"
     )
     return head + tomli_w.dumps(document)
 
