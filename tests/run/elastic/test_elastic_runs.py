@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from commands import Command, run
+from commands import Command, free_port, run
 from gossamer.cli import main
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
@@ -154,6 +154,35 @@ def test_a_run_that_all_have_left_in_its_first_round_is_not_said_to_be_one_to_re
     assert standings(folder) == ["left"] * 3
     code, output = run(*command, "--resume", "auto")
     assert code == 0 and standings(folder) == ["finished"] * 3, output
+
+
+def test_the_first_machine_of_a_run_of_means_waits_for_others_and_says_so(tmp_path):
+    config = tiny(
+        workers=2,
+        rule__name="diloco",
+        topology__name="complete",
+        run__elastic=True,
+        run__timeout_s=60,
+        run__eval_every=0,
+    )
+    (tmp_path / "run.toml").write_text(dump(config))
+    words, secret = ("train", tmp_path / "run.toml", "--out"), {"GOSSAMER_SECRET": "of both " * 5}
+    address = f"127.0.0.1:{free_port()}"
+    first = Command(*words, tmp_path / "0", "--listen", address, **secret)
+    lines = first.lines()
+    assert "a mean is taken over more than half of the 2 workers, and here is one" in next(
+        line for line in lines if "waits for others to join" in line
+    )
+    second = Command(*words, tmp_path / "1", "--join", address, **secret)
+    (code, said), (of_first, output) = second.finish(), first.finish()
+    assert (code, of_first) == (0, 0), said + output
+    simulate(config, tmp_path / "whole")
+    for worker in range(2):
+        ours, theirs = (
+            checkpoint.load(tmp_path / where / "checkpoints", config.rounds, worker, digest(config))["x"]
+            for where in (str(worker), "whole")
+        )
+        assert torch.equal(ours, theirs), worker
 
 
 def test_a_calm_elastic_run_goes_on_with_the_same_bits_and_a_worker_that_lagged_sets_the_round(tmp_path):

@@ -156,8 +156,9 @@ class Members:
 
     @property
     def alone(self) -> bool:
-        """Whether nobody else lives, as far as is known, nor may come back."""
-        return not self.with_status(MemberStatus.JOINING, MemberStatus.GHOST, MemberStatus.ALIVE, MemberStatus.SUSPECT)
+        """Whether all others that have ever been here have left. While nobody has come yet, somebody may come."""
+        others = [entry for slot, entry in self.entries.items() if slot != self.me and entry.nonce]
+        return bool(others) and all(entry.status == MemberStatus.LEFT for entry in others)
 
     def believe_only(self, speaks_for: Callable[[int, int], bool]) -> None:
         """From now on believes a worker about those slots alone for which it speaks: `speaks_for(worker, slot)`.

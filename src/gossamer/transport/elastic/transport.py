@@ -7,6 +7,7 @@ anything. A connection carries payloads, the news of the members and the questio
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -31,6 +32,8 @@ from gossamer.transport.sockets.letter import Letter, body_of
 from gossamer.transport.sockets.listener import Arrival, ConnectionLimit, Listener, Refusals
 
 __all__ = ["ElasticTransport"]
+
+_FEW_S = 5.0
 
 log = logging.getLogger("gossamer")
 
@@ -101,6 +104,8 @@ class ElasticTransport:
         It can be taken again by the thread that holds it: what the core asks of a connection may fail at once, and tell the core.
         """
         self._closed, self._tried = threading.Event(), -1
+        self._few_since_s: float | None = None
+        """Since when there are too few for a mean; infinite once that was told."""
         self._looked_s: dict[int, float] = {}
         """When a process that is said to fill a slot was last looked for."""
         self._listener = Listener(
@@ -189,15 +194,29 @@ class ElasticTransport:
         closing, start_s = self._closes(), time.perf_counter()
         while not done():
             self._must_fill_its_slot()
-            # With nobody left, nor anybody who may come back, there will never be a majority.
-            alone = self.members.alone and self.members.slots > 1
-            if closing.left_out or self.stop() or alone:
+            # Where all others have left there will never be a majority.
+            if closing.left_out or self.stop() or self.members.alone:
                 raise LeftOutError(self.worker, self.core.round, closing.source)
             self._flush()
             self.changed.wait(min(self._beat_s, max(0.0, self.core.deadline() - time.monotonic())))
             self._look_at(time.monotonic())
+            self._tell_if_few(time.monotonic())
         self._flush()
         self._waits.append(Wait(Ticket(self.core.round), start_s, time.perf_counter()))
+
+    def _tell_if_few(self, now: float) -> None:
+        """Tells once, after some seconds without a majority, what a round waits for: the first machine may be alone for hours."""
+        slots, alive = self.members.slots, len(self.members.with_status(MemberStatus.ALIVE)) + 1
+        if 2 * alive > slots:
+            self._few_since_s = None
+        elif self._few_since_s is None:
+            self._few_since_s = now
+        elif now > self._few_since_s + _FEW_S:
+            self._few_since_s = math.inf
+            log.warning(
+                "round %d waits for others to join: a mean is taken over more than half of the %d workers, and here %s",
+                self.core.round + 1, slots, "is one" if alive == 1 else f"are {alive}",
+            )  # fmt: skip
 
     def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor], sound: Sound | None = None) -> None:
         """Announces the exchange with a peer."""
