@@ -125,6 +125,14 @@ def test_status_tells_who_is_alive_suspect_gone_joining_a_ghost_left_or_has_neve
     assert told["note"].startswith("no worker answers")
 
 
+def test_a_worker_whose_files_are_elsewhere_is_unknown_and_a_slot_that_nobody_has_filled_is_empty(tmp_path):
+    (tmp_path / "run.toml").write_text(dump(tiny(workers=3, run__elastic=True)))
+    with OutcomeWriter(tmp_path, 0) as log:
+        log.write(Begun(0, 0, 0, 0, 0))
+        log.write(RoundOutcome(0, frozenset({0, 2}), frozenset(), frozenset(), 2))
+    assert [one.standing for one in run_status(tmp_path).workers[1:]] == ["empty", "unknown"]
+
+
 def test_a_worker_shows_its_view_only_to_who_knows_the_secret_of_its_run():
     with a_worker(2, [SlotEntry(0, 0, 9, MemberStatus.ALIVE, 0, "", 4, 8)]) as address:
         view = look(address, SECRET, run=RUN, limits=limits(5), timeout_s=5)

@@ -61,7 +61,7 @@ def read_secret(path: Path) -> str:
             text = file.read(LONGEST_BYTES).decode("utf-8", "replace")
     except OSError as error:
         raise ConfigError(
-            f"the secret of the run cannot be read from '{path}' ({error.strerror}); copy the file that the server wrote"
+            f"the secret of the run cannot be read from '{path}' ({error.strerror}); copy the file that the first machine wrote"
         ) from None
     return _checked(text, f"the file '{path}'").decode()
 
@@ -80,7 +80,7 @@ def folder_secret(folder: Path, *, make: bool = False) -> bytes:
     if not make:
         raise ConfigError(
             f"this worker does not know the secret of the run: there is neither {SECRET} nor '{path}'; copy the file "
-            f"'{SECRET_FILE}' from the run folder of the server, or name it with --secret"
+            f"'{SECRET_FILE}' from the run folder of the first machine, or name it with --secret"
         )
     text, scratch = new_secret(), folder / f".{SECRET_FILE}.{os.getpid()}"
     try:

@@ -90,7 +90,7 @@ class Sighting(NamedTuple):
     """Whether it has all rounds of the run behind it."""
     elastic: bool = True
     traces: bool = True
-    """Whether it has left any file."""
+    """Whether any file here tells of it."""
 
 
 def standing_of(seen: Sighting) -> str:
@@ -131,12 +131,15 @@ class _Records(NamedTuple):
     """Whether its workers answer."""
     in_rounds: bool
     lives: dict[int, list[Life]]
+    """From the logs of those whose folder this is; on several machines each has its own."""
     trained: dict[int, list[dict[str, Any]]]
     """Lines of metrics, by worker."""
     seconds: dict[int, RoundSeconds]
     addresses: dict[int, Address]
     over: bool
     """Whether the server of a run says that it has ended; its workers share the steps out, so their last rounds differ."""
+    named: frozenset[int]
+    """Slots of which somebody's log says that they took part in a round."""
 
 
 class _Answers(NamedTuple):
@@ -179,10 +182,13 @@ def run_status(folder: Path, *, now_s: float | None = None) -> RunStatus:
             trained.setdefault(line["worker"], []).append(line)
     elastic, in_rounds = kind in ("elastic", "pair", "no waiting"), kind not in ("pair", "no waiting")
     addresses = {one.slot: one for one in reversed(read_addresses(folder)) if one.slot < n} if elastic else {}
+    lives = read_outcomes(folder) if in_rounds else _lives_in_order(folder, rounds)
+    named = {one.alive for some in lives.values() for life in some for one in life.rounds}
     records = _Records(
-        folder, rounds, elastic, in_rounds, read_outcomes(folder) if in_rounds else _lives_in_order(folder, rounds), trained,
+        folder, rounds, elastic, in_rounds, lives, trained,
         _last_seconds(folder), addresses,
         kind == "server" and any(line["kind"] == "eval" and line["round"] + 1 >= rounds for line in metrics),
+        frozenset(range(n)) if None in named else frozenset[int]().union(*(some for some in named if some)),
     )  # fmt: skip
     answers = _asked(folder, addresses.values(), Limits(n, n * run.steps, n * run.steps), run.peers)
     entries = answers.entries
@@ -202,7 +208,7 @@ def _of_worker(slot: int, entry: SlotEntry | None, records: _Records, answers: _
     over = records.over or done >= records.rounds
     seen = Sighting(
         entry, lives[-1] if lives else None, slot in answers.views, address in answers.refused, over, records.elastic,
-        bool(lives or trained),
+        bool(lives or trained) or slot in records.named,
     )  # fmt: skip
     loss = trained[-1].get("loss") if trained else None
     age_s = _age_s(slot, records.folder, answers.views, now_s) if entry or lives or trained else None

@@ -229,8 +229,12 @@ def join_run(
     boxes = opened().addresses() if where == "auto" and os.environ.get(MAILBOX) else []
     found += [address for address in [*others, *boxes] if address not in found]
     if not found:
+        box = os.environ.get(MAILBOX)
         raise ConfigError(
-            f"'{folder}' holds no address of a worker; give --join HOST:PORT, as a worker of the run prints it"
+            f"neither '{folder}' nor the mailbox '{box}' has an address of a worker; start the first machine, without --join, "
+            "with the same mailbox"
+            if box
+            else f"'{folder}' holds no address of a worker; give --join HOST:PORT, as a worker of the run prints it"
         )
     # A new number for each slot that is asked for: a process that was taken for dead would be taken for itself again.
     why, nonce = "", secrets.randbits(NONCE_BITS)
