@@ -121,7 +121,9 @@ def test_status_tells_who_is_alive_suspect_gone_joining_a_ghost_left_or_has_neve
         )
     assert main(["status", str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert [one["standing"] for one in told["workers"]] == ["gone", "gone", "left", *["empty"] * 4]
+    assert [one["standing"] for one in told["workers"]] == ["gone", "gone", "left", *["unknown"] * 4], (
+        "their logs say that all took part"
+    )
     assert told["note"].startswith("no worker answers")
 
 
