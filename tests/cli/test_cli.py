@@ -110,7 +110,33 @@ def test_a_missing_or_broken_run_file_is_refused(tmp_path, capsys):
     (tmp_path / "broken.toml").write_text("workers = [")
     refused(["simulate", tmp_path / "broken.toml"], capsys, "broken.toml", "not TOML")
     refused(["simulate"], capsys, "no run file")
+    refused(["check", tmp_path], capsys, "is a folder, and a run file is needed; give the path")
     refused(["train", tmp_path / "broken.toml", "--local", "3"], capsys, "not TOML")
+
+
+def test_a_run_folder_given_for_its_run_file_is_told_from_a_missing_file(tmp_path, capsys):
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(document()))
+    refused(["simulate", tmp_path], capsys, f"its run file is '{tmp_path / 'run.toml'}'")
+
+
+def test_an_argument_that_is_missing_is_named(capsys):
+    refused(["report"], capsys, "gossamer report was given no RUN, and needs one; see gossamer report --help")
+    refused(["probe", "--local", 2], capsys, "gossamer probe was given no --out")
+
+
+def test_a_file_where_a_folder_is_to_be_made_is_told_as_one(run_file, tmp_path, capsys):
+    refused(["init", run_file], capsys, "is a file, and a folder is to be made there; name another folder")
+    refused(["simulate", run_file, "--out", run_file], capsys, "is a file, and a folder is to be made there")
+
+
+def test_workers_are_not_started_where_they_would_all_be_refused(run_file, tmp_path, capsys):
+    """The launcher says it once, and does not offer to resume what it has not begun."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics-001.jsonl").touch()
+    here = ["train", run_file, "--out", tmp_path / "run"]
+    refused([*here, "--local", document()["workers"]], capsys, "already holds metrics-001.jsonl")
+    refused([*here, "--local", 7], capsys, "--local 7 but", "or add --set workers=7")
+    refused([*here, "--listen", "127.0.0.1:29400"], capsys, "run.elastic is false, so nobody can join this run")
 
 
 @pytest.mark.parametrize("key", ["variant", "sweep", "scale", "figure"])

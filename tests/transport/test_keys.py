@@ -260,6 +260,16 @@ def test_who_is_listed_does_not_talk_to_a_listener_that_is_not(files: dict[str, 
         assert not opened.came
 
 
+def test_who_starts_a_run_has_the_key_of_its_first_workers(files: dict[str, Path], keys: list[Keys]) -> None:
+    keys[0].must_start(1)
+    with pytest.raises(ConfigError, match=r"peer 'berlin' in \[peers\], with the workers 0; give --local at most 1"):
+        keys[0].must_start(2)
+    with pytest.raises(
+        ConfigError, match=r"with the workers 1; let the machine of peer 'berlin' start the run and join"
+    ):
+        keys[1].must_start(1)
+
+
 def test_a_peer_is_only_the_worker_that_its_key_may_be(
     files: dict[str, Path], keys: list[Keys], opened: Opened
 ) -> None:

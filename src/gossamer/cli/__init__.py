@@ -20,6 +20,7 @@ from cyclopts import (
     App,
     CoercionError,
     CycloptsError,
+    MissingArgumentError,
     Parameter,
     Token,
     UnknownCommandError,
@@ -155,5 +156,7 @@ def _usage(error: CycloptsError) -> str:
             return choose(f"option of {words}", token.keyword or token.value, options)
         case UnusedCliTokensError(unused_tokens=[word, *_]):
             return f"{words} got '{word}' but takes no further arguments; remove it, or see {words} --help"
+        case MissingArgumentError(argument=argument, keyword=None) if argument is not None:
+            return f"{words} was given no {argument.name}, and needs one; see {words} --help"
     text = " ".join(str(error).split()).rstrip(".").replace('"', "'")
     return f"{text[:1].lower()}{text[1:]}; see {words} --help"

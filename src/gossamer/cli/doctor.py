@@ -94,9 +94,8 @@ def _findings(file: Path | None, join: str | None, listen: str | None) -> Iterat
         try:
             config = parse(load_document(file, {}))
         except GossamerError as error:
-            yield _Finding(
-                "run file", "fault", str(error), f"gossamer check {file} lists everything that is wrong with it"
-            )
+            more = f"gossamer check {file} lists everything that is wrong with it" if file.is_file() else ""
+            yield _Finding("run file", "fault", str(error), more)
     if config is not None:
         from gossamer.transport.keys import keys_for
 

@@ -114,12 +114,14 @@ def command(
     if served.key is not None:
         os.environ[KEY] = str(served.key.resolve())
     if served.listen is not None:
-        _listen_at(served.listen)
+        _listen_at(served.listen, run, join)
     if served.mailbox is not None:
         _talk_through(served.mailbox, run, served, among)
     if served.listen is not None or served.mailbox is not None:
         local = 1 if local is None and join is None else local  # the first of a run that others join
-    keys_for(run.peers, run.workers)  # before processes are started, so that a key that is missing is told once
+    keys = keys_for(run.peers, run.workers)  # before processes are started, so that a key that is missing is told once
+    if keys is not None and local is not None and among is None and _goes_on(run):
+        keys.must_start(local)
     if among is not None:
         _check_place(run, among, local, served.given or (f"--join {join}" if join else ""))
     code = 0
@@ -151,8 +153,8 @@ def command(
     return code
 
 
-def _listen_at(address: str) -> None:
-    """Has the workers here listen at an address, before any are started."""
+def _listen_at(address: str, config: "ResolvedRun", join: str | None) -> None:
+    """Has the workers here listen at an address, before any are started. Raises: ConfigError where nobody can join."""
     from gossamer.run.participant.seat import LISTEN
     from gossamer.transport.sockets.addresses import split
 
@@ -160,6 +162,11 @@ def _listen_at(address: str) -> None:
         split(address)
     except ValueError:
         raise ConfigError(f"--listen got '{address}'; give HOST:PORT, such as 10.0.0.1:29400") from None
+    if join is None and config.kind != "server" and not _goes_on(config):
+        raise ConfigError(
+            f"--listen got '{address}' and run.elastic is false, so nobody can join this run; set it to true, or start the run "
+            "on all machines with --rank I --of N --address HOST"
+        )
     os.environ[LISTEN] = address
 
 
@@ -180,8 +187,8 @@ def _talk_through(url: str, config: "ResolvedRun", served: ServerOptions, among:
     }
     if what := next((one for one, holds in refused.items() if holds), None):
         raise ConfigError(
-            f"--mailbox was given with {what}; it carries elastic runs and those with run.wait = false or [pair]: start the "
-            "first worker with --mailbox URL alone, and each other one with --mailbox URL --join auto"
+            f"--mailbox was given with {what}; it carries runs with run.elastic = true, with run.wait = false or with [pair]: "
+            "start the first worker with --mailbox URL alone, and each other one with --mailbox URL --join auto"
         )
     opened(url)
     os.environ[MAILBOX] = url
@@ -301,6 +308,7 @@ def _start_workers(
 ) -> int:  # fmt: skip
     """Starts all workers of a run, and its server if it has one, on this machine; or some of them, among those of others."""
     from gossamer.cli import main
+    from gossamer.record.folder import must_be_new
     from gossamer.run.bookkeeping.which_round import ended, has_ended, lost_stages, must_end_later
     from gossamer.settings.schema import toml_value
     from gossamer.transport.processes.local import STOPPED, run_local, run_served
@@ -312,7 +320,10 @@ def _start_workers(
             f"--restarts is {restarts}, and the others of this run go on without a worker that dies; start that one alone again"
         )
     if n != config.workers and not ((goes_on or among) and n < config.workers):
-        raise ConfigError(f"--local {n} but the run file has workers = {config.workers}; make them equal")
+        instead = f"give --local {config.workers}" + ("" if resume or n < 1 else f", or add --set workers={n}")
+        raise ConfigError(f"--local {n} but the run file has workers = {config.workers}; {instead}")
+    if not resume and among is None:
+        must_be_new(folder, None)  # here, as each worker would say it
     if resume and among is None:
         must_end_later(config, folder)
     if resume and has_ended(config, folder):

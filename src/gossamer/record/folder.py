@@ -58,6 +58,7 @@ __all__ = [
     "finite",
     "is_of_its_branch",
     "metrics_line",
+    "must_be_new",
     "newest_evaluation",
     "note_evaluation",
     "read_metrics",
@@ -157,7 +158,7 @@ class RunFolder:
         self._seconds_path = self.path / f"seconds{suffix}.jsonl"
         self._machines_path = self.path / f"machines{suffix}.jsonl"
         if resume_round is None:
-            self._must_be_new()
+            must_be_new(self.path, worker)
         make_folder(self.path)
         self.write_text("run.toml", run_toml)
         self._metrics: Appender
@@ -168,20 +169,6 @@ class RunFolder:
         if self._config.hash:
             with closing(Appender(self._machines_path)) as machines:
                 machines.write(machine_line(resume_round or 0, this_machine()))
-
-    def _must_be_new(self) -> None:
-        """Raises ConfigError where a run has left anything that this one would write over, or be mixed with."""
-        # Workers of one run start at different times, so the files of other workers may be there, those of a simulation not.
-        own, others = worker_suffix(self.worker), "-*" if self.worker is None else ""
-        names = [f"{kind}{suffix}.jsonl" for suffix in (own, others) for kind in ("metrics", "trace")]
-        names += [f"{kind}{own}.jsonl" for kind in ("events", "outcomes", "order")]
-        for old in (
-            path for name in (*names, f"checkpoints/**/round-*/worker{own or '-*'}.*") for path in self.path.glob(name)
-        ):
-            raise ConfigError(
-                f"the run folder '{self.path}' already holds {old.relative_to(self.path)}; name a new one with --out, or go on "
-                f"with --resume {self.path}"
-            )
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -368,6 +355,24 @@ def note_evaluation(run_folder: Path, *, round: int, **figures: Any) -> None:
             return
     new = metrics_line("eval", round=round, branch=branch_of(branches, round + 1), **figures)
     atomic_write(run_folder / _EVALUATED, "".join([*kept, new]).encode())
+
+
+def must_be_new(folder: Path, worker: int | None) -> None:
+    """Raises ConfigError where a run has left anything that this one would write over, or be mixed with.
+
+    Args: `worker` is that of this process; None for all of them.
+    """
+    # Workers of one run start at different times, so the files of other workers may be there, those of a simulation not.
+    own, others = worker_suffix(worker), "-*" if worker is None else ""
+    names = [f"{kind}{suffix}.jsonl" for suffix in (own, others) for kind in ("metrics", "trace")]
+    names += [f"{kind}{own}.jsonl" for kind in ("events", "outcomes", "order")]
+    for old in (
+        path for name in (*names, f"checkpoints/**/round-*/worker{own or '-*'}.*") for path in folder.glob(name)
+    ):
+        raise ConfigError(
+            f"the run folder '{folder}' already holds {old.relative_to(folder)}; name a new one with --out, or go on with "
+            f"--resume {folder}"
+        )
 
 
 def run_file(folder: Path) -> Path:

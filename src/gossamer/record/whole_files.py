@@ -47,6 +47,8 @@ def writing(path: Path) -> Iterator[None]:
 
 def make_folder(path: Path) -> None:
     """Makes a folder with those above it, unless it is there. Raises DiskError."""
+    if path.exists() and not path.is_dir():
+        raise DiskError(f"'{path}' is a file, and a folder is to be made there; name another folder")
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
 

@@ -146,6 +146,23 @@ class Keys:
                 f"this process is worker {number}; start the right one here, or deal the workers otherwise"
             )
 
+    def must_start(self, here: int) -> None:
+        """Raises ConfigError unless this machine may have the first workers of a run, so many, as who starts it has."""
+        mine = self.numbers(self.certificate)
+        if mine.issuperset(range(here)):
+            return
+        me, first = self.name(self.certificate), self._whose.get(0, "")
+        instead = (
+            f"give --local at most {len(mine)}, or that peer more workers"
+            if 0 in mine
+            else f"let the machine of peer '{first}' start the run and join it from here, or list this peer first, in the run "
+            "file of every machine"
+        )
+        raise ConfigError(
+            f"who starts a run has its workers from 0 on, here {here}, and this machine's key is {me} in [peers], with the "
+            f"workers {', '.join(map(str, sorted(mine))) or 'none'}; {instead}"
+        )
+
     @cached_property
     def _accepting(self) -> ssl.SSLContext:
         context = self._new(ssl.PROTOCOL_TLS_SERVER)

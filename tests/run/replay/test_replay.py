@@ -161,7 +161,7 @@ def test_a_record_that_cannot_be_is_refused_with_its_place(tmp_path, monkeypatch
             replay_server(resolve(config, real=True), tmp_path / f"replay of {name}", folder)
     with pytest.raises(DataError, match="has no arrivals"):
         replay_server(resolve(config, real=True), tmp_path / "b", tmp_path)
-    with pytest.raises(ConfigError, match="replay it with its own"):
+    with pytest.raises(ConfigError, match=r"run\.steps is \d+ there and 8 here; replay it with its own '.*run\.toml'"):
         replay_server(resolve(served(workers=1, server__name="heloco", run__steps=8), real=True), tmp_path / "c", real)
     regions = changed(real, tmp_path / "regions", lambda lines: lines)
     (regions / "arrivals-003.jsonl").touch()

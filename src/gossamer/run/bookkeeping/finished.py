@@ -14,9 +14,12 @@ def must_be_record_of(config: RunSettings, recorded: Path) -> None:
     """Raises ConfigError unless the run in this folder, which shall be computed again, has the settings of this one."""
     before = settings_in(recorded)
     if before.digest != config.digest:
+        now, then = config.decisive, before.decisive
+        other = next((key for key in sorted(now.keys() | then.keys()) if now.get(key) != then.get(key)), None)
+        what = "" if other is None else f": {other} is {then.get(other)!r:.60} there and {now.get(other)!r:.60} here"
         raise ConfigError(
-            f"'{recorded}' is a run with digest {before.digest} and the run file has {config.digest}; replay it with its own "
-            "run.toml"
+            f"'{recorded}' is a run with other settings than the run file's{what}; replay it with its own "
+            f"'{recorded / 'run.toml'}'"
         )
 
 

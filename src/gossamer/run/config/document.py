@@ -47,6 +47,10 @@ def load_document(path: Path, overrides: Mapping[str, Any] | None = None) -> dic
 
     Raises: ConfigError when the file is missing, too large to be a run file, or not TOML.
     """
+    if path.is_dir():
+        inside = path / "run.toml"
+        instead = f"its run file is '{inside}'" if inside.is_file() else "give the path of a TOML file in it"
+        raise ConfigError(f"'{path}' is a folder, and a run file is needed; {instead}")
     if not path.is_file():
         raise ConfigError(
             f"there is no run file '{path}'; give the path of a TOML file, such as the configs/gasloc.toml of gossamer init"

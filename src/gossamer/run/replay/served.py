@@ -21,6 +21,7 @@ from gossamer.clock import LoopOptions
 from gossamer.errors import ConfigError
 from gossamer.record.logs.arrivals import ServerInput, arrivals_file, read_arrivals
 from gossamer.run.bookkeeping.evaluate import Probe, Result
+from gossamer.run.bookkeeping.finished import must_be_record_of
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import HERE, use_threads
 from gossamer.run.replay.driver import Actor, Contradiction, Missing, follow
@@ -76,6 +77,7 @@ def _settings(begin: ServerInput, some: Sequence[Stretch], recorded: Path) -> Re
     found = [one.config for one in some if one.config.digest == begin.digest and one.first <= begin.round]
     now = some[-1].config
     if not found or begin.workers != now.workers:
+        must_be_record_of(now, recorded)  # which names what differs
         raise ConfigError(
             f"'{recorded}' is a run of {begin.workers} workers with digest {begin.digest} and the run file has {now.workers} "
             f"with {now.digest}; replay it with its own run.toml"
