@@ -222,6 +222,9 @@ def test_a_run_has_ended_well_once_somebody_has_trained_all_rounds():
         ["worker 2 has left after round 5 of 9", "no worker has reached round 9"],
     )
     assert exit_status({0: 2, 1: 130}, {}, far).code == 130
+    taken_over = [Life(Begun(7, 7, 0, 0, 0, "0" * 64), (), Ended(7, "left"))]
+    far = far_in_rounds({2: taken_over}, 9)
+    assert exit_status({2: 0}, {}, far).sentences[0] == "worker 2 has left after round 7 of 9"
 
 
 ROUNDS = st.frozensets(st.integers(1, 9), max_size=5)

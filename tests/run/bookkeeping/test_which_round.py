@@ -13,13 +13,16 @@ from test_virtual import timed  # pyright: ignore[reportMissingImports]
 from commands import run
 from gossamer.cli import main
 from gossamer.errors import CheckpointError, ConfigError
+from gossamer.record import checkpoint
 from gossamer.record.fault import Fault, FaultKind
 from gossamer.record.folder import read_metrics
+from gossamer.record.logs.outcomes import Begun, OutcomeWriter, RoundOutcome
 from gossamer.run.bookkeeping.evaluate import evaluate
-from gossamer.run.bookkeeping.which_round import KeptRounds, choose_round, newest_of_all, to_resume
+from gossamer.run.bookkeeping.which_round import KeptRounds, choose_round, kept_by, newest_of_all, to_resume
 from gossamer.run.config.resolve import settings_of
 from gossamer.run.config.run_file import RunConfig, dump
 from gossamer.run.simulated.simulate import simulate
+from gossamer.run.worker.stages.checkpoints import Store
 from tiny import single, tiny
 
 SIMULATED: dict[str, RunConfig] = {
@@ -212,3 +215,19 @@ def test_the_choice_reads_what_is_picked_and_picks_again_without_what_is_spoilt(
     assert read == [20, 10]
     elastic = choose_round(kept, to_resume, lambda round: {})
     assert (elastic.round, [*elastic.skipped]) == (20, [30]), "the newest that all have, as they all took part"
+
+
+def test_who_has_only_taken_over_the_state_of_a_round_says_nothing_of_who_took_part_in_it(tmp_path: Path) -> None:
+    config, nobody, both = settings_of(tiny(workers=4, run__elastic=True)), frozenset[int](), frozenset({0, 1})
+    store = Store(config, tmp_path)
+    for slot in range(4):
+        with OutcomeWriter(tmp_path, slot) as log:
+            log.write(Begun(0, 0, slot, 0, 0))
+            for round in range(6 if slot < 2 else 2):
+                log.write(RoundOutcome(round, both if round > 1 else None, nobody, nobody, 2 * (round + 1)))
+            if slot == 2:  # which was left out of all later rounds, and worker 3 was killed
+                log.write(Begun(6, 6, 0, 4, 0, "0" * 64))
+        for round in (2, 6) if slot < 3 else (2,):
+            checkpoint.save(store.path, round, slot, {"x": 1}, digest=config.digest)
+    kept = kept_by(store, range(4), config.line)
+    assert to_resume({slot: one.whole for slot, one in kept.items()}) == 6

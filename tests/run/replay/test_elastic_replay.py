@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.record.logs.outcomes import read_outcomes
 from gossamer.run.config.run_file import digest, dump
+from gossamer.run.elastic.elastic_rounds import ElasticRounds
 from gossamer.run.simulated.simulate import simulate
 from gossamer.transport.elastic.transport import ElasticTransport
 from tiny import tiny
@@ -199,3 +201,61 @@ def test_workers_that_leave_amid_a_round_go_on_from_its_begin_with_the_bits_of_t
     assert code == 0, output
     code, output = run("simulate", tmp_path / "run.toml", "--out", tmp_path / "replay", "--replay", tmp_path / "real")
     assert code == 0 and trained(tmp_path / "replay") == trained(tmp_path / "real"), output
+
+
+def train_but_leave_after_round_4(argv):
+    """`gossamer train`, in which each worker waits after round 4 until it may leave, and one that joins then leaves at once."""
+
+    def end(self, *report, real=ElasticRounds._end_round):
+        real(self, *report)
+        if self.round == 3:
+            (self.folder / f"waits-{self.slot}").touch()
+            while not (self.folder / "go").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def start(self, real=ElasticRounds.start_clock, **how):
+        if self.round == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        real(self, **how)
+
+    ElasticRounds._end_round, ElasticRounds.start_clock = end, start
+    return main(argv)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("rule", ["gasloc", "diloco"])
+def test_who_leaves_with_the_state_that_it_has_taken_over_goes_on_with_it_and_is_replayed(rule, tmp_path, monkeypatch):
+    config = tiny(
+        run__elastic=True,
+        rule__name=rule,
+        topology__name="complete",
+        record__hash=True,
+        run__timeout_s=60,
+        run__eval_every=0,
+    )
+    real, command = tmp_path / "real", ("train", tmp_path / "run.toml", "--out", tmp_path / "real")
+    (tmp_path / "run.toml").write_text(dump(config))
+
+    def join() -> tuple[int, str]:
+        deadline = time.monotonic() + 100
+        while len([*real.glob("waits-*")]) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        ended = Command(*command, "--join", "auto", work=train_but_leave_after_round_4).finish()
+        (real / "go").touch()
+        return ended
+
+    with monkeypatch.context() as patched, ThreadPoolExecutor(1) as pool:
+        patched.setattr("gossamer.cli.main", train_but_leave_after_round_4)
+        newcomer = pool.submit(join)
+        code, output = run(*command, "--local", 2)
+    left, said = newcomer.result()
+    assert left == 0 and "worker 2 leaves after round 4" in said, said
+    assert code == 2 and output.count("leaves after round 4") == 2, output
+    code, output = run("train", "--resume", real, "--local", 3)
+    assert code == 0, output
+    assert [[life.begun.round for life in lives] for lives in read_outcomes(real).values()] == [[0, 4], [0, 4], [4]]
+    code, output = run("audit", real)
+    assert code == 0, output
+    code, output = run("simulate", tmp_path / "run.toml", "--out", tmp_path / "replay", "--replay", real)
+    assert code == 0 and trained(tmp_path / "replay") == trained(real), output

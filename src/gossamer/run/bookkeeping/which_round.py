@@ -129,7 +129,12 @@ def kept_by(
     due = _due(before or store.config, folder, owners)
     kept: dict[int, KeptRounds] = {}
     for owner in owners:
-        seen = {one.round + 1: one.alive for life in lives.get(owner, []) for one in life.rounds}
+        own = lives.get(owner, [])
+        # Who has taken over the state of a round knows of itself alone, and not that everybody took part.
+        seen: dict[int, frozenset[int] | None] = {
+            life.begun.after: frozenset({owner}) for life in own if life.begun.sha256
+        }
+        seen |= {one.round + 1: one.alive for life in own for one in life.rounds}
         # A worker that leaves before the first round is over saves round 0, for others to see that its slot is free.
         kept[owner] = KeptRounds({r: fault for r, fault in store.faults(owner, line).items() if r}, due[owner], seen)
     return kept

@@ -100,6 +100,7 @@ class ElasticRounds(Participant[ElasticTransport]):
         """See `Participant`."""
         seat, members, transport = self.seat, self.seat.members, self.transport
         begun, joins = Begun(seat.after, seat.after, seat.donor, 0, members.own.incarnation), self.joins
+        saved: dict[str, Any] = {}
         if joins:
             newest = transport.first_round(self.config.run.timeout_s) - 1
             begun = begun._replace(round=0 if self._closes else newest + 1)
@@ -126,6 +127,11 @@ class ElasticRounds(Participant[ElasticTransport]):
             transport.declare(MemberStatus.ALIVE, begun.round)
             whose = self.whose(begun.donor)
             say(f"worker {self.slot} joins at round {begun.round} with {whose} after round {begun.after}")
+        if begun.donor == self.slot and "taken_over" in saved:
+            # The line in the log that says whose state it was may be cut, as others go on from before it.
+            after, donor, sha256, followed = saved["taken_over"]
+            some = tuple(Followed(*one) for one in followed)
+            begun = begun._replace(after=after, donor=donor, sha256=sha256, followed=some)
         self._begun = begun._replace(steps=self.replica.steps_taken)
         self.round, self._finished = begun.round, begun.after
 
@@ -217,7 +223,8 @@ class ElasticRounds(Participant[ElasticTransport]):
         own = Begun(round, self._finished, self.slot, 0, self.transport.members.own.incarnation)
         begun = self._fetched(own, source)
         self._keep(begun.after)
-        self._log.write(begun._replace(steps=self.replica.steps_taken))
+        self._begun = begun._replace(steps=self.replica.steps_taken)
+        self._log.write(self._begun)
         self.round, self._finished = begun.round, begun.after
 
     # --- what `OuterLoop` asks ----------------------------------------------------------------------------------------
@@ -319,7 +326,10 @@ class ElasticRounds(Participant[ElasticTransport]):
     def save(self, finished: int) -> None:
         """See `Participant`."""
         store, line = self.folder / "checkpoints", self.seat.line
-        checkpoint.save(store, finished, self.slot, self._worker.state(), digest=line, keep=KEPT)
+        state, begun = self._worker.state(), self._begun
+        if self._begins and begun.donor != self.slot:
+            state["taken_over"] = [begun.after, begun.donor, begun.sha256, [[*one] for one in begun.followed]]
+        checkpoint.save(store, finished, self.slot, state, digest=line, keep=KEPT)
 
     def _keep(self, after: int) -> None:
         # What is in flight is this worker's own; the line tells a newcomer after which closed rounds the state is.

@@ -34,7 +34,10 @@ class HowFar(NamedTuple):
 
 def far_in_rounds(lives: Mapping[int, Sequence[Life]], rounds: int) -> HowFar:
     """By the log of outcomes of an elastic run with so many rounds."""
-    behind = {i: max((one.round + 1 for life in own for one in life.rounds), default=0) for i, own in lives.items()}
+    behind = {
+        i: max((r for life in own for r in (life.begun.after, *(one.round + 1 for one in life.rounds))), default=0)
+        for i, own in lives.items()
+    }
     ends = {i: own[-1].ended for i, own in lives.items() if own}
     return HowFar(behind, {i: None if end is None else end.why for i, end in ends.items()}, rounds)
 
