@@ -73,8 +73,10 @@ def test_a_factory_keeps_its_signature_its_name_and_its_docstring() -> None:
     assert [*inspect.signature(plain).parameters] == ["n", "lr", "word", "every"]
     assert (plain.__name__, inspect.signature(plain).return_annotation) == ("plain", Rule)
     assert (inspect.getdoc(plain) or "").startswith("A rule.")
+    with pytest.raises(ConfigError, match="rule 'plain' got an unknown option 'lrs'; did you mean 'lr'"):
+        plain(2, lrs=0.5)  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError):
-        plain(2, momentum=0.5)  # pyright: ignore[reportCallIssue]
+        plain()  # pyright: ignore[reportCallIssue]
 
 
 def test_options_have_name_default_allowed_values_and_doc() -> None:

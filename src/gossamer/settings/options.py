@@ -134,7 +134,13 @@ def _checked(
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        given = signature.bind(*args, **kwargs)
+        try:
+            given = signature.bind(*args, **kwargs)
+        except TypeError:
+            unknown = [name for name in kwargs if name not in signature.parameters]
+            for sentence in unknown_options(owner, unknown, [option.name for option in options_of(function)]):
+                raise ConfigError(sentence) from None
+            raise
         given.apply_defaults()
         for parameter, value in given.arguments.items():
             check_option(owner, parameter, value, signature.parameters[parameter].annotation)

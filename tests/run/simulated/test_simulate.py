@@ -258,3 +258,14 @@ assert not slow, slow
         [sys.executable, "-c", program, str(tmp_path / "x")], capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_second_simulation_of_a_process_does_not_warn_again_of_busy_cores(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lanes, "_busy_cores", lambda: 64.0)
+    lanes._warn_of_others.cache_clear()
+    for _ in range(2):
+        lanes.Lanes(torch.device("cpu"), settings_of(tiny()))
+    lanes._warn_of_others.cache_clear()
+    assert caplog.text.count("cores busy; this run will be slower") == 1

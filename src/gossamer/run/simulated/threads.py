@@ -38,8 +38,7 @@ class Lanes:
                 f"{self.count} x {self.intra_op} threads oversubscribe {cores} cores, which is several times slower; lower "
                 "run.threads"
             )
-        if (busy := _busy_cores()) > cores / 4:
-            log.warning(f"other processes keep {busy:.1f} of {cores} cores busy; this run will be slower")
+        _warn_of_others(cores)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -57,7 +56,13 @@ class Lanes:
         return list(self.pool.map(function, items))
 
 
-@functools.cache  # an experiment of many runs waits once
+@functools.cache  # an experiment of many runs waits, and says it, once
+def _warn_of_others(cores: int) -> None:
+    """Warns where other processes keep the cores of this one busy."""
+    if (busy := _busy_cores()) > cores / 4:
+        log.warning(f"other processes keep {busy:.1f} of {cores} cores busy; this run will be slower")
+
+
 def _busy_cores(window_s: float = 0.1) -> float:
     """How many of the cores of this process others use while it waits a moment; 0 where the system does not report it."""
     if not Path("/proc/stat").exists():
