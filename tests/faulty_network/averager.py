@@ -30,10 +30,17 @@ class Averager(Participant):
     """A process whose rule takes a mean over everyone."""
 
     _exchange: Exchange | None = None
+
     _waits = False
     """Whether its local phase is over, and the update of its round is not made."""
     _tried = -1
     """The last attempt of this round that it has taken part in."""
+
+    def close(self) -> None:
+        """Says goodbye for good, and ends."""
+        if self.listens and not self.ended:
+            self.members.progress(self.members.me, self.members.limits.rounds)
+        super().close()
 
     def take_place(self, members: Members, x: float, after: int) -> None:
         """See `Gossiper.take_place`; its rounds are closed by a leader."""

@@ -156,33 +156,32 @@ def test_a_run_that_all_have_left_in_its_first_round_is_not_said_to_be_one_to_re
     assert code == 0 and standings(folder) == ["finished"] * 3, output
 
 
-def test_the_first_machine_of_a_run_of_means_waits_for_others_and_says_so(tmp_path):
+def test_the_first_machine_of_a_run_of_means_waits_for_others_that_come_or_come_back_and_says_so(tmp_path):
     config = tiny(
-        workers=2,
-        rule__name="diloco",
-        topology__name="complete",
-        run__elastic=True,
-        run__timeout_s=60,
-        run__eval_every=0,
-    )
+        workers=2, rule__name="diloco", topology__name="complete", run__elastic=True, run__timeout_s=60, run__eval_every=0,
+        run__steps=24, run__pace_s=0.25,
+    )  # fmt: skip
     (tmp_path / "run.toml").write_text(dump(config))
     words, secret = ("train", tmp_path / "run.toml", "--out"), {"GOSSAMER_SECRET": "of both " * 5}
     address = f"127.0.0.1:{free_port()}"
+    join = (*words, tmp_path / "1", "--join", address)
     first = Command(*words, tmp_path / "0", "--listen", address, **secret)
-    lines = first.lines()
-    assert "a mean is taken over more than half of the 2 workers, and here is one" in next(
-        line for line in lines if "waits for others to join" in line
-    )
-    second = Command(*words, tmp_path / "1", "--join", address, **secret)
-    (code, said), (of_first, output) = second.finish(), first.finish()
+    waits = (line for line in first.lines() if "waits for others to join" in line)
+    assert "round 1 waits" in (told := next(waits)) and "more than half of the 2 workers, and here is one" in told
+    second = Command(*join, **secret)
+    eventually(second, lambda: len(rounds_of(tmp_path / "1", 1)) > 1, 100)
+    os.kill(second.pid, signal.SIGTERM)
+    assert second.finish()[0] == 0
+    assert next(waits) != told
+    third = Command(*join, **secret)
+    (code, said), (of_first, output) = third.finish(), first.finish()
     assert (code, of_first) == (0, 0), said + output
-    simulate(config, tmp_path / "whole")
-    for worker in range(2):
-        ours, theirs = (
-            checkpoint.load(tmp_path / where / "checkpoints", config.rounds, worker, digest(config))["x"]
-            for where in (str(worker), "whole")
-        )
-        assert torch.equal(ours, theirs), worker
+    ours, theirs = (
+        checkpoint.load(tmp_path / str(worker) / "checkpoints", config.rounds, worker, digest(config))["x"]
+        for worker in range(2)
+    )
+    assert torch.equal(ours, theirs)
+    assert [one["standing"] for one in status(tmp_path / "0")["workers"]] == ["finished", "unknown"]
 
 
 def test_a_calm_elastic_run_goes_on_with_the_same_bits_and_a_worker_that_lagged_sets_the_round(tmp_path):

@@ -180,4 +180,6 @@ def test_a_rehearsal_leaves_the_inner_optimizer_warm_and_nothing_else() -> None:
 def test_only_workers_that_live_and_count_are_in_the_topology_of_a_round(status: MemberStatus) -> None:
     members = Members(limits(2), 0, [SlotEntry(0, 0, 1, MemberStatus.ALIVE, 0), SlotEntry(1, 0, 2, status, 0)])
     assert (1 in members.alive(0)) == (status is MemberStatus.ALIVE)
+    assert not members.alone, "it may come back"
+    members.progress(1, members.limits.rounds)
     assert members.alone == (status is MemberStatus.LEFT)

@@ -59,9 +59,6 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
     log: OrderWriter
     events: EventWriter
 
-    # Others train on from its last message, and whoever comes back into its slot goes on where it was.
-    a_failure_is_a_leave = False
-
     def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: threading.Event) -> None:
         super().__init__(config, folder, task, seat, asked)
         endpoint = seat.endpoint
@@ -251,6 +248,11 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
             self.record.log_seconds(self.stopwatch.round(round))
         if due := due_round(self.config, round, self.round):
             self.journal.end_own_round(self.replica, due)
+
+    def part(self, *, failed: bool) -> None:
+        """See `Participant`."""
+        # After a failure others train on from its last message, and whoever comes back into its slot goes on where it was.
+        self.transport.close(leaves=not failed)
 
     def leave(self) -> None:
         """See `Participant`: stays for the others, saves and says so."""

@@ -45,9 +45,6 @@ class ElasticRounds(Participant[ElasticTransport]):
     (`gossamer.transport.elastic.closing`). A worker that was too late for it takes another's state.
     """
 
-    # Where a majority is waited for, the others shall not wait for one whose training has failed.
-    a_failure_is_a_leave = True
-
     def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: threading.Event) -> None:
         super().__init__(config, folder, task, seat, asked)
         self._method = m = config.in_rounds
@@ -349,6 +346,12 @@ class ElasticRounds(Participant[ElasticTransport]):
     def _mine(self, state: dict[str, Any], steps: int) -> dict[str, Any]:
         """Another worker's state with this one's own place in the data."""
         return {**state, "data": self._fresh, "steps_taken": steps, "under_way": []}
+
+    def part(self, *, failed: bool) -> None:
+        """See `Participant`."""
+        # Where a majority is waited for, the others shall not wait for one whose training has failed. One that was asked to leave
+        # may come back, as a machine does that is needed elsewhere.
+        self.transport.close(for_good=failed or not self.asked.is_set())
 
     def leave(self) -> None:
         """See `Participant`."""

@@ -10,7 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -67,10 +67,6 @@ class Participant(ABC, Generic[Connections]):
     journal: Journal
     stopwatch: Stopwatch
 
-    a_failure_is_a_leave: ClassVar[bool]
-    """Whether the others hear of a failure as of a leave. Else they notice the loss of its connections, as of a process that is
-    killed, and it may come back into its slot."""
-
     def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: threading.Event) -> None:
         self.config, self.folder, self.slot = config, folder, seat.members.me
         self.seat, self.asked = seat, asked
@@ -99,7 +95,7 @@ class Participant(ABC, Generic[Connections]):
                     self.leave()
                 failed = False
             finally:
-                self.transport.close(leaves=not failed or self.a_failure_is_a_leave)
+                self.part(failed=failed)
         finally:
             self.seat.endpoint.listener.close()  # also where no transport has taken it over
 
@@ -127,6 +123,10 @@ class Participant(ABC, Generic[Connections]):
     @abstractmethod
     def leave(self) -> None:
         """Ends what it is amid of, saves, and says why it has ended."""
+
+    @abstractmethod
+    def part(self, *, failed: bool) -> None:
+        """Ends its connections. Where it says no goodbye, the others notice the loss, as of a process that is killed."""
 
     # --- what they are made of ----------------------------------------------------------------------------------------
 

@@ -156,9 +156,14 @@ class Members:
 
     @property
     def alone(self) -> bool:
-        """Whether all others that have ever been here have left. While nobody has come yet, somebody may come."""
+        """Whether all others that have ever been here have ended for good.
+
+        Who was asked to leave may come back, and while nobody has come yet, somebody may.
+        """
         others = [entry for slot, entry in self.entries.items() if slot != self.me and entry.nonce]
-        return bool(others) and all(entry.status == MemberStatus.LEFT for entry in others)
+        return bool(others) and all(
+            entry.status == MemberStatus.LEFT and entry.round >= self.limits.rounds for entry in others
+        )
 
     def believe_only(self, speaks_for: Callable[[int, int], bool]) -> None:
         """From now on believes a worker about those slots alone for which it speaks: `speaks_for(worker, slot)`.

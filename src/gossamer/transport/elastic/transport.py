@@ -194,7 +194,7 @@ class ElasticTransport:
         closing, start_s = self._closes(), time.perf_counter()
         while not done():
             self._must_fill_its_slot()
-            # Where all others have left there will never be a majority.
+            # Where all others have ended for good there will never be a majority.
             if closing.left_out or self.stop() or self.members.alone:
                 raise LeftOutError(self.worker, self.core.round, closing.source)
             self._flush()
@@ -367,11 +367,16 @@ class ElasticTransport:
             self._flush()
         return entry
 
-    def close(self, *, leaves: bool = True) -> None:
-        """Says goodbye, unless this worker has failed and so never `leaves`, sends what is queued and ends all connections."""
+    def close(self, *, leaves: bool = True, for_good: bool = True) -> None:
+        """Says goodbye, unless this worker has failed and so never `leaves`, sends what is queued and ends all connections.
+
+        Args: `for_good` is whether nobody shall wait for it where a rule needs everyone: it has all rounds behind it, or failed.
+        """
         # In this order: the goodbye is queued while the connections are still there, then nothing opens a new one, then nobody
         # comes in any more, and each connection ends once its queue is written.
         if leaves:
+            if for_good and self.closing is not None:
+                self.members.progress(self.worker, self.members.limits.rounds)
             self.declare(MemberStatus.LEFT)
         with self.changed:
             self._closed.set()
