@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from gossamer.cli.output import print_json, working
 from gossamer.cli.race import NO_RACE, Race, RaceOptions, print_race, race, race_facts
 from gossamer.cli.run_file_options import whole_numbers
-from gossamer.cli.tables import print_table
+from gossamer.cli.tables import print_sentence, print_table
 from gossamer.cli.watch import WATCHABLE, Watchable
 from gossamer.errors import ConfigError, choose
 
@@ -318,7 +318,7 @@ def _print(
 ) -> None:  # fmt: skip
     """Prints how a replica is cut, the candidates, and which is taken."""
     from gossamer.run.planning.candidates import USUAL
-    from gossamer.run.planning.choice import PLAN_HEADINGS, best_of_each, plan_rows
+    from gossamer.run.planning.choice import PLAN_HEADINGS, best_of_each, plan_rows, shown_hours
     from gossamer.run.planning.plan import quicker_collective
 
     if cut is not None:
@@ -327,18 +327,21 @@ def _print(
         print(f"a replica fits a process of {options.memory_bytes / 1e9:.4g} GB, without activations")
     size, parameters, settings = made.model.size, made.parameters, made.options
     default = settings.tokens is None and settings.hours is None
-    print(
+    print_sentence(
         f"{size} with a vocabulary of {settings.vocab_size:,} (--vocab): {parameters:,} parameters, {made.workers} workers, "
-        f"{choice.tokens:.4g} tokens{', 20 a parameter (--tokens or --hours)' if default else ''}; loss in {choice.hours:.4g} h"
+        f"{choice.tokens:.4g} tokens{', 20 a parameter (--tokens or --hours)' if default else ''}; "
+        f"loss in {shown_hours(choice.hours)} h"
     )
     shown = [*made.candidates, *priced.candidates]
     if not options.all:
         shown = list(best_of_each(choice, shown))
     print_table(PLAN_HEADINGS, plan_rows(choice, shown), text=2, bold=shown.index(choice.best))
-    print(_basis(choice))
+    print_sentence(_basis(choice))
     if (collective := quicker_collective(made)) is not None:
         kind, hours = collective
-        print(f"data parallelism along a {kind}, as NCCL sends: {hours:.4g} h (mean = '{kind}' in the network file)")
+        print(
+            f"data parallelism along a {kind}, as NCCL sends: {shown_hours(hours)} h (mean = '{kind}' in the network file)"
+        )
     if options.all:
         for name, why in priced.unpriced.items():
             print(f"no price: {name}: {why}")
@@ -347,7 +350,7 @@ def _print(
     _print_choice(choice)
     if options.loss is not None:
         by, hours = "law" if options.law is not None else "anchor", choice.hours_to_loss(choice.best)
-        print(f"loss {options.loss:g} by the {by}: after about {hours:.4g} h", flush=True)
+        print(f"loss {options.loss:g} by the {by}: after about {shown_hours(hours)} h", flush=True)
 
 
 def _basis(choice: "Pick") -> str:
@@ -369,20 +372,26 @@ def _basis(choice: "Pick") -> str:
 
 
 def _print_choice(choice: "Pick") -> None:
+    from gossamer.run.planning.choice import shown_hours
+
     best, others = choice.best, sorted({one.name for one in choice.undecided} - {choice.best.name})
     left = f"dropping worker {', '.join(map(str, best.left_out))} (slowest): " if best.left_out else ""
     steps = f"{best.full_steps} local step{'s' if best.full_steps > 1 else ''}"
-    print(
+    print_sentence(
         f"chosen: {left}{best.method}, {steps}, codec {best.codec}: {best.round_bytes / 1e6:.4g} MB and "
-        f"{best.round_s:.4g} s a round, {choice.hours:.4g} h"
+        f"{best.round_s:.4g} s a round, {shown_hours(choice.hours)} h"
     )
     if best.fewer:
-        print(f"{best.fewer} of {best.full_steps} local steps, so that nobody waits for it; what it learns counts less")
+        print_sentence(
+            f"{best.fewer} of {best.full_steps} local steps, so that nobody waits for it; what it learns counts less"
+        )
     if best.left_out:
         print("text that only the dropped have is lost; --keep-all plans with everybody")
     if choice.undecided:
         among = ", ".join(others) or f"{best.name} with other settings"
-        print(f"not decided between this and {among}: the lowest expectation is taken, within 0.005 nats the fastest")
+        print_sentence(
+            f"not decided between this and {among}: the lowest expectation is taken, within 0.005 nats the fastest"
+        )
     print("another method is taken with --method NAME; --all shows every candidate")
 
 

@@ -10,7 +10,16 @@ from rich.text import Text
 
 from gossamer.cli.output import print_json
 
-__all__ = ["print_estimate", "print_table"]
+__all__ = ["print_estimate", "print_sentence", "print_table"]
+
+
+_SHORTEST = 8
+
+
+def print_sentence(text: str) -> None:
+    """Prints a line, which ends between two words where that of a terminal ends; a file has lines of any length."""
+    console = Console()
+    console.print(Text(text), soft_wrap=not console.is_terminal)
 
 
 def print_table(
@@ -26,15 +35,17 @@ def print_table(
     widths = [max([len(head), *(len(row[place]) for row in rows)]) for place, head in enumerate(headings)]
     if not title and not console.is_terminal:
         console = Console(width=sum(widths) + 2 * len(widths))  # a file has lines of any length
-    # Where a line of a terminal is too short for all, texts are cut and never numbers.
-    room = console.width - sum(widths[text:]) - 2 * len(widths)
+    # Where a line of a terminal is too short for all, texts are cut and never numbers, the longest first.
+    texts, room = widths[:text], console.width - sum(widths[text:]) - 2 * (len(widths) - 1)
+    while sum(texts) > room and max(texts) > _SHORTEST:
+        texts[texts.index(max(texts))] -= 1
     view = Table(
         title=title or None, title_justify="left", box=HEAVY_HEAD if title else None, pad_edge=bool(title),
         header_style="bold",
     )  # fmt: skip
     for place, heading in enumerate(headings):
         may_wrap, is_text = bool(title) and 0 < place < text, place < text
-        most = max(8, room // text) if is_text and not title and console.is_terminal else None
+        most = texts[place] if is_text and not title and console.is_terminal else None
         view.add_column(
             heading,
             justify="left" if is_text else "right",

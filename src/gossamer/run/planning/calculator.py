@@ -26,7 +26,7 @@ from gossamer.network.estimates.utilisation import (
 )  # fmt: skip
 from gossamer.network.links import Network, StepOf, times_as_fast
 from gossamer.record.folder import finite
-from gossamer.run.planning.choice import PLAN_HEADINGS, Candidate, plan_rows
+from gossamer.run.planning.choice import PLAN_HEADINGS, Candidate, plan_rows, shown_hours
 from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan
 
 __all__ = ["Calculator", "Others", "frozen_contents", "short_lists"]
@@ -170,7 +170,8 @@ def _told(made: RunPlan) -> str:
     dropped = ", ".join(map(str, made.best.left_out))
     lost = f" It drops worker {dropped}, and with it the text that nobody else has." if dropped else ""
     fewer = f" In the choice {made.best.fewer} of {made.best.full_steps} local steps." if made.best.fewer else ""
-    return f"{choice.tokens:.4g} tokens, and the {choice.hours:.4g} hours that the choice needs for them.{lost}{fewer}{far}"
+    hours = shown_hours(choice.hours)
+    return f"{choice.tokens:.4g} tokens, and the {hours} hours that the choice needs for them.{lost}{fewer}{far}"
 
 
 def _published(asked: Mapping[str, Any]) -> dict[str, Any]:

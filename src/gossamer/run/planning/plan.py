@@ -25,7 +25,7 @@ from gossamer.network.pacing import Pace, cycle_s, fitting_steps, uplinks_bps, w
 from gossamer.network.pricing import price, price_everyone
 from gossamer.network.timeline import utilisation_in_words
 from gossamer.record.logs.trace import Integers, Trace, from_targets
-from gossamer.run.planning.choice import Candidate, Pick, pick
+from gossamer.run.planning.choice import Candidate, Pick, pick, shown_hours
 from gossamer.run.planning.expected_loss import EXACT_CODECS, TOKENS_PER_PARAMETER, LossScale
 from gossamer.run.planning.measured_losses import MEASURED_PARAMETERS, MEASURED_WORKERS, nearest_measured
 from gossamer.settings.options import Positive, Share, bounded
@@ -192,7 +192,9 @@ class RunPlan(NamedTuple):
         rounds = self.steps_of(one) // one.full_steps
         tokens = rounds * self.options.step_tokens * sum(one.local_steps)
         some = f"{rounds:,} round{'s' if rounds > 1 else ''}"
-        length = f"# {some}, {rounds * one.round_s / 3600:.4g} h: {tokens:.4g} tokens of all workers together.\n"
+        length = (
+            f"# {some}, {shown_hours(rounds * one.round_s / 3600)} h: {tokens:.4g} tokens of all workers together.\n"
+        )
         if self.options.vocab_size == BYTES:
             return length
         return (
