@@ -1,5 +1,6 @@
 """`gossamer probe`: the links between workers and their speed, measured."""
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from gossamer.cli.run_file_options import Overrides
 from gossamer.errors import ConfigError
 
 if TYPE_CHECKING:
+    from gossamer.network.links import Network
     from gossamer.network.probe import StepTimer
     from gossamer.run.config.run_file import RunConfig
     from gossamer.transport.processes.local import Among
@@ -102,6 +104,24 @@ def _timer(config: "RunConfig") -> "StepTimer":
     return lambda member: step_time(run, member.worker, device_of(config.run.device))
 
 
+def _links(network: "Network") -> str:
+    """What was measured of the links, from the least to the most of all workers."""
+
+    def span(values: Sequence[float], of: float) -> str:
+        least, most = (f"{one:.0f}" if one >= 1000 else f"{one:.3g}" for one in (min(values) / of, max(values) / of))
+        return least if least == most else f"{least} to {most}"
+
+    assert isinstance(network.uplink_bps, tuple) and isinstance(network.downlink_bps, tuple)
+    own_s = network.latency_s
+    latencies_s = [one.latency_s for one in network.routes] or [*(own_s if isinstance(own_s, tuple) else (own_s,))]
+    narrow = [one.bandwidth_bps for one in network.routes if one.bandwidth_bps < math.inf]
+    pairs = f"; {len(narrow)} of {len(latencies_s)} pairs only {span(narrow, 1e6)} Mbit/s" if narrow else ""
+    return (
+        f"{span(network.uplink_bps, 1e6)} Mbit/s up, {span(network.downlink_bps, 1e6)} Mbit/s down, "
+        f"latency {span(latencies_s, 1e-3)} ms{pairs}"
+    )
+
+
 def _show(out: Path, output: Output) -> None:
     """Prints what a network file says."""
     from gossamer.network.links import read_network, to_options
@@ -110,6 +130,7 @@ def _show(out: Path, output: Output) -> None:
     if output.json:
         print_json({"file": out, "network": to_options(network)})
         return
+    print(f"links: {_links(network)}")
     if isinstance(network.step_s, tuple) and network.step_of is not None:
         print(f"inner step: {min(network.step_s):g} to {max(network.step_s):g} s, of model {network.step_of}")
     print(f"network file: {out}")
