@@ -8,15 +8,23 @@ addresses, and any of them takes a newcomer in.
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from gossamer.errors import CheckpointError
+from gossamer.errors import CheckpointError, DataError
 from gossamer.record import checkpoint
-from gossamer.record.logs.outcomes import Begun, Ended, ExchangeOutcome, Followed, OutcomeWriter, RoundOutcome
+from gossamer.record.logs.outcomes import (
+    OUTCOMES,
+    Begun,
+    Ended,
+    ExchangeOutcome,
+    Followed,
+    OutcomeWriter,
+    RoundOutcome,
+)
 from gossamer.record.packed import unpacked
 from gossamer.record.progress import say
 from gossamer.run.config.resolved import ResolvedRun
@@ -97,7 +105,7 @@ class ElasticRounds(Participant[ElasticTransport]):
         """See `Participant`."""
         seat, members, transport = self.seat, self.seat.members, self.transport
         begun, joins = Begun(seat.after, seat.after, seat.donor, 0, members.own.incarnation), self.joins
-        saved: dict[str, Any] = {}
+        taken: Begun | None = None
         if joins:
             newest = transport.first_round(self.config.run.timeout_s) - 1
             begun = begun._replace(round=0 if self._closes else newest + 1)
@@ -108,8 +116,9 @@ class ElasticRounds(Participant[ElasticTransport]):
         if begun.after and begun.donor == self.slot:
             try:
                 saved = checkpoint.load(self.folder / "checkpoints", begun.after, self.slot, seat.line)
+                taken = _taken_over(saved)
                 self._worker.restore({**saved, "under_way": []})
-            except CheckpointError as error:
+            except (CheckpointError, DataError) as error:
                 log.warning("worker %d takes another's state: %s", self.slot, error)
                 begun = self._fetched(begun)
         elif begun.after and not joins:
@@ -124,11 +133,9 @@ class ElasticRounds(Participant[ElasticTransport]):
             transport.declare(MemberStatus.ALIVE, begun.round)
             whose = self.whose(begun.donor)
             say(f"worker {self.slot} joins at round {begun.round} with {whose} after round {begun.after}")
-        if begun.donor == self.slot and "taken_over" in saved:
+        if begun.donor == self.slot and taken is not None:
             # The line in the log that says whose state it was may be cut, as others go on from before it.
-            after, donor, sha256, followed = saved["taken_over"]
-            some = tuple(Followed(*one) for one in followed)
-            begun = begun._replace(after=after, donor=donor, sha256=sha256, followed=some)
+            begun = taken._replace(round=begun.round, incarnation=begun.incarnation)
         self._begun = begun._replace(steps=self.replica.steps_taken)
         self.round, self._finished = begun.round, begun.after
 
@@ -325,7 +332,7 @@ class ElasticRounds(Participant[ElasticTransport]):
         store, line = self.folder / "checkpoints", self.seat.line
         state, begun = self._worker.state(), self._begun
         if self._begins and begun.donor != self.slot:
-            state["taken_over"] = [begun.after, begun.donor, begun.sha256, [[*one] for one in begun.followed]]
+            state["taken_over"] = OUTCOMES.line(begun, time_s=0.0)
         checkpoint.save(store, finished, self.slot, state, digest=line, keep=KEPT)
 
     def _keep(self, after: int) -> None:
@@ -367,3 +374,13 @@ class ElasticRounds(Participant[ElasticTransport]):
         self._log.write(Ended(round, "left" if left else "finished"))
         if left:
             say(f"worker {self.slot} leaves after round {finished}, as it was asked to, and has saved its state")
+
+
+def _taken_over(state: Mapping[str, Any]) -> Begun | None:
+    """How a process had begun that has saved this state as it had taken it over; None for one that has trained since.
+
+    Raises: DataError for what is no line of the log.
+    """
+    line = state.get("taken_over")
+    found = None if line is None else OUTCOMES.parse(str(line), "a checkpoint").event
+    return found if isinstance(found, Begun) else None
