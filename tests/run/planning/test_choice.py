@@ -15,7 +15,7 @@ from gossamer.run.config.resolve import run_faults
 from gossamer.run.config.run_file import parse
 from gossamer.run.planning.choice import Candidate, best_of_each, pick, plan_rows
 from gossamer.run.planning.expected_loss import LossScale
-from gossamer.run.planning.measured_losses import DRIFT
+from gossamer.run.planning.measured_losses import DRIFT, MEASURED_PARAMETERS
 from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan, run_toml, slowest
 
 ROOT = Path(__file__).parents[3]
@@ -254,3 +254,11 @@ def test_a_loss_is_reached_by_way_of_what_data_parallelism_reached_on_the_text(
         needed.append(json.loads(capsys.readouterr().out))
     assert needed[0]["tokens"] == pytest.approx(4e6) and needed[1]["tokens"] > 5e6
     assert needed[1]["hours_to_loss"] > needed[0]["hours_to_loss"] > needed[0]["hours"]
+
+
+def test_pairs_of_an_odd_number_are_told_as_not_measured_since_one_worker_has_no_partner() -> None:
+    scale = LossScale(MEASURED_PARAMETERS, 8, 20 * MEASURED_PARAMETERS, 256)
+    even = Candidate("GASLoC 1-Peer", "bf16", None, (30,) * 8, 20.0, 1e6, 0.9, 1e-4)
+    odd = even._replace(local_steps=(30,) * 7, left_out=(7,))
+    assert even.penalty(scale) is not None and odd.penalty(scale) is None
+    assert odd._replace(method="GASLoC 2-Peer").penalty(scale) is not None

@@ -16,6 +16,8 @@ _MARGIN = 0.02
 """Nats. What is expected to end higher than that counts as decided, however wide the interval."""
 _HOPELESS = 0.1
 """Nats."""
+_IN_PAIRS = ("GASLoC 1-Peer", "noloco", "gossip", "gasloc_drift", "fgd_pairs")
+"""Measured with eight workers, all of whom have a partner."""
 _PARTS = {"data parallel": 0, "DiLoCo": 1, "GASLoC 2-Peer": 2, "GASLoC 1-Peer": 2}
 
 
@@ -80,6 +82,8 @@ class Candidate(NamedTuple):
 
     def penalty(self, scale: LossScale) -> Penalty | None:
         """What it loses at equal tokens; None where that was measured nowhere."""
+        if self.method in _IN_PAIRS and len(self.local_steps) % 2:
+            return None  # in each round one has no partner and trains alone, which costs more than anything else in a few rounds
         return penalty(scale, self.method, self.full_steps, self.codec, self.missing)
 
 
