@@ -69,12 +69,19 @@ def _enter(work: Work | None, words: list[str], folder: str, environment: dict[s
     sys.exit((work or main)(words))
 
 
+_given = set[int]()
+
+
 def free_port() -> int:
     """A port of loopback that nobody has, and that the system gives to nobody who asks for any, such as gloo, a moment later."""
+    # Below the range of such ports, from 32,768 on; each process of the tests has its own, as a port may be taken only later.
+    first = 10_000 + 2_000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 10)
     while True:
-        port = 10_000 + secrets.randbelow(20_000)  # below the range of such ports, from 32,768 on
+        port = first + secrets.randbelow(2_000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
+            if port not in _given:
+                _given.add(port)
+                return port
 
 
 def in_forks(n: int, work: Callable[[int], object]) -> int:

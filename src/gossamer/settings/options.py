@@ -138,8 +138,9 @@ def _checked(
             given = signature.bind(*args, **kwargs)
         except TypeError:
             unknown = [name for name in kwargs if name not in signature.parameters]
-            for sentence in unknown_options(owner, unknown, [option.name for option in options_of(function)]):
-                raise ConfigError(sentence) from None
+            if unknown:
+                names = [option.name for option in options_of(function)]
+                raise ConfigError(next(unknown_options(owner, unknown, names))) from None
             raise
         given.apply_defaults()
         for parameter, value in given.arguments.items():
