@@ -98,6 +98,8 @@ def run(core_hours: float, own_size: str | None, jobs: int) -> None:
     origin("", None)  # asks which commit this is before the first run
     left_s = 3600 * core_hours
     for network, size in [(own_size, "1m")] if own_size else CELLS:
+        if left_s <= 0:
+            return
         if not own_size and verdict(of_cell(outcomes(), network, size)) is not None:
             continue  # by the rule of its time, where that has changed since
         cell = at_its_own_size(network) if own_size else cell_of(network, size)
@@ -105,19 +107,17 @@ def run(core_hours: float, own_size: str | None, jobs: int) -> None:
         some = sorted(points(text, seeds=SEEDS[:3] if own_size else seeds_of(network, size)), key=lambda one: one.seed)
         some = [one for one in some if (network, size, one.method, one.seed, cell.course.horizon_s) not in known]
         with tempfile.TemporaryDirectory() as scratch, Apart(jobs) as apart:
-            under_way = 0
-            while under_way or (some and left_s > 0):
-                while some and left_s > 0 and under_way < jobs:
-                    one = some.pop(0)
-                    apart.add((one.method, one.seed, digest(one.config)), one.config, Path(scratch) / one.label)
-                    under_way += 1
+            for one in some:
+                apart.add((one.method, one.seed, digest(one.config)), one.config, Path(scratch) / one.label)
+            while apart.busy:
                 for (method, seed, of_config), ended in apart.ended():
-                    under_way -= 1
                     left_s -= ended.seconds
                     line = _outcome(cell, (network, size, method, seed), ended, of_config)
                     with to.open("a", encoding="utf-8") as file:
                         file.write(json_line(line))
                     print(network, size, method, seed, ended.loss, ended.error, ended.seconds, flush=True)
+                if left_s <= 0:
+                    apart.drop()
 
 
 def _outcome(cell: Cell, run: tuple[str, str, str, int], ended: RunEnd, of_config: str) -> dict[str, Any]:

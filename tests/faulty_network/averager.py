@@ -30,7 +30,6 @@ class Averager(Participant):
     """A process whose rule takes a mean over everyone."""
 
     _exchange: Exchange | None = None
-
     _waits = False
     """Whether its local phase is over, and the update of its round is not made."""
     _tried = -1

@@ -317,8 +317,9 @@ def _print(
     made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "Pick", options: PlanOptions
 ) -> None:  # fmt: skip
     """Prints how a replica is cut, the candidates, and which is taken."""
+    from gossamer.report.table import digits_text
     from gossamer.run.planning.candidates import USUAL
-    from gossamer.run.planning.choice import PLAN_HEADINGS, best_of_each, plan_rows, shown_hours
+    from gossamer.run.planning.choice import PLAN_HEADINGS, best_of_each, plan_rows
     from gossamer.run.planning.plan import quicker_collective
 
     if cut is not None:
@@ -330,7 +331,7 @@ def _print(
     print_sentence(
         f"{size} with a vocabulary of {settings.vocab_size:,} (--vocab): {parameters:,} parameters, {made.workers} workers, "
         f"{choice.tokens:.4g} tokens{', 20 a parameter (--tokens or --hours)' if default else ''}; "
-        f"loss in {shown_hours(choice.hours)} h"
+        f"loss in {digits_text(choice.hours)} h"
     )
     shown = [*made.candidates, *priced.candidates]
     if not options.all:
@@ -340,7 +341,7 @@ def _print(
     if (collective := quicker_collective(made)) is not None:
         kind, hours = collective
         print(
-            f"data parallelism along a {kind}, as NCCL sends: {shown_hours(hours)} h (mean = '{kind}' in the network file)"
+            f"data parallelism along a {kind}, as NCCL sends: {digits_text(hours)} h (mean = '{kind}' in the network file)"
         )
     if options.all:
         for name, why in priced.unpriced.items():
@@ -350,7 +351,7 @@ def _print(
     _print_choice(choice)
     if options.loss is not None:
         by, hours = "law" if options.law is not None else "anchor", choice.hours_to_loss(choice.best)
-        print(f"loss {options.loss:g} by the {by}: after about {shown_hours(hours)} h", flush=True)
+        print(f"loss {options.loss:g} by the {by}: after about {digits_text(hours)} h", flush=True)
 
 
 def _basis(choice: "Pick") -> str:
@@ -372,14 +373,14 @@ def _basis(choice: "Pick") -> str:
 
 
 def _print_choice(choice: "Pick") -> None:
-    from gossamer.run.planning.choice import shown_hours
+    from gossamer.report.table import digits_text
 
     best, others = choice.best, sorted({one.name for one in choice.undecided} - {choice.best.name})
     left = f"dropping worker {', '.join(map(str, best.left_out))} (slowest): " if best.left_out else ""
     steps = f"{best.full_steps} local step{'s' if best.full_steps > 1 else ''}"
     print_sentence(
         f"chosen: {left}{best.method}, {steps}, codec {best.codec}: {best.round_bytes / 1e6:.4g} MB and "
-        f"{best.round_s:.4g} s a round, {shown_hours(choice.hours)} h"
+        f"{best.round_s:.4g} s a round, {digits_text(choice.hours)} h"
     )
     if best.fewer:
         print_sentence(

@@ -106,9 +106,10 @@ def _timer(config: "RunConfig") -> "StepTimer":
 
 def _links(network: "Network") -> str:
     """What was measured of the links, from the least to the most of all workers."""
+    from gossamer.report.table import digits_text
 
     def span(values: Sequence[float], of: float) -> str:
-        least, most = (f"{one:.0f}" if one >= 1000 else f"{one:.3g}" for one in (min(values) / of, max(values) / of))
+        least, most = digits_text(min(values) / of, 3), digits_text(max(values) / of, 3)
         return least if least == most else f"{least} to {most}"
 
     assert isinstance(network.uplink_bps, tuple) and isinstance(network.downlink_bps, tuple)

@@ -223,13 +223,13 @@ def race_facts(found: Race) -> dict[str, Any]:
 
 def print_race(found: Race) -> None:
     """Prints how the candidates stand."""
-    from gossamer.run.planning.choice import shown_hours
+    from gossamer.report.table import digits_text
 
     standing, n = found.standing, len(found.seeds)
     print()
     horizon_s = max(found.rounds(label) * one.round_s for label, one in found.candidates.items())
     print(
-        f"race of {len(found.candidates)} candidates over {shown_hours(horizon_s / 3600)} h of the network, with a model of "
+        f"race of {len(found.candidates)} candidates over {digits_text(horizon_s / 3600)} h of the network, with a model of "
         f"{found.parameters:,} parameters on '{found.text['data']['source']}', {n} seed{'s' * (n != 1)}"
     )
     for label, why in found.left.items():

@@ -161,7 +161,7 @@ def resume_hint(folder: Path) -> Iterator[None]:
 
 def is_resumable(folder: Path) -> bool:
     """Whether a run folder has a checkpoint of a round; who leaves in the first has one of none, from which no run goes on."""
-    return any(path.parent.name.strip("round-0") for path in folder.glob("checkpoints/**/round-*/*.json"))
+    return any(folder.glob("checkpoints/**/round-*[1-9]*/*.json"))
 
 
 def whole_numbers(option: str, text: str) -> list[int]:

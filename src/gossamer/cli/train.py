@@ -322,10 +322,10 @@ def _start_workers(
     if n != config.workers and not ((goes_on or among) and n < config.workers):
         instead = f"give --local {config.workers}" + ("" if resume or n < 1 else f", or add --set workers={n}")
         raise ConfigError(f"--local {n} but the run file has workers = {config.workers}; {instead}")
-    if not resume and among is None:
-        must_be_new(folder, None)  # here, as each worker would say it
-    if resume and among is None:
+    if among is None and resume:
         must_end_later(config, folder)
+    elif among is None:
+        must_be_new(folder, None)  # here, as each worker would say it
     if resume and has_ended(config, folder):
         from gossamer.record.progress import say
 

@@ -19,6 +19,7 @@ from gossamer.report.reading.runs import read_runs, summary_row
 __all__ = [
     "DASH",
     "MANY",
+    "digits_text",
     "html_table",
     "loss_rank",
     "markdown_lines",
@@ -163,6 +164,15 @@ def number_text(value: float | None, form: str) -> str:
     if value is None:
         return DASH
     return format(value, form) if math.isfinite(value) else "not finite"
+
+
+def digits_text(value: float, digits: int = 4) -> str:
+    """A number to so many digits, or to ones where it has more before its point; never with an exponent.
+
+    >>> digits_text(31.4712), digits_text(94_910.3), digits_text(999.7, 3)
+    ('31.47', '94910', '1000')
+    """
+    return f"{value:.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def _bytes_text(number: float) -> str:

@@ -26,7 +26,8 @@ from gossamer.network.estimates.utilisation import (
 )  # fmt: skip
 from gossamer.network.links import Network, StepOf, times_as_fast
 from gossamer.record.folder import finite
-from gossamer.run.planning.choice import PLAN_HEADINGS, Candidate, plan_rows, shown_hours
+from gossamer.report.table import digits_text
+from gossamer.run.planning.choice import PLAN_HEADINGS, Candidate, plan_rows
 from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan
 
 __all__ = ["Calculator", "Others", "frozen_contents", "short_lists"]
@@ -170,7 +171,7 @@ def _told(made: RunPlan) -> str:
     dropped = ", ".join(map(str, made.best.left_out))
     lost = f" It drops worker {dropped}, and with it the text that nobody else has." if dropped else ""
     fewer = f" In the choice {made.best.fewer} of {made.best.full_steps} local steps." if made.best.fewer else ""
-    hours = shown_hours(choice.hours)
+    hours = digits_text(choice.hours)
     return f"{choice.tokens:.4g} tokens, and the {hours} hours that the choice needs for them.{lost}{fewer}{far}"
 
 

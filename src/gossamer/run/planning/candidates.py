@@ -110,12 +110,13 @@ def recipe_toml(made: RunPlan, chosen: Candidate, *, name: str, run: Mapping[str
 
     Args: `run` are further keys of its `[run]` table.
     """
-    document = _document(chosen.method, chosen.full_steps, made, made.steps_of(chosen) // chosen.full_steps)
+    rounds = made.rounds_of(chosen)
+    document = _document(chosen.method, chosen.full_steps, made, rounds)
     document["run"] |= run
     head = (
         f"# {chosen.method} with {chosen.full_steps} local steps, planned for {made.parameters:,} parameters: "
         f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, "
-        f"{utilisation_in_words(chosen.utilisation, chosen.between_stages)}.\n{made.length_of(chosen)}"
+        f"{utilisation_in_words(chosen.utilisation, chosen.between_stages)}.\n{made.length_of(chosen, rounds)}"
     )
     return head + tomli_w.dumps({"name": name, **document})
 

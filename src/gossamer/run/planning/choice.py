@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from gossamer.report.table import digits_text
 from gossamer.run.planning.expected_loss import EXACT_CODECS, LossScale, Penalty, Range, expected_difference, penalty
 
-__all__ = ["PLAN_HEADINGS", "Candidate", "Pick", "best_of_each", "pick", "plan_rows", "shortlist", "shown_hours"]
+__all__ = ["PLAN_HEADINGS", "Candidate", "Pick", "best_of_each", "pick", "plan_rows", "shortlist"]
 
 _AS_FAST = 1.05
 """A price is off by some per cent: within so much the simpler candidate is taken."""
@@ -200,15 +201,6 @@ def shortlist(choice: Pick, candidates: Iterable[Candidate], most: int = 6) -> l
     return [one for one in found if one is best or above(one).nats - above(one).half <= _HOPELESS][:most]
 
 
-def shown_hours(hours: float) -> str:
-    """Hours to four digits, never with an exponent.
-
-    >>> shown_hours(31.4712), shown_hours(94_910.3)
-    ('31.47', '94910')
-    """
-    return f"{hours:.0f}" if hours >= 1000 else f"{hours:.4g}"
-
-
 PLAN_HEADINGS = ("method", "codec", "steps", "computing", "hours", "tokens", "loss in time", "above the choice")
 """Of the columns of `plan_rows`."""
 
@@ -228,7 +220,7 @@ def plan_rows(choice: Pick, candidates: Iterable[Candidate]) -> list[tuple[str, 
                 one.codec,
                 str(most) if fewest == most else f"{fewest}-{most}",
                 f"{one.utilisation:.1%}",
-                shown_hours(choice.hours_of(one)),
+                digits_text(choice.hours_of(one)),
                 f"{choice.tokens_of(one):.3g}",
                 "not measured" if loss is None else f"{'~' if choice.outside(one) else ''}{loss}",
                 stands,

@@ -25,7 +25,8 @@ from gossamer.network.pacing import Pace, cycle_s, fitting_steps, uplinks_bps, w
 from gossamer.network.pricing import price, price_everyone
 from gossamer.network.timeline import utilisation_in_words
 from gossamer.record.logs.trace import Integers, Trace, from_targets
-from gossamer.run.planning.choice import Candidate, Pick, pick, shown_hours
+from gossamer.report.table import digits_text
+from gossamer.run.planning.choice import Candidate, Pick, pick
 from gossamer.run.planning.expected_loss import EXACT_CODECS, TOKENS_PER_PARAMETER, LossScale
 from gossamer.run.planning.measured_losses import MEASURED_PARAMETERS, MEASURED_WORKERS, nearest_measured
 from gossamer.settings.options import Positive, Share, bounded
@@ -180,20 +181,17 @@ class RunPlan(NamedTuple):
         """All of them, with those that the choice leaves out."""
         return self.choice.scale.workers
 
-    def steps_of(self, one: Candidate) -> int:
-        """Inner steps of a run of a candidate: in whole rounds, as many as the tokens or the hours pay for, or one round."""
-        hours = self.options.hours
-        tokens = self.choice.scale.tokens if hours is None else 3600 * hours / one.seconds_per_token
-        rounds = max(1, math.floor(tokens / (self.options.step_tokens * sum(one.local_steps)) * (1 + 1e-9)))
-        return rounds * one.full_steps
+    def rounds_of(self, one: Candidate) -> int:
+        """Whole rounds of a run of a candidate, as many as the tokens or the hours pay for; at least one."""
+        tokens = self.choice.scale.tokens if self.options.hours is None else self.choice.tokens_of(one)
+        return max(1, math.floor(tokens / (self.options.step_tokens * sum(one.local_steps)) * (1 + 1e-9)))
 
-    def length_of(self, one: Candidate) -> str:
-        """Comments of the run file: how long the run takes, and whose vocabulary it needs."""
-        rounds = self.steps_of(one) // one.full_steps
+    def length_of(self, one: Candidate, rounds: int) -> str:
+        """Comments of a run file with so many rounds: how long they take, and whose vocabulary the text needs."""
         tokens = rounds * self.options.step_tokens * sum(one.local_steps)
         some = f"{rounds:,} round{'s' if rounds > 1 else ''}"
         length = (
-            f"# {some}, {shown_hours(rounds * one.round_s / 3600)} h: {tokens:.4g} tokens of all workers together.\n"
+            f"# {some}, {digits_text(rounds * one.round_s / 3600)} h: {tokens:.4g} tokens of all workers together.\n"
         )
         if self.options.vocab_size == BYTES:
             return length
@@ -460,7 +458,7 @@ def run_toml(
     parts = method_tables(chosen)
     measured_at, tuned = nearest_measured(chosen.method, chosen.full_steps)
     goes_with = ", with the lr and momentum of [rule]" if {"lr", "momentum"} & parts["rule"].keys() else ""
-    own = chosen.local_steps
+    own, rounds = chosen.local_steps, plan.rounds_of(chosen) if steps is None else -(-steps // chosen.full_steps)
     document: dict[str, Any] = {
         "name": name,
         "workers": len(own),
@@ -471,7 +469,7 @@ def run_toml(
         },
         "data": {"source": plan.options.source, "seq_len": plan.options.seq_len, "batch_size": plan.options.batch_size},
         "run": {
-            "steps": plan.steps_of(chosen) if steps is None else -(-steps // chosen.full_steps) * chosen.full_steps,
+            "steps": rounds * chosen.full_steps,
             "local_steps": own[0] if len(set(own)) == 1 else list(own),
             **({"adapt": True} if adapt and chosen.full_steps > 1 else {}),
             **({"weigh_steps": True} if weigh_steps and chosen.method != "data parallel" else {}),
@@ -487,7 +485,7 @@ def run_toml(
         f"# Best at {measured_at} local step{'s' if measured_at > 1 else ''}, for {MEASURED_PARAMETERS:,} parameters and "
         f"{MEASURED_WORKERS} workers: inner.lr = {tuned.inner_lr:g}"
         f"{goes_with}. gossamer tune searches for your model.\n"
-        f"{plan.length_of(chosen) if steps is None else ''}"
+        f"{plan.length_of(chosen, rounds)}"
     )
     return head + tomli_w.dumps(document)
 

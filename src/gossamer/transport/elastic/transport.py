@@ -33,9 +33,10 @@ from gossamer.transport.sockets.listener import Arrival, ConnectionLimit, Listen
 
 __all__ = ["ElasticTransport"]
 
-_FEW_S = 5.0
-
 log = logging.getLogger("gossamer")
+
+_FEW_S = 5.0
+"""How long a round has no majority before it is told what it waits for."""
 
 
 class ElasticTransport:
@@ -375,9 +376,10 @@ class ElasticTransport:
         # In this order: the goodbye is queued while the connections are still there, then nothing opens a new one, then nobody
         # comes in any more, and each connection ends once its queue is written.
         if leaves:
-            if for_good and self.closing is not None:
-                self.members.progress(self.worker, self.members.limits.rounds)
-            self.declare(MemberStatus.LEFT)
+            with self.changed:  # so that nobody hears of the one without the other
+                if for_good and self.closing is not None:
+                    self.members.progress(self.worker, self.members.limits.rounds)
+                self.declare(MemberStatus.LEFT)
         with self.changed:
             self._closed.set()
             self.changed.notify_all()
