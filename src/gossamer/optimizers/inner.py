@@ -71,7 +71,8 @@ class InnerConfig:
     decay_fraction: Annotated[float, Field(gt=0, le=1), Changeable()] = 0.2
     """The last part of the run in which wsd decays."""
     autocast: Literal["bf16"] | None = None
-    """Lower precision for forward and backward; parameters and optimizer stay in fp32."""
+    """Lower precision for forward and backward; parameters and optimizer stay in fp32. Fast on GPUs and with AVX-512,
+    and many times slower on other processors."""
     compile: bool = False
     """Compile the forward and backward pass (needs a C++ compiler): faster, and the numbers differ by rounding. With bf16 on a
     CPU, small models trained more than twice as fast."""

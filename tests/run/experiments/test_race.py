@@ -62,6 +62,18 @@ def test_every_candidate_gets_the_rounds_that_its_price_fits_into_the_time_of_th
         assert [run.config.local_steps_of(i) for i in range(run.config.workers)] == [*one.candidate.local_steps]
 
 
+@pytest.mark.parametrize("has", [True, False])
+def test_a_race_takes_bf16_only_where_the_processor_has_it(
+    planned: Any, has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _, some = planned
+    monkeypatch.setattr(race, "has_bf16", lambda: has)
+    text = race.document(race.course_of(made, some[:2], race.SMALL, 20), made, "stdlib", compiled=True)
+    assert {(one.config.inner.compile, one.config.inner.autocast) for one in points(text)} == {
+        (True, "bf16" if has else None)
+    }
+
+
 def test_a_round_of_the_small_model_has_the_price_of_the_planned_one(planned: Any) -> None:
     made, _, some = planned
     everything = [*some, *(one for one in made.candidates if one.codec == "fp4" and one.full_steps == 15)]

@@ -25,6 +25,7 @@ from gossamer.run.config.resolve import resolve, settings_of
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.simulated import threads as lanes
 from gossamer.run.simulated.simulate import simulate
+from gossamer.run.worker import compiled as inner_steps
 from gossamer.transport.processes.launch import available_cores
 from tiny import DEVICE, single, tiny
 
@@ -197,6 +198,15 @@ def test_more_threads_than_cores_are_warned_of(tmp_path, caplog):
     threads = available_cores() + 1
     simulate(single(run__steps=2, run__threads=threads), tmp_path / "run")
     assert f"{threads} threads oversubscribe" in caplog.text
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_autocast_on_a_processor_without_bf16_is_warned_of_once(tmp_path, caplog, monkeypatch, has):
+    inner_steps._warn.cache_clear()
+    monkeypatch.setattr(inner_steps, "has_bf16", lambda: has)
+    for name in "ab":
+        simulate(single(inner__autocast="bf16", run__steps=4), tmp_path / name)
+    assert caplog.text.count("remove inner.autocast") == (not has)
 
 
 def test_momentum_beyond_the_stable_range_is_warned_of_before_training(tmp_path, caplog):

@@ -31,6 +31,7 @@ from gossamer.run.planning.choice import Candidate
 from gossamer.run.planning.expected_loss import TOKENS_PER_PARAMETER
 from gossamer.run.planning.measured_losses import nearest_measured
 from gossamer.run.planning.plan import RunPlan, method_tables, network_without
+from gossamer.run.worker.compiled import has_bf16
 from gossamer.settings.schema import toml_value
 
 __all__ = [
@@ -154,16 +155,17 @@ def document(
 
     Args:
         source: the text, as in data.source.
-        compiled: in bf16; unless given, where there is a compiler and the way is long enough.
+        compiled: in bf16 where the processor has it; unless given, where there is a compiler and the way is long enough.
     """
     n, slower = made.workers, course.parameters / made.parameters
     if compiled is None:
         longest = max(one.steps for one in course.entrants)
         compiled = longest >= _COMPILED_FROM and shutil.which(os.environ.get("CXX", "g++")) is not None
+    faster = {"compile": True, **({"autocast": "bf16"} if has_bf16() else {})} if compiled else {}
     base: dict[str, Any] = {
         "name": "race", "workers": n, "seed": made.options.seed, "model": toml_value(course.model),
         "data": {"source": source, "seq_len": course.seq_len, "batch_size": course.batch_size},
-        "inner": {"clip": 1.0, "schedule": "cosine", **({"autocast": "bf16", "compile": True} if compiled else {})},
+        "inner": {"clip": 1.0, "schedule": "cosine", **faster},
         "run": {"eval_workers": False, "checkpoint_every": 0},
         "record": {"tensorboard": False, "export": False, "keep_checkpoints": False},
     }  # fmt: skip

@@ -20,7 +20,7 @@ from gossamer.optimizers import GPA, InnerOptimizer
 from gossamer.optimizers.inner import build_optimizer, clip_gradients, lr_scale, share_moments
 from gossamer.run.config.layouts import arranged
 from gossamer.run.config.resolved import RunSettings
-from gossamer.run.worker.compiled import made_ready
+from gossamer.run.worker.compiled import made_ready, warn_of_slow_bf16
 from gossamer.run.worker.shards import Shards
 from gossamer.run.worker.stages.in_one_process import InStages, StagedModel, computing
 from gossamer.run.worker.task import Task, buffers_of, on_device
@@ -86,6 +86,8 @@ class Replica:
         cut: Callable[[Llama], InStages] | None = None, shard: Callable[[Llama], Shards] | None = None,
     ) -> None:  # fmt: skip
         self.index, self.config, self.task, self.device = index, config, task, device
+        if index == 0:  # one of all says it
+            warn_of_slow_bf16(config, device)
         self.model = task.model()
         if task.holding is not None:
             keep_experts(self.model, task.holding.holders.resident(index))
