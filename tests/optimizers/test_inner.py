@@ -14,7 +14,7 @@ from gossamer.errors import ConfigError
 from gossamer.layout import attach, layout_of
 from gossamer.models.llama import build_model
 from gossamer.models.sizes import ModelConfig
-from gossamer.optimizers import InnerOptimizer, Joined, SpectralMuon
+from gossamer.optimizers import InnerOptimizer, Joined, SpectralMuon, spectral_muon
 from gossamer.optimizers.inner import InnerConfig, build_optimizer, clip_gradients, lr_scale
 from gossamer.optimizers.spectral_muon import orthogonalized
 from gossamer.optimizers.uncompiled import uncompiled
@@ -149,6 +149,19 @@ def newton_schulz(u: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         gram = x @ x.T
         x = a * x + (b * gram + c * (gram @ gram)) @ x
     return x.to(u.dtype)
+
+
+@pytest.mark.parametrize("shape", [(64, 48), (48, 64), (5, 5)])
+def test_products_summed_in_fp32_give_the_same_orthogonal_factor_but_for_its_last_bit(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    u = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+    found = []
+    for has in (True, False):
+        monkeypatch.setattr(spectral_muon, "has_bf16", lambda has=has: has)
+        found.append(orthogonalized(u))
+    assert found[0].dtype == found[1].dtype == torch.bfloat16
+    torch.testing.assert_close(found[0], found[1], rtol=2**-6, atol=2**-8)
 
 
 @pytest.mark.parametrize("shape", [(64, 48), (48, 64), (40, 16), (8, 40)])

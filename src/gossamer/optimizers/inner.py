@@ -1,5 +1,7 @@
 """The inner optimizer of one worker: its settings, its construction and its learning-rate schedule."""
 
+import functools
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -13,6 +15,7 @@ from torch.optim import SGD, AdamW, Muon
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.optimizers import GPA, AccumAdamW, InnerOptimizer, Joined, SpectralMuon
+from gossamer.optimizers.spectral_muon import has_bf16
 from gossamer.optimizers.uncompiled import uncompiled
 from gossamer.settings.fields import Changeable, OneOf
 from gossamer.settings.options import Count, Decay, NotNegative, Number, Portion, Positive
@@ -26,8 +29,11 @@ __all__ = [
     "clip_gradients",
     "lr_scale",
     "share_moments",
+    "warn_of_slow_bf16",
     "without_momentum",
 ]
+
+log = logging.getLogger("gossamer")
 
 
 OptimizerFactory = Callable[..., InnerOptimizer]
@@ -244,3 +250,20 @@ def share_moments(
                 view.copy_(state[name])
             state[name] = view
     return buffers
+
+
+def warn_of_slow_bf16(config: InnerConfig, device: torch.device) -> None:
+    """Warns once in a process of products in bf16 on a processor that has none."""
+    if device.type == "cpu" and not has_bf16():
+        if config.autocast == "bf16":
+            _warn("inner.autocast is 'bf16'", "remove it")
+        if config.optimizer == "muon":
+            _warn("inner.optimizer is 'muon', which orthogonalizes in bf16", "take spectral_muon")
+
+
+@functools.cache  # an experiment of many runs says it once
+def _warn(what: str, instead: str) -> None:
+    log.warning(
+        f"{what}, and this processor has no products in bf16, which torch then takes some fifty times longer for than for those "
+        f"in fp32; {instead}, or train on a processor with AVX-512 or a GPU"
+    )

@@ -13,6 +13,7 @@ import torch
 from commands import Command
 from gossamer.cli import main
 from gossamer.errors import CheckpointError, ConfigError, TrainingError
+from gossamer.optimizers import inner
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.record.logs.trace import read_trace
@@ -25,7 +26,6 @@ from gossamer.run.config.resolve import resolve, settings_of
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.simulated import threads as lanes
 from gossamer.run.simulated.simulate import simulate
-from gossamer.run.worker import compiled as inner_steps
 from gossamer.transport.processes.launch import available_cores
 from tiny import DEVICE, single, tiny
 
@@ -201,12 +201,15 @@ def test_more_threads_than_cores_are_warned_of(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("has", [True, False])
-def test_autocast_on_a_processor_without_bf16_is_warned_of_once(tmp_path, caplog, monkeypatch, has):
-    inner_steps._warn.cache_clear()
-    monkeypatch.setattr(inner_steps, "has_bf16", lambda: has)
+@pytest.mark.parametrize(("key", "value"), [("autocast", "bf16"), ("optimizer", "muon"), ("optimizer", "adamw")])
+def test_products_in_bf16_on_a_processor_without_them_are_warned_of_once(
+    key, value, has, tmp_path, caplog, monkeypatch
+):  # fmt: skip
+    inner._warn.cache_clear()
+    monkeypatch.setattr(inner, "has_bf16", lambda: has)
     for name in "ab":
-        simulate(single(inner__autocast="bf16", run__steps=4), tmp_path / name)
-    assert caplog.text.count("remove inner.autocast") == (not has)
+        simulate(single(run__steps=2, **{f"inner__{key}": value}), tmp_path / name)
+    assert caplog.text.count(f"inner.{key} is '{value}'") == (not has and value != "adamw")
 
 
 def test_momentum_beyond_the_stable_range_is_warned_of_before_training(tmp_path, caplog):

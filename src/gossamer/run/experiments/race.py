@@ -20,6 +20,7 @@ import tomli_w
 from gossamer.errors import ConfigError
 from gossamer.models.sizes import ModelConfig, parameter_count
 from gossamer.network.links import times_as_fast, to_options
+from gossamer.optimizers.spectral_muon import has_bf16
 from gossamer.record.whole_files import atomic_write, make_folder
 from gossamer.report.paired import Standing, standing
 from gossamer.report.results import PointResult
@@ -31,7 +32,6 @@ from gossamer.run.planning.choice import Candidate
 from gossamer.run.planning.expected_loss import TOKENS_PER_PARAMETER
 from gossamer.run.planning.measured_losses import nearest_measured
 from gossamer.run.planning.plan import RunPlan, method_tables, network_without
-from gossamer.run.worker.compiled import has_bf16
 from gossamer.settings.schema import toml_value
 
 __all__ = [

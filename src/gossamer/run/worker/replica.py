@@ -17,10 +17,10 @@ from gossamer.layout import attach, flat_gradients, layout_of, restricted, views
 from gossamer.models.experts import keep_experts
 from gossamer.models.llama import Llama
 from gossamer.optimizers import GPA, InnerOptimizer
-from gossamer.optimizers.inner import build_optimizer, clip_gradients, lr_scale, share_moments
+from gossamer.optimizers.inner import build_optimizer, clip_gradients, lr_scale, share_moments, warn_of_slow_bf16
 from gossamer.run.config.layouts import arranged
 from gossamer.run.config.resolved import RunSettings
-from gossamer.run.worker.compiled import made_ready, warn_of_slow_bf16
+from gossamer.run.worker.compiled import made_ready
 from gossamer.run.worker.shards import Shards
 from gossamer.run.worker.stages.in_one_process import InStages, StagedModel, computing
 from gossamer.run.worker.task import Task, buffers_of, on_device
@@ -87,7 +87,7 @@ class Replica:
     ) -> None:  # fmt: skip
         self.index, self.config, self.task, self.device = index, config, task, device
         if index == 0:  # one of all says it
-            warn_of_slow_bf16(config, device)
+            warn_of_slow_bf16(config.inner, device)
         self.model = task.model()
         if task.holding is not None:
             keep_experts(self.model, task.holding.holders.resident(index))
