@@ -18,8 +18,8 @@ if TYPE_CHECKING:  # so that records, which stand above, work without torch
 __all__ = ["GO_ON", "all_finite", "must_be_finite"]
 
 GO_ON = (
-    "lower the learning rate or set inner.clip, and resume from the last checkpoint (--resume RUN --set inner.lr=VALUE), or "
-    "start again with another --out if there is none"
+    "lower the learning rate or clip the gradients, and go on from the last checkpoint (for a run folder: --resume RUN --set "
+    "inner.lr=VALUE, or inner.clip), or start again if there is none (with another --out)"
 )
 """What to do about a run whose numbers have blown up."""
 

@@ -639,7 +639,7 @@ def test_a_process_that_ends_is_missed_by_all_others(told):
             "sharded on one side",
             "process 0 has a mesh of [2] and process 2 one process; give all workers the same number",
         ),
-        ("sharded otherwise", "workers 1 differ from worker 0 in model"),
+        ("sharded otherwise", "worker 1 differs from worker 0 in model"),
         ("beyond its mesh", "lies on the processes [0, 1], and the mesh of its worker has [0, 2]"),
         ("beyond its group", "is on the processes [0, 2], and the process group has [0, 1] only"),
         ("replaced by a plain one", "parameter 'head.weight' is torch.float32 [1, 13] on cpu, and was"),

@@ -173,6 +173,7 @@ def test_a_state_that_does_not_fit_is_refused_in_a_sentence_whatever_is_wrong_wi
         ({"rule": gossamer.gossip()}, "has rule gasloc and this Outer gossip"),
         ({"rule": gossamer.rules.gasloc(momentum=0.1)}, "has rule option momentum 0.5 and this Outer 0.1"),
         ({"schedule": gossamer.Schedule(overlap_steps=2)}, "has schedule .*overlap_steps=0.* and this Outer .*=2"),
+        ({"schedule": gossamer.Schedule(fragments=2)}, "has schedule .*fragments=1.* and this Outer .*fragments=2"),
         ({"local_steps": 3}, "has local steps 6 and this Outer 3"),
         ({"codec": "int8"}, "has codec 'exact' .* and this Outer 'int8'"),
         ({"topology": "ring"}, "has topology 'random' .* and this Outer 'ring'"),
@@ -521,6 +522,34 @@ def test_steps_that_are_never_exchanged_are_told_once(caplog):
     assert not caplog.text
 
 
+def test_who_saves_within_a_round_and_closes_is_told_that_a_resumed_loop_goes_on(caplog):
+    for steps_after_saving, told in ((0, True), (1, False)):
+        caplog.clear()
+        with gossamer.Outer(model := net(), "gasloc", local_steps=4) as loop:
+            train(model, loop, 2)
+            loop.state_dict()
+            train(model, loop, steps_after_saving)
+        assert ("a loop that resumes from the state just saved goes on with them" in caplog.text) == told
+
+
+def test_a_refused_state_does_not_make_of_a_loaded_model_a_trained_one(caplog):
+    loop = gossamer.Outer(model := net(), "gasloc", local_steps=4)
+    train(model, None, 2)  # stands for model.load_state_dict
+    with pytest.raises(CheckpointError):
+        loop.load_state_dict({"format": 9, "of": {}})
+    loop.close()
+    assert not caplog.text
+
+
+def test_an_outer_shows_its_codec_and_its_schedule():
+    with gossamer.Outer(
+        net(), "diloco", codec="int8", schedule=gossamer.Schedule(fragments=2, overlap_steps=1)
+    ) as loop:
+        assert "on complete(), codec=int8(" in repr(loop) and "fragments=2, overlap_steps=1, local_steps=30" in repr(
+            loop
+        )
+
+
 @pytest.mark.parametrize("end", ["close", "finish", "forgotten"])
 def test_a_loop_that_never_calls_step_is_told_so(end, caplog):
     model = net()
@@ -715,12 +744,15 @@ def test_workers_that_differ_are_told_in_what_and_what_each_has():
     for key in mine._fields:
         theirs = mine._replace(**{key: "something else"})
         with pytest.raises(
-            PeerError, match=f"workers 1 differ from worker 0 in {key.replace('_', ' ')}: .*something else"
+            PeerError, match=f"worker 1 differs from worker 0 in {key.replace('_', ' ')}: .*something else"
         ):
             must_agree([[*mine], [*theirs], [*mine]], mine)
     for wrong in (None, [], [*mine][:3], {"model": 1}, [["x" * 10_000]]):
-        with pytest.raises(PeerError, match="workers 1 differ"):
+        with pytest.raises(PeerError, match="worker 1 differs"):
             must_agree([[*mine], wrong], mine)
+    other = mine._replace(schedule="in other fragments", model="whose hash is another then")
+    with pytest.raises(PeerError, match=r"workers 1, 2 differ from worker 0 in schedule: .* in other fragments"):
+        must_agree([[*mine], [*other], [*other]], mine)
     with pytest.raises(PeerError, match="worker 1 compares other things than the 9 of this worker"):
         must_agree([[*mine], [*mine, "more"]], mine)
 
@@ -743,7 +775,7 @@ def gathered(t):
 def other_codecs():
     for name, codecs in CODECS_OF_EACH.items():
         with pytest.raises(
-            PeerError, match=r"workers 1 differ from worker 0 in codec: .*k = 32.* and worker 0 .*k = 64"
+            PeerError, match=r"worker 1 differs from worker 0 in codec: .*k = 32.* and worker 0 .*k = 64"
         ):
             gossamer.Outer(net(), "diloco", codec=codecs[dist.get_rank()], timeout_s=20)
         dist.barrier()

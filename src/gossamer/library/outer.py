@@ -248,7 +248,11 @@ class Outer(Generic[M]):
         """
         at = f"worker={self.worker} of {self.n}, rounds={self.rounds}, steps={self.steps}"
         shard = f"shard={self.shard} of {self._lane.shards}, " if self._lane.shards > 1 else ""
-        return f"Outer({self.method.rule} on {self.method.topology}, local_steps={self.local_steps}, {shard}{at})"
+        codec = "" if self.method.codec.exact else f"codec={self.method.codec}, "
+        given = {key: getattr(self.method.schedule, key) for key in ("fragments", "overlap_steps")}
+        plan = "".join(f"{key}={n}, " for key, n in given.items() if n != getattr(Schedule(), key))
+        parts = f"{self.method.rule} on {self.method.topology}, {codec}{plan}local_steps={self.local_steps}"
+        return f"Outer({parts}, {shard}{at})"
 
     @property
     def steps_taken(self) -> int:
@@ -294,7 +298,7 @@ class Outer(Generic[M]):
         if self._left:  # it has finished and goes on after all
             self._peers.tell("left", None)
             self._left = False
-        self._watch.called = True
+        self._watch.called, self._watch.saved = True, False
         if self._agree():
             return False
         if self._watched and self.steps == 0:
@@ -525,6 +529,7 @@ class Outer(Generic[M]):
         Raises: ConfigError in `mean_model`.
         """
         self._must_hold_its_own("state_dict")
+        self._watch.saved = True
         return {
             "format": FORMAT,
             "of": dict(self._is_of),
@@ -547,6 +552,7 @@ class Outer(Generic[M]):
         """
         self._must_be_open("load_state_dict")
         self._must_not_have_begun()
+        self._watch.begin()  # the model was loaded, be the state taken or refused
         if self._loop.in_flight:
             raise CheckpointError(
                 f"a state was given after {self.steps} steps of round {self.rounds}, with {len(self._loop.in_flight)} exchanges "
@@ -617,6 +623,7 @@ class Outer(Generic[M]):
         """
         self._must_be_open("load_shared_state_dict")
         self._must_not_have_begun()
+        self._watch.begin()  # the model was loaded, be the state taken or refused
         own = self.shared_state_dict()
         try:
             saved = {"format": FORMAT, "of": json.loads(state["outer.of"]), "start": state["outer.start"]}

@@ -63,12 +63,16 @@ class OuterOptions(TypedDict, total=False):
 
 
 _ELSEWHERE = {
+    "H": "local_steps=...",
+    "inner_steps": "local_steps=...",
     "sync_every": "local_steps=...",
     "num_fragments": "schedule=Schedule(fragments=...)",
     "model_fragments": "the whole model, and schedule=Schedule(fragments=...)",
     "fragment_sync_delay": "schedule=Schedule(overlap_steps=...)",
     "fragment_update_alpha": "schedule=Schedule(merge=...)",
     "should_quantize": "codec='int8' or another",
+    "outer_lr": "a rule with it, such as diloco(lr=0.7, momentum=0.9)",
+    "outer_momentum": "a rule with it, such as diloco(lr=0.7, momentum=0.9)",
     "outer_optimizer": "a rule, such as diloco(lr=0.7, momentum=0.9)",
     "inner_optimizer": "gossamer.outer_loop(model, optimizer, rule), or a call of step() after optimizer.step()",
     "optimizer": "gossamer.outer_loop(model, optimizer, rule), or a call of step() after optimizer.step()",
@@ -248,4 +252,6 @@ def ranks_of(group: object) -> list[int]:
 def _kind(given: object) -> str:
     """The class of what was given; of a class or a function its own name, since it was probably not called."""
     name = getattr(given, "__name__", None)
-    return f"a '{name}' that was not called" if callable(given) and name else f"a {type(given).__name__}"
+    return (
+        f"a '{name}' that was not called" if callable(given) and name else f"an object of type {type(given).__name__}"
+    )

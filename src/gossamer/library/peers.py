@@ -75,11 +75,14 @@ def common_of(
 
 def must_agree(said: Sequence[object], mine: Common) -> None:
     """Raises PeerError, with what each of two workers has, for the first thing in which workers differ from worker 0."""
-    for place, key in enumerate(Common._fields):
+    # The schedule first: in other fragments the same model lies otherwise, so that its hash is another too.
+    for key in sorted(Common._fields, key=lambda one: one != "schedule"):
+        place = Common._fields.index(key)
         words = [_said(theirs, place) for theirs in said]
         if odd := [worker for worker, theirs in enumerate(words) if theirs != words[0]]:
+            who = f"worker {odd[0]} differs" if len(odd) == 1 else f"workers {', '.join(map(str, odd))} differ"
             raise PeerError(
-                f"workers {', '.join(map(str, odd))} differ from worker 0 in {key.replace('_', ' ')}: worker {odd[0]} has "
+                f"{who} from worker 0 in {key.replace('_', ' ')}: worker {odd[0]} has "
                 f"{words[odd[0]]:.{_LONGEST}} and worker 0 {words[0]:.{_LONGEST}}; make Outer with the same on all workers"
             )
     for worker, theirs in enumerate(said):

@@ -76,8 +76,8 @@ def must_be_of(state: Mapping[str, Any], mine: Mapping[str, str]) -> None:
             f"the outer state names the start it is of by {start!r:.40}, and Outer.state_dict by a short text; load one that was "
             "saved whole"
         )
-    # Its shard first, as it changes what a model is.
-    if odd := lineage.odd_field(theirs, {"shard": "none", **mine}):
+    # Its shard and its schedule first, as they change how a model lies, which is hashed.
+    if odd := lineage.odd_field(theirs, {"shard": "none", "schedule": mine["schedule"], **mine}):
         raise CheckpointError(
             f"the saved outer state has {odd.field} {odd.theirs} and this Outer {odd.mine}; load it into an Outer that was made "
             "as the one that saved it, with the state of each worker on that worker",

@@ -572,7 +572,7 @@ class _Meets:
             missing = self._entries.absent([f"site/{site}" for site in range(lane.n)], 0.0)
             raise PeerError(
                 f"site {lane.worker} waited {self._timeout_s:g} s at '{self._join}' for the sites {missing} of {lane.n}, and "
-                "they did not come; start all of them"
+                "they did not come; start all of them within timeout_s of each other"
             )
         raise taken(lane, self._join, self._why)
 

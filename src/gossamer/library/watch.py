@@ -27,6 +27,8 @@ class Watch:
         self.quiet = False
         """Whether nothing more is to be said: it has been, or an error ends the loop."""
         self.exchanged = self.called = False
+        self.saved = False
+        """Whether the outer state was saved after the last step, so that a resumed loop goes on with what is left of a round."""
 
     def begin(self) -> None:
         """Looks at the parameters again, which somebody has loaded."""
@@ -42,10 +44,11 @@ class Watch:
         if steps:
             self.quiet = True
             log.warning(
-                "worker %d ends with %d inner steps that were not exchanged, as a round has %d%s; let the number of steps be a "
+                "worker %d ends with %d inner steps that were not exchanged, as a round has %d%s; %slet the number of steps be a "
                 "multiple of local_steps",
                 self._worker, steps, self._local_steps,
                 "" if self.exchanged else ", and no round ended at all, so that it has trained apart from the others",
+                "a loop that resumes from the state just saved goes on with them; else " if self.saved else "",
             )  # fmt: skip
         elif not self.called and self._checksum() != self._start:
             self.quiet = True

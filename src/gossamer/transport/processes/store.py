@@ -52,7 +52,7 @@ def store_answers() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise TransportError(
-            f"the store at MASTER_ADDR is gone ({first_line(error)}); look at the log of the launcher or of worker 0"
+            f"the store where the workers meet is gone ({first_line(error)}); look at the log of the launcher or of worker 0"
         ) from error
 
 
