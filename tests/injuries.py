@@ -217,11 +217,11 @@ class _Kept(logging.Handler):
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """A hash of each file."""
+    """A hash of each file, but for those of locks, which say who was there last."""
     found: dict[str, str] = {}
     for path in sorted(folder.rglob("*")):
         with contextlib.suppress(OSError):
-            if path.is_file():
+            if path.is_file() and not path.name.startswith(".lock"):
                 found[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
     return found
 

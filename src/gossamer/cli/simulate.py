@@ -54,14 +54,17 @@ def command(
 
 def train_here(config: "RunConfig", parts: "UserParts", folder: Path, *, resume: "Resume" = False) -> None:
     """Trains all workers in this process, in rounds or over virtual time."""
+    from gossamer.record.locks import holding
     from gossamer.run.config.resolve import resolve
     from gossamer.run.participant.sigterm import leaving
     from gossamer.run.simulated.simulate import engine_of
     from gossamer.run.simulated.simulation import Simulation
 
-    simulation = Simulation(config, engine_of(resolve(config, parts), folder, resume=resume))
-    with leaving() as asked:
-        simulation.go_on(asked=asked.is_set)
+    # Before the engine is made, which cuts what a run has left behind the round from which it goes on.
+    with holding(folder, None):
+        simulation = Simulation(config, engine_of(resolve(config, parts), folder, resume=resume))
+        with leaving() as asked:
+            simulation.go_on(asked=asked.is_set)
 
 
 def _say_what_it_is_not(file: Path | None) -> None:

@@ -90,6 +90,7 @@ def command(
     """
     if local is not None:
         import_early()
+    from gossamer.record.locks import must_be_idle
     from gossamer.run.config.resolve import resolve
     from gossamer.run.config.user_parts import own_parts
     from gossamer.transport.keys import KEY, keys_for
@@ -124,6 +125,8 @@ def command(
         keys.must_start(local)
     if among is not None:
         _check_place(run, among, local, served.given or (f"--join {join}" if join else ""))
+    if local is not None and among is None:
+        must_be_idle(folder)  # before a table shows how far it is
     code = 0
     with resume_hint(folder), contextlib.ExitStack() as open_:
         open_.enter_context(output.silenced())

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,9 @@ def contents(folder: Path) -> dict[str, str]:
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name not in ("report.html", "report.md") and "addresses" not in path.name
+        if path.is_file()
+        and path.name not in ("report.html", "report.md")
+        and not re.match("addresses|[.]lock", path.name)
     }
 
 

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from gossamer.record.folder import RunFolder
+from gossamer.record.locks import holding
 from gossamer.record.packed import cold, frozen
 from gossamer.record.progress import say
 from gossamer.run.bookkeeping.evaluate import Probe
@@ -216,9 +217,17 @@ def take_part(
     Raises: ConfigError, DataError, CheckpointError, TrainingError; PeerError when the others do not come or nobody can be joined;
         SlotTakenError when another process has taken the slot of one that has not joined, which asks for another.
     """
+    with contextlib.ExitStack() as open_:
+        _take_part(config, folder, kind, brought, open_, join=join, resume=resume)
+
+
+def _take_part(
+    config: ResolvedRun, folder: Path, kind: type[Participant[Any]], brought: Brought[Any], open_: contextlib.ExitStack, *,
+    join: str | None, resume: Resume,
+) -> None:  # fmt: skip
     task, key = prepare(config)
     if join is None:
-        seat = started(config, folder, task, key, brought, resume=resume)
+        seat = started(config, folder, task, key, brought, open_, resume=resume)
         # Where nobody waits, those that have no checkpoint of the end take one from the others, and end too.
         if config.run.elastic and seat.after == config.rounds:
             seat.endpoint.listener.close()
@@ -229,6 +238,9 @@ def take_part(
         seat = join_run(config, folder, key, join)
     with leaving() as asked:
         while True:
+            if join is not None:
+                # One that hangs may hold the lock: the others of the run have taken its slot away, and it asks for another.
+                open_.enter_context(holding(folder, seat.members.me, strict=False))
             try:
                 return kind(config, folder, task, seat, asked).live()
             except SlotTakenError:

@@ -11,6 +11,7 @@ import secrets
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from shlex import quote
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -20,6 +21,7 @@ from gossamer.record import checkpoint
 from gossamer.record.addresses import Address, read_addresses, write_address
 from gossamer.record.fault import Fault
 from gossamer.record.lineage import Lineage
+from gossamer.record.locks import holding
 from gossamer.record.progress import say
 from gossamer.run.bookkeeping.resume import History, Resume, history, lineage
 from gossamer.run.bookkeeping.which_round import Held, KeptRounds, faults_heard, heard, newest_of_own, said, to_go_on
@@ -135,12 +137,13 @@ class Brought(ABC, Generic[Fact]):
 
 
 def started(
-    config: RunSettings, folder: Path, task: Task, run: int, brought: Brought[Fact], *, resume: Resume
+    config: RunSettings, folder: Path, task: Task, run: int, brought: Brought[Fact], open_: ExitStack, *, resume: Resume
 ) -> Seat:  # fmt: skip
     """Waits for all processes of a run that starts, as torchrun's environment variables or our launcher name them.
 
     They may be fewer than the run has slots; the others are empty until somebody joins.
 
+    Args: `open_` holds the lock of its slot in the run folder until it is closed.
     Raises: ConfigError, CheckpointError; PeerError when workers do not come or run another configuration.
     """
     wait_s, store = config.run.timeout_s, Store(config, folder)
@@ -153,7 +156,9 @@ def started(
     member = join(
         config.workers, backend="gloo", device=config.run.device, threads=config.run.threads, timeout_s=wait_s, group=False
     )  # fmt: skip
-    me, past = member.worker, history(config, folder) if resume else None
+    me = member.worker
+    open_.enter_context(holding(folder, me))  # before it reads what of the folder counts, and cuts the rest
+    past = history(config, folder) if resume else None
     # Listens before it publishes its address: who reads it may connect at once.
     listener, address = _listening(os.environ["MASTER_ADDR"])
     nonce = secrets.randbits(NONCE_BITS)

@@ -26,6 +26,7 @@ from gossamer.errors import RefusedError, TransportError
 from gossamer.finite import all_finite
 from gossamer.layout import arrange, layout_of
 from gossamer.record import checkpoint
+from gossamer.record.locks import holding
 from gossamer.record.progress import say
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.resume import Resume, history
@@ -64,6 +65,11 @@ def serve(config: ResolvedRun, folder: Path, host: str, port: int, *, resume: Re
     Cost: the rule's state; one message and one starting point per worker in flight.
     """
     use_threads(config)
+    with holding(folder, config.workers):
+        _serve(config, folder, host, port, resume)
+
+
+def _serve(config: ResolvedRun, folder: Path, host: str, port: int, resume: Resume) -> None:
     task = task_of(config)
     probe, start = Probe(config, task, torch.device("cpu")), _first_round(config, folder, resume)
     if start == config.rounds:

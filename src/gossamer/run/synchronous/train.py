@@ -21,6 +21,7 @@ from gossamer.record import checkpoint
 from gossamer.record.fault import Fault
 from gossamer.record.folder import RunFolder, Unrecorded
 from gossamer.record.lineage import Lineage
+from gossamer.record.locks import holding
 from gossamer.record.logs.pipeline_work import PipelineWork, write_pipeline
 from gossamer.record.logs.stage_seconds import StageLog, end_logs_of_others, stage_log
 from gossamer.record.progress import quieted, say
@@ -89,7 +90,8 @@ def train(config: ResolvedRun, folder: Path, *, resume: Resume = False) -> None:
     failed: GossamerError | OSError | KeyboardInterrupt | None = None
     with leaving() as asked:
         try:
-            train_member(config, folder, member, resume=resume, asked=asked.is_set)
+            with holding(folder, member.worker, member.part, member.parts):
+                train_member(config, folder, member, resume=resume, asked=asked.is_set)
         except (GossamerError, OSError, _Stopped) as error:
             failed = error
         left = leave()  # which a signal must not cut short: threads that are still inside torch would abort the process

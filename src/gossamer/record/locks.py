@@ -1,0 +1,88 @@
+"""Who trains in a run folder now: each process holds a lock there, so that no second one cuts what the first still writes.
+
+The lock of a process is free as soon as that has ended, however it ended; its file `.lock-003` stays. Where the system or the
+file system has no locks, nobody is refused.
+"""
+
+import contextlib
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from gossamer.errors import ConfigError
+from gossamer.record.whole_files import make_folder, worker_suffix, writing
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+__all__ = ["holding", "must_be_idle"]
+
+ENDING_S = 3.0
+"""How long a process is waited for that may be about to end, as workers do whose launcher was killed a moment ago."""
+_NAME = ".lock"
+
+
+@contextlib.contextmanager
+def holding(
+    folder: Path, worker: int | None, part: int = 0, parts: int = 1, *, strict: bool = True
+) -> Iterator[None]:  # fmt: skip
+    """Inside, this process alone writes what a worker or one part of it writes into a run folder; None writes for all.
+
+    Args: `strict` refuses where another process holds the lock; else this one goes on without it, as one does that others of its
+        run have given the slot of a process that hangs.
+    Raises: ConfigError when another process trains there; DiskError.
+    """
+    make_folder(folder)
+    path = folder / f"{_NAME}{worker_suffix(worker, part, parts)}"
+    with writing(path):
+        file = path.open("a+b")
+    with file:
+        if _is_locked_here(file, ENDING_S if strict else 0.0):
+            with contextlib.suppress(OSError):  # it only helps to say who it is
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+                file.flush()
+        elif strict:
+            raise _under_way(folder, file)
+        yield
+
+
+def must_be_idle(folder: Path) -> None:
+    """Refuses a run folder in which any process trains, before others are started that would each say so. Raises: ConfigError."""
+    for path in sorted(folder.glob(f"{_NAME}*")):
+        with contextlib.suppress(FileNotFoundError, PermissionError), path.open("rb") as file:
+            if not _is_locked_here(file, ENDING_S):
+                raise _under_way(folder, file)
+
+
+def _is_locked_here(file: BinaryIO, patience_s: float) -> bool:
+    """Takes the lock of a file, until it is closed; False where another process has it, and keeps it so long."""
+    until = time.monotonic() + patience_s
+    while fcntl is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.05)
+        except OSError:  # a file system without locks
+            return True
+        else:
+            return True
+    return True
+
+
+def _under_way(folder: Path, file: BinaryIO) -> ConfigError:
+    file.seek(0)
+    said = file.read(200).decode(errors="replace")
+    who = said if re.fullmatch(r"process [0-9]{1,10} on [\w.-]{1,64}", said) else "another process"
+    return ConfigError(
+        f"the run in '{folder}' is under way, as {who} trains in it; wait for its end, stop it first, or name another folder "
+        "with --out"
+    )

@@ -1,0 +1,100 @@
+"""One process at a time writes what a worker writes into a run folder."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from commands import Command, free_port, run
+from gossamer.errors import ConfigError
+from gossamer.record import locks
+from gossamer.record.checkpoint import rounds
+from gossamer.record.locks import holding, must_be_idle
+from gossamer.run.config.run_file import dump
+from tiny import single
+
+RUNS = {
+    "rounds": {},
+    "elastic": {"run__elastic": True},
+    "no waiting": {"run__wait": False},
+    "server": {"server": {"name": "heloco"}},
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "ENDING_S", 0.1)
+
+
+def test_a_second_process_is_refused_until_the_first_has_ended_and_others_are_not(tmp_path: Path) -> None:
+    with holding(tmp_path, 3):
+        words = f"is under way, as process {os.getpid()} on .* trains in it; wait for its end, stop it first, or name"
+        with pytest.raises(ConfigError, match=words), holding(tmp_path, 3):
+            pass
+        with pytest.raises(ConfigError, match=words):
+            must_be_idle(tmp_path)
+        with holding(tmp_path, 3, strict=False), holding(tmp_path, 2), holding(tmp_path, 3, part=1, parts=2):
+            pass
+    must_be_idle(tmp_path)
+    with holding(tmp_path, 3):
+        pass
+
+
+def test_where_the_file_system_has_no_locks_nobody_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with holding(tmp_path, 0), holding(tmp_path, 0):
+        must_be_idle(tmp_path)
+
+
+def test_a_lock_file_that_says_something_else_is_not_repeated(tmp_path: Path) -> None:
+    with holding(tmp_path, None):
+        (tmp_path / ".lock").write_text("\x1b[31mred")
+        with pytest.raises(ConfigError, match="as another process trains in it"):
+            must_be_idle(tmp_path)
+
+
+def saves_after(round: int, folder: Path, owner: int) -> None:
+    """Until a worker, or the server, has saved a later round."""
+    for _ in range(1000):
+        if (folder / "checkpoints").exists() and max(rounds(folder / "checkpoints", owner), default=0) > round:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"nothing is saved after round {round}: {[*folder.glob('checkpoints/*')]}")
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_run_under_way_is_not_resumed_a_second_time_and_goes_on(kind: str, tmp_path: Path) -> None:
+    more = {"run__steps": 100_000, "run__checkpoint_every": 4, "run__eval_every": 0, "run__timeout_s": 30.0}
+    (tmp_path / "run.toml").write_text(dump(single(**more, **RUNS[kind])))
+    folder = tmp_path / "real"
+    first = Command("train", tmp_path / "run.toml", "--out", folder, "--local", 3)
+    owner = 3 if kind == "server" else 1
+    saves_after(0, folder, owner)
+    for words in (["--resume", folder], [tmp_path / "run.toml", "--out", folder]):
+        code, said = run("train", *words, "--local", 3)
+        assert code == 2 and f"the run in '{folder}' is under way, as process " in said, said
+        assert len(said.splitlines()) == 1, said
+    saves_after(max(rounds(folder / "checkpoints", owner)) + 8, folder, owner)
+    os.kill(first.pid, signal.SIGTERM)
+    code, said = first.finish()
+    assert code == 130 and "Traceback" not in said, said
+    must_be_idle(folder)
+
+
+def test_a_worker_on_its_own_machine_refuses_to_train_what_another_process_here_trains(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(dump(single(workers=1, run__elastic=True)))
+    with holding(tmp_path / "real", 0):
+        words = ("--rank", 0, "--of", 1, "--address", f"127.0.0.1:{free_port()}")
+        code, said = Command("train", tmp_path / "run.toml", "--out", tmp_path / "real", *words).finish()
+        assert code == 2 and f"as process {os.getpid()} on" in said, said
+        code, said = run("simulate", tmp_path / "run.toml", "--out", tmp_path / "simulated")
+        assert code == 0, said
+    with holding(tmp_path / "simulated", None):
+        code, said = run("simulate", "--resume", tmp_path / "simulated")
+        assert code == 2 and f"as process {os.getpid()} on" in said, said
