@@ -311,6 +311,10 @@ def test_price_and_report_read_what_was_recorded(tmp_path, capsys):
     assert f"table: {tmp_path / 'page-table.md'}" in out.replace("\n", "")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["network.toml", "page-table.md", "page.html", "run"]
     refused(["price", tmp_path / "run", tmp_path / "none.toml"], capsys, "none.toml")
+    (tmp_path / "eight.toml").write_text(
+        "uplink_bps = 1e6\ndownlink_bps = 1e6\nstep_s = 1.0\nsites.a.workers = [0, 1, 2, 3]\n"
+    )
+    refused(["price", tmp_path / "run", tmp_path / "eight.toml"], capsys, "eight.toml' does not fit")
     refused(["report", tmp_path / "nothing"], capsys, "nothing")
 
 

@@ -44,3 +44,6 @@ def test_a_sentence_ends_a_line_of_a_terminal_between_two_words_and_is_one_line_
     lines = said(capsys)
     assert len(lines) == 3 and all(len(line) <= 40 for line in lines)
     assert " ".join(line.strip() for line in lines) == sentence
+    print_sentence("  head  " + sentence, 8)
+    first, *others = said(capsys)
+    assert first.startswith("  head  chosen") and all(line.startswith(" " * 8 + line.strip()) for line in others)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from gossamer.cli.output import Json, print_json, uncollected
 from gossamer.cli.run_file_options import NO_CHANGES, Changes, File
+from gossamer.cli.tables import print_sentence
 from gossamer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,12 +34,19 @@ def command(file: File = None, /, *, changes: Changes = NO_CHANGES, json: Json =
     if json:
         print_json([_plain(one) for one in results] if len(results) > 1 else _plain(results[0]))
     else:
-        print("\n\n".join("\n".join(lines(one)) for one in results))
+        for place, one in enumerate(results):
+            head, *rows = lines(one)
+            if place:
+                print()
+            print_sentence(head)
+            texts_at = rows[0].index(one.method, len("  method"))
+            for row in rows:
+                print_sentence(row, texts_at)
     return 0
 
 
 def lines(one: "Examined") -> list[str]:
-    """The table of one run."""
+    """The table of one run, of which the method is the first row."""
     unknown = "unknown, as Python code decides it" if one.code else "unknown without the tokenizer"
 
     def megabytes(size: float | None) -> str:

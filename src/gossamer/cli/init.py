@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from gossamer.cli.output import Json, print_json
+from gossamer.cli.tables import print_sentence
 
 __all__ = ["EXAMPLES", "command"]
 
@@ -34,10 +35,10 @@ def command(
         return
     for name, sentence in about.items():
         kept = "" if listed or name in written else " (exists, and was kept)"
-        print(f"{folder / name}{kept}: {sentence}")
+        print_sentence(f"{folder / name}{kept}: {sentence}", 2)
     if not listed:
         file = quote(str(folder / "gasloc.toml"))
-        print(f"next: gossamer check {file}, then gossamer simulate {file}")
+        print_sentence(f"next: gossamer check {file}, then gossamer simulate {file}", 2)
 
 
 def _about(path: Path) -> str:

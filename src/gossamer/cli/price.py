@@ -18,7 +18,7 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
         folder: run folder
         network: network file (TOML)
     """
-    from gossamer.network.links import PerWorker, read_network
+    from gossamer.network.links import PerWorker, links_of, read_network
     from gossamer.network.pricing import price
     from gossamer.network.timeline import utilisation_in_words
     from gossamer.record.logs.events import event_files
@@ -37,6 +37,10 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
     links = read_network(network)
     with working("reading the trace"):
         trace = read_trace(folder)
+    try:
+        links_of(links, config.workers)
+    except ConfigError as error:
+        raise ConfigError(f"'{network}' does not fit '{folder}': {error}") from None
     computing: PerWorker = 1.0
     if config.pipeline.stages > 1:
         steps = in_stages(links, config, layout_for(config.model, vocabulary(config.data.tokenizer) or 256))

@@ -1,5 +1,6 @@
 """Printing tables: other packages compute the rows, and a verb prints them."""
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,10 +17,19 @@ __all__ = ["print_estimate", "print_sentence", "print_table"]
 _SHORTEST = 8
 
 
-def print_sentence(text: str) -> None:
-    """Prints a line, which ends between two words where that of a terminal ends; a file has lines of any length."""
+def print_sentence(text: str, indent: int = 0) -> None:
+    """Prints a line, which ends between two words where that of a terminal ends; a file has lines of any length.
+
+    Args:
+        indent: of what follows on further lines of a terminal.
+    """
     console = Console()
-    console.print(Text(text), soft_wrap=not console.is_terminal)
+    if console.is_terminal:
+        text = textwrap.fill(
+            text, console.width, subsequent_indent=" " * min(indent, console.width // 2), break_on_hyphens=False,
+            break_long_words=False,
+        )  # fmt: skip
+    console.print(Text(text), soft_wrap=True)
 
 
 def print_table(

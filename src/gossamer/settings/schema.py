@@ -471,7 +471,11 @@ def _sentence(items: list[ErrorDetails], place: _Place, where: str, root: Any) -
             return f"unknown {what} '{key}'; it is {' or '.join(homes)}: write it there"
         return choose(what, key, known) + "; correct the name"
     if first["type"] == "missing" and first["loc"][-1:] == path[-1:]:
-        return f"{owner or 'this'} has the keys {sorted(given)} and '{path[-1]}' is needed too; add it: {words_of(hint, name)}"
+        key, near = path[-1], nearest(str(path[-1]), {*map(str, given)} - {*_hints(table), *_also(table)})
+        add = f"write '{near}' as '{key}'" if near else "add it"
+        return (
+            f"{owner or 'this'} has the keys {sorted(given)} and '{key}' is needed too; {add}: {words_of(hint, name)}"
+        )
     if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
         key = first["ctx"]["discriminator"].strip("'")  # pyright: ignore[reportTypedDictNotRequiredAccess]
         known = [tag for member in get_args(_bare(hint)) for tag in get_args(_bare(_hints(member)[key]))]

@@ -95,7 +95,10 @@ def test_all_faults_of_a_run_file_are_found_at_once_and_parse_raises_the_first()
         "codec": {"name": "int8", "back": "fp17"},
         "run": {"steps": 1.5, "local_steps": [3, 0], "stesp": 3},
         "inner": 3,
-        "network": {"wan": {"uplink_bps": True, "changes": [{"at_s": 1, "factor": 0.5}]}},
+        "network": {
+            "lan": {"uplink_bsp": 1e6, "downlink_bps": 1e6},
+            "wan": {"uplink_bps": True, "changes": [{"at_s": 1, "factor": 0.5}]},
+        },
         "modle": {},
     }
     expected = [
@@ -107,6 +110,8 @@ def test_all_faults_of_a_run_file_are_found_at_once_and_parse_raises_the_first()
         "run.steps is 1.5 but must be a whole number of at least 1",
         "run.local_steps[1] is 0 but must be a whole number of at least 1",
         "unknown key in [run] 'stesp'; did you mean 'steps'?",
+        "network.lan has the keys ['downlink_bps', 'uplink_bsp'] and 'uplink_bps' is needed too; write 'uplink_bsp' as 'up",
+        "unknown key in [network.lan] 'uplink_bsp'",
         "network.wan.uplink_bps is True but must be a number of bits per second from 1 to 1e18, or inf",
         "network.wan has the keys ['changes', 'uplink_bps'] and 'downlink_bps' is needed too; add it: a number of bits",
         "network.wan.changes[0]: a change names worker None and site None but must name one of the two",
