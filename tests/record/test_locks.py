@@ -13,6 +13,7 @@ from gossamer.record import locks
 from gossamer.record.checkpoint import rounds
 from gossamer.record.locks import holding, must_be_idle
 from gossamer.run.config.run_file import dump
+from gossamer.run.simulated.simulate import simulate
 from tiny import single
 
 RUNS = {
@@ -21,6 +22,7 @@ RUNS = {
     "no waiting": {"run__wait": False},
     "server": {"server": {"name": "heloco"}},
 }
+TUNED = "[tune]\nlr = [1e-3, 2e-3]\nbudget_tokens = 100_000\nrungs = [1.0]\n"
 
 
 @pytest.fixture(autouse=True)
@@ -98,3 +100,22 @@ def test_a_worker_on_its_own_machine_refuses_to_train_what_another_process_here_
     with holding(tmp_path / "simulated", None):
         code, said = run("simulate", "--resume", tmp_path / "simulated")
         assert code == 2 and f"as process {os.getpid()} on" in said, said
+
+
+@pytest.mark.parametrize(("verb", "more"), [("compare", ""), ("tune", TUNED)])
+def test_an_experiment_under_way_is_not_begun_or_resumed_a_second_time(
+    verb: str, more: str, tmp_path: Path
+) -> None:  # fmt: skip
+    variant = '[[variant]]\nlabel = "GASLoC"\nrule.name = "gasloc"\n'
+    (tmp_path / "some.toml").write_text(dump(single()) + variant + more)
+    with holding(tmp_path / "some", None):
+        for resume in ([], ["--resume"]):
+            code, said = run(verb, tmp_path / "some.toml", "--out", tmp_path / "some", *resume)
+            assert code == 2 and f"'{tmp_path / 'some'}' is under way, as process {os.getpid()} on" in said, said
+
+
+def test_a_simulation_under_way_is_not_resumed_from_python(tmp_path: Path) -> None:
+    simulate(single(), tmp_path, until=1)
+    with holding(tmp_path, None), pytest.raises(ConfigError, match="is under way"):
+        simulate(single(), tmp_path, resume=True)
+    assert simulate(single(), tmp_path, resume=True).over

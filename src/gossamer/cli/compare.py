@@ -90,9 +90,11 @@ def trained(
     enough: Callable[[], bool] = lambda: False,
 ) -> "dict[str, Origin | None]":  # fmt: skip
     """Trains the runs of an experiment, and shows how they go; as `gossamer.run.experiments.compare.train_all`."""
+    from gossamer.record.locks import holding
     from gossamer.run.experiments.compare import train_all
 
-    with output.watching(out), output.showing() as terminal:
+    # A second comparison would remove and train anew what the first has under way.
+    with holding(out, None), output.watching(out), output.showing() as terminal:
 
         def follow(run: "Point") -> None:
             terminal.follow(run.label, folders[run.label], run.config.record.print_every)

@@ -35,6 +35,7 @@ def command(
         jobs: runs at a time, each in its own process (default: one for each core)
         resume: keep the finished runs, and train the others
     """
+    from gossamer.record.locks import holding
     from gossamer.record.whole_files import atomic_write
     from gossamer.run.experiments.tune import contenders, tune, tuned_file
 
@@ -42,7 +43,7 @@ def command(
     with experiment_and_folder(file, overrides, out, scale, "with a [tune] table") as (document, out):
         methods = contenders(document, scale=scale)
         check_experiment(method.config for method in methods)
-        with output.silenced():
+        with holding(out, None), output.silenced():
             found = tune(methods, out, jobs=jobs, resume=resume)
     assert file is not None  # or it had been refused
     page, chosen = out / "tune.md", out / "tuned.toml"

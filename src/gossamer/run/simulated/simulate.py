@@ -15,6 +15,7 @@ from gossamer.errors import ConfigError
 from gossamer.models.sizes import parameter_count
 from gossamer.record import checkpoint
 from gossamer.record.folder import newest_evaluation, read_metrics
+from gossamer.record.locks import holding
 from gossamer.record.progress import say
 from gossamer.report.terminal import Terminal
 from gossamer.run.bookkeeping.evaluate import Result
@@ -73,11 +74,11 @@ def simulate(
     (3, 6)
     """
     config, parts = run_and_parts(run, given)
-    folder = Path(mkdtemp(prefix="gossamer-")) if out is None else Path(out)
-    with Terminal() if progress else nullcontext() as terminal:
+    resolved, folder = resolve(config, parts), Path(mkdtemp(prefix="gossamer-")) if out is None else Path(out)
+    with Terminal() if progress else nullcontext() as terminal, holding(folder, None):
         if terminal is not None:
             terminal.follow(config.name, folder, config.record.print_every)
-        simulation = Simulation(config, engine_of(resolve(config, parts), folder, resume=resume), temporary=out is None)
+        simulation = Simulation(config, engine_of(resolved, folder, resume=resume), temporary=out is None)
         return simulation.go_on(until)
 
 
