@@ -16,6 +16,7 @@ from gossamer.cli import main
 from gossamer.errors import ConfigError, DataError, PeerError, TransportError
 from gossamer.record.addresses import Address, write_address
 from gossamer.record.folder import RecordConfig, RunFolder
+from gossamer.record.locks import holding
 from gossamer.record.logs.outcomes import Begun, Ended, Life, OutcomeWriter, RoundOutcome
 from gossamer.record.logs.seconds import RoundSeconds
 from gossamer.record.logs.trace import Entry as TraceEntry
@@ -133,6 +134,24 @@ def test_a_worker_whose_files_are_elsewhere_is_unknown_and_a_slot_that_nobody_ha
         log.write(Begun(0, 0, 0, 0, 0))
         log.write(RoundOutcome(0, frozenset({0, 2}), frozenset(), frozenset(), 2))
     assert [one.standing for one in run_status(tmp_path).workers[1:]] == ["empty", "unknown"]
+
+
+@pytest.mark.parametrize("kind", ["elastic", "no waiting", "rounds"])
+def test_a_worker_whose_process_here_has_ended_is_gone_whoever_has_its_port_now(kind, tmp_path):
+    more = {"elastic": {"run__elastic": True}, "no waiting": {"run__wait": False}, "rounds": {}}
+    config = tiny(**more[kind])
+    with RunFolder(tmp_path, dump(config), config.record, worker=1) as record:
+        record.log("train", round=0, worker=1, step=2, loss=5.0, lr=0.1, tokens=64)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        if kind != "rounds":
+            (tmp_path / "secret").write_text(SECRET.decode())
+            (tmp_path / "secret").chmod(0o600)
+            write_address(tmp_path, Address(1, f"127.0.0.1:{other.getsockname()[1]}", RUN))
+        with holding(tmp_path, 1):
+            assert run_status(tmp_path).workers[1].standing == ("alive" if kind == "rounds" else "unknown")
+        assert run_status(tmp_path).workers[1].standing == "gone"
+        (tmp_path / ".lock-001").write_text("process 7 on another machine")
+        assert run_status(tmp_path).workers[1].standing == "unknown"
 
 
 def test_a_worker_shows_its_view_only_to_who_knows_the_secret_of_its_run():

@@ -21,10 +21,12 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-__all__ = ["holding", "must_be_idle"]
+__all__ = ["holding", "must_be_idle", "trains_here"]
 
 ENDING_S = 3.0
 """How long a process is waited for that may be about to end, as workers do whose launcher was killed a moment ago."""
+LOOKING_S = 0.2
+"""How long whoever looks whether a lock is free, and so has it for a moment, is waited for."""
 _NAME = ".lock"
 
 
@@ -43,7 +45,7 @@ def holding(
     with writing(path):
         file = path.open("a+b")
     with file:
-        if _is_locked_here(file, ENDING_S if strict else 0.0):
+        if _taken(file, ENDING_S if strict else LOOKING_S) is not False:
             with contextlib.suppress(OSError):  # it only helps to say who it is
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -57,12 +59,25 @@ def must_be_idle(folder: Path) -> None:
     """Refuses a run folder in which any process trains, before others are started that would each say so. Raises: ConfigError."""
     for path in sorted(folder.glob(f"{_NAME}*")):
         with contextlib.suppress(FileNotFoundError, PermissionError), path.open("rb") as file:
-            if not _is_locked_here(file, ENDING_S):
+            if _taken(file, ENDING_S) is False:
                 raise _under_way(folder, file)
 
 
-def _is_locked_here(file: BinaryIO, patience_s: float) -> bool:
-    """Takes the lock of a file, until it is closed; False where another process has it, and keeps it so long."""
+def trains_here(folder: Path, worker: int) -> bool | None:
+    """Whether a process trains as this worker in a run folder; None where its locks do not tell, as of other machines."""
+    own = f"{_NAME}{worker_suffix(worker)}"
+    free: list[bool] = []
+    for path in (path for name in (own, f"{own}-*") for path in folder.glob(name)):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            if (taken := _taken(file, 0.0)) is False:
+                return True
+            # The lock of another machine's process may not be seen here, and a folder that was copied has none.
+            free.append(bool(taken) and file.read(200).decode(errors="replace").endswith(f" on {socket.gethostname()}"))
+    return False if free and all(free) else None
+
+
+def _taken(file: BinaryIO, patience_s: float) -> bool | None:
+    """Takes the lock of a file, until it is closed; False where another process keeps it so long, None without locks."""
     until = time.monotonic() + patience_s
     while fcntl is not None:
         try:
@@ -71,11 +86,11 @@ def _is_locked_here(file: BinaryIO, patience_s: float) -> bool:
             if time.monotonic() >= until:
                 return False
             time.sleep(0.05)
-        except OSError:  # a file system without locks
-            return True
+        except OSError:
+            return None
         else:
             return True
-    return True
+    return None
 
 
 def _under_way(folder: Path, file: BinaryIO) -> ConfigError:

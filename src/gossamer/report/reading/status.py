@@ -1,7 +1,8 @@
 """How a run is doing: what its folder tells, and what those workers say that answer.
 
-The files tell what each worker has done, and not whether it is still there. A worker that listens (of an elastic run, or of one
-that waits for nobody) is asked for its view of all others; views are merged as the workers themselves merge them. Needs no torch.
+The files tell what each worker has done, and its lock whether it is still there on this machine. A worker that listens (of an
+elastic run, or of one that waits for nobody) is asked for its view of all others; views are merged as the workers themselves
+merge them. Needs no torch.
 """
 
 import time
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 from gossamer.errors import ConfigError, PeerError
 from gossamer.record.addresses import Address, read_addresses
 from gossamer.record.folder import read_metrics, run_file
+from gossamer.record.locks import trains_here
 from gossamer.record.logs.order import read_order
 from gossamer.record.logs.outcomes import Begun, Ended, Life, read_outcomes
 from gossamer.record.logs.seconds import RoundSeconds, read_seconds
@@ -85,7 +87,9 @@ class Sighting(NamedTuple):
     """Its last one in the log of outcomes."""
     answered: bool = False
     refused: bool = False
-    """Whether nobody listens at its address."""
+    """Whether nobody of the run listens at its address."""
+    here: bool | None = None
+    """Whether a process trains as it on this machine, as its lock says; None where that does not tell."""
     finished: bool = False
     """Whether it has all rounds of the run behind it."""
     elastic: bool = True
@@ -97,9 +101,9 @@ def standing_of(seen: Sighting) -> str:
     """What is known of a slot, in one word.
 
     alive: it trains. joining: it has a slot and fetches its state. ghost: it warms its inner optimizer, unheard of by others.
-    suspect: others have lost the connection with it, or it has been silent. gone: nobody listens at its address any more, and it
-    has not said goodbye. left: it was asked to leave, and has saved its state. finished: it has trained all rounds. empty: nobody
-    has filled the slot. unknown: its files do not tell.
+    suspect: others have lost the connection with it, or it has been silent. gone: it has not said goodbye, and its process on
+    this machine has ended, or nobody listens at its address any more. left: it was asked to leave, and has saved its state.
+    finished: it has trained all rounds. empty: nobody has filled the slot. unknown: its files do not tell.
 
     >>> standing_of(Sighting(SlotEntry(1, 0, 5, MemberStatus.SUSPECT, 0, "127.0.0.1:4000"), refused=True))
     'gone'
@@ -108,7 +112,7 @@ def standing_of(seen: Sighting) -> str:
     """
     entry, ended = seen.entry, seen.life.ended if seen.life is not None else None
     if entry is not None and entry.status != MemberStatus.LEFT:
-        if seen.refused and not seen.answered:
+        if (seen.refused or seen.here is False) and not seen.answered:
             return "gone"
         return entry.status.name.lower()
     if entry is not None and not entry.address and ended is None:
@@ -117,8 +121,10 @@ def standing_of(seen: Sighting) -> str:
         return "finished"
     if entry is not None or ended is not None:
         return "left"
-    if seen.refused:
+    if seen.refused or seen.here is False:
         return "gone"
+    if seen.here and not seen.elastic:  # one that is elastic would have answered
+        return "alive"
     return "unknown" if seen.traces or not seen.elastic else "empty"
 
 
@@ -206,8 +212,10 @@ def _of_worker(slot: int, entry: SlotEntry | None, records: _Records, answers: _
     address = entry.address if entry is not None else own.address if own is not None else ""
     done = _rounds_behind(lives, trained, entry if records.in_rounds else None)
     over = records.over or done >= records.rounds
+    # Another process may have its port by now. That of a slot which was taken over from elsewhere has another address.
+    here = trains_here(records.folder, slot) if entry is None or (own and own.address == entry.address) else None
     seen = Sighting(
-        entry, lives[-1] if lives else None, slot in answers.views, address in answers.refused, over, records.elastic,
+        entry, lives[-1] if lives else None, slot in answers.views, address in answers.refused, here, over, records.elastic,
         bool(lives or trained) or slot in records.named,
     )  # fmt: skip
     loss = trained[-1].get("loss") if trained else None

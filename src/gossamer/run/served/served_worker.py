@@ -22,6 +22,7 @@ from gossamer.finite import must_be_finite
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.lineage import Lineage
+from gossamer.record.locks import holding
 from gossamer.record.logs.events import EventWriter
 from gossamer.record.progress import say
 from gossamer.record.whole_files import worker_suffix
@@ -165,6 +166,12 @@ def work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, *
         raise ConfigError(
             f"--worker got {worker} but the run file has workers = {config.workers}; give 0 to {config.workers - 1}"
         )
+    # Who comes twice is for its server to decide; whoever looks at the folder sees by the lock that it is there.
+    with holding(folder, worker, strict=False):
+        _work(config, folder, host, port, worker, resume)
+
+
+def _work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, resume: Resume) -> None:
     method, keys, task = config.with_server, keys_for(config.peers, config.workers), task_of(config)
     secret = folder_secret(folder) if keys is None else b""
     key, settings = run_key(config, task), run_settings(config, task)
