@@ -44,6 +44,19 @@ def test_a_second_process_is_refused_until_the_first_has_ended_and_others_are_no
         pass
 
 
+def test_one_that_ends_before_it_has_written_anything_leaves_no_folder_behind(tmp_path: Path) -> None:
+    def fails_after(*written: str) -> None:
+        with holding(tmp_path / "run", None):
+            for name in written:
+                (tmp_path / "run" / name).touch()
+            raise ConfigError("it cannot work")
+
+    for written in ([], ["run.toml"]):
+        with pytest.raises(ConfigError, match="it cannot work"):
+            fails_after(*written)
+        assert (tmp_path / "run").exists() == bool(written)
+
+
 def test_where_the_file_system_has_no_locks_nobody_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(37, "No locks available")

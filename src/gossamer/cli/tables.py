@@ -29,7 +29,7 @@ def print_sentence(text: str, indent: int = 0) -> None:
             text, console.width, subsequent_indent=" " * min(indent, console.width // 2), break_on_hyphens=False,
             break_long_words=False,
         )  # fmt: skip
-    console.print(Text(text), soft_wrap=True)
+    print(text)
 
 
 def print_table(

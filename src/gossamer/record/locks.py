@@ -40,6 +40,7 @@ def holding(
         run have given the slot of a process that hangs.
     Raises: ConfigError when another process trains there; DiskError.
     """
+    is_new = not folder.exists()
     make_folder(folder)
     path = folder / f"{_NAME}{worker_suffix(worker, part, parts)}"
     with writing(path):
@@ -52,7 +53,15 @@ def holding(
                 file.flush()
         elif strict:
             raise _under_way(folder, file)
-        yield
+        try:
+            yield
+        except BaseException:
+            # One that is refused before it has written anything leaves no folder behind, which the next would find in its way.
+            with contextlib.suppress(OSError):
+                if is_new and [*folder.iterdir()] == [path]:
+                    path.unlink()
+                    folder.rmdir()
+            raise
 
 
 def must_be_idle(folder: Path) -> None:

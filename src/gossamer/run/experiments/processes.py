@@ -28,6 +28,9 @@ __all__ = ["Apart", "RunEnd"]
 
 log = logging.getLogger("gossamer")
 
+_ENDING_S = 5.0
+"""How long a process without a run may take to end by itself."""
+
 
 class RunEnd(NamedTuple):
     """A run that has ended."""
@@ -104,8 +107,13 @@ class Apart:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for lane in self._lanes:
-            lane.process.kill()
+            if lane.key is None:
+                lane.link.close()  # it reads that nobody sends any more, and removes what torch's compiler holds as it ends
+            else:
+                lane.process.kill()
         for lane in self._lanes:
+            lane.process.join(_ENDING_S)
+            lane.process.kill()
             lane.process.join()
             lane.link.close()
 
