@@ -135,7 +135,8 @@ def test_gossip_that_waits_for_nobody_goes_on_without_the_dead_and_its_record_gi
         heard = [version for event in mixed[0] + mixed[3] for j, version, _ in event.heard if j == i]
         assert lives[i][1].begun.number >= max(heard, default=0), "what others have heard of it is not trained again"
     behind = sum(one[-1].phases for one in lives.values())
-    assert 4 * 10 <= behind < 4 * 10 + 4, "what died with it is"
+    # As above: a phase of which the others knew, and that is in no state any more, may be counted.
+    assert 4 * 10 - 2 <= behind < 4 * 10 + 4, "what died with it is"
     code, output = run("simulate", folder / "run.toml", "--replay", folder, "--out", tmp_path / "both", "--json")
     assert code == 0, output
     must_be_the_same(folder, tmp_path / "both", config, range(4))
