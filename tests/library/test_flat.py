@@ -521,11 +521,14 @@ class Told(NamedTuple):
         return torch.load(self.folder / f"{what}-{worker}.pt", weights_only=True)
 
 
+pytestmark = pytest.mark.timeout(900)  # the first waits for all that the four do, on a slow machine beside other tests
+
+
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """What four processes print and keep that go through all this."""
     store, folder = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), tmp_path_factory.mktemp("four")
-    code, output = Command(store.port, folder, work=four, GLOO_SOCKET_IFNAME=loopback()).finish()
+    code, output = Command(store.port, folder, work=four, GLOO_SOCKET_IFNAME=loopback()).finish(800)
     assert code == 0, output
     return Told(output.splitlines(), folder)
 
