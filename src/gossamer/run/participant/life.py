@@ -246,6 +246,7 @@ def _take_part(
             except SlotTakenError:
                 if join is None or asked.is_set():
                     raise
+            open_.close()  # the lock of the slot is for whoever has it now
             lost, others = seat.members.me, seat.members.with_status(MemberStatus.ALIVE)
             say(f"worker {lost} lost its slot to another process, and asks for a free one")
             seat = join_run(config, folder, key, join, [entry.address for entry in others])
