@@ -35,12 +35,12 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
             f"'{network}' as its [network.NAME]"
         )
     links = read_network(network)
-    with working("reading the trace"):
-        trace = read_trace(folder)
     try:
         links_of(links, config.workers)
     except ConfigError as error:
         raise ConfigError(f"'{network}' does not fit '{folder}': {error}") from None
+    with working("reading the trace"):
+        trace = read_trace(folder)
     computing: PerWorker = 1.0
     if config.pipeline.stages > 1:
         steps = in_stages(links, config, layout_for(config.model, vocabulary(config.data.tokenizer) or 256))
