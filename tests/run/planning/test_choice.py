@@ -123,6 +123,29 @@ def test_a_plan_may_let_slow_workers_take_fewer_local_steps_with_a_mean_too_and_
     assert not any("uneven" in one.name for one in all_alike.candidates)
 
 
+@pytest.mark.parametrize("codec", ["exact", "fp4"])
+def test_a_mean_of_workers_with_fewer_local_steps_is_expected_to_lose_what_their_mean_number_of_steps_does(
+    codec: str,
+) -> None:
+    scale = LossScale(139_584, 4, 20 * 139_584, 256)
+    one = made(keep_all=True).candidates[0]._replace(method="DiLoCo", codec=codec, local_steps=(120, 120, 60, 20))
+    all_alike = one._replace(local_steps=(80,) * 4)
+    own, alike = one.penalty(scale), all_alike.penalty(scale)
+    assert own is not None and alike is not None and own._replace(missing=0.0) == alike
+    assert own.missing == pytest.approx(scale.gap / 3), "and the interval knows that nobody measured it"
+
+
+def test_gossip_whose_late_workers_take_fewer_local_steps_is_expected_to_lose_what_all_of_them_do() -> None:
+    scale = LossScale(139_584, 4, 20 * 139_584, 256)
+    one = (
+        made(keep_all=True)
+        .candidates[0]
+        ._replace(method="GASLoC 2-Peer", codec="exact", local_steps=(120, 120, 60, 20))
+    )
+    own, alike = one.penalty(scale), one._replace(local_steps=(120,) * 4).penalty(scale)
+    assert own is not None and alike is not None and own._replace(missing=0.0) == alike
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 from gossamer.report.table import digits_text
@@ -85,7 +86,9 @@ class Candidate(NamedTuple):
         """What it loses at equal tokens; None where that was measured nowhere."""
         if self.method in _IN_PAIRS and len(self.local_steps) % 2:
             return None  # in each round one has no partner and trains alone, which costs more than anything else in a few rounds
-        return penalty(scale, self.method, self.full_steps, self.codec, self.missing)
+        # All workers of a mean drift as far as their own steps take them; races bear that out, and not for gossip (results/races.md).
+        steps = round(fmean(self.local_steps)) if self.method == "DiLoCo" else self.full_steps
+        return penalty(scale, self.method, steps, self.codec, self.missing)
 
 
 class Pick(NamedTuple):
