@@ -47,9 +47,11 @@ NETWORKS = {
 MODELS = {"1m": 256, "134m": 32_000}
 """Sizes with their vocabularies: 869,504 and 134,105,856 parameters. The networks say what an inner step takes, for both."""
 CELLS = [(network, size) for size in MODELS for network in NETWORKS]
-SEEDS, FRESH = (40, 41, 42, 43, 44), (45, 46, 47, 48, 49)
-CHANGED = {("slow_uplink", "134m"), ("strangers", "134m")}
-"""Cells whose pick changed when a run of one of them had ended: seeds that nobody has seen."""
+SEEDS, AGAIN, LAST = (40, 41, 42, 43, 44), (45, 46, 47, 48, 49), (50, 51, 52, 53, 54)
+RACED_AGAIN = {
+    ("slow_uplink", "134m"): AGAIN, ("strangers", "134m"): LAST,
+}  # fmt: skip
+"""Cells whose race changed with the plan: seeds that nobody has seen."""
 PLANNED = ModelConfig(size="1m")
 MARGIN = 0.02
 CODECS = ("bf16", "int8", "fp4")
@@ -100,11 +102,11 @@ def run(core_hours: float, own_size: str | None, jobs: int) -> None:
     for network, size in [(own_size, "1m")] if own_size else CELLS:
         if left_s <= 0:
             return
-        if not own_size and verdict(of_cell(outcomes(), network, size)) is not None:
-            continue  # by the rule of its time, where that has changed since
         cell = at_its_own_size(network) if own_size else cell_of(network, size)
         text = document(cell.course, cell.made, "stdlib", compiled=True)
         some = sorted(points(text, seeds=SEEDS[:3] if own_size else seeds_of(network, size)), key=lambda one: one.seed)
+        if not own_size and verdict(of_cell(outcomes(), network, size)) is not None:  # by the plan of its time
+            some = [one for one in some if one.method in (cell.choice, cell.second)]
         some = [one for one in some if (network, size, one.method, one.seed, cell.course.horizon_s) not in known]
         with tempfile.TemporaryDirectory() as scratch, Apart(jobs) as apart:
             for one in some:
@@ -135,7 +137,7 @@ def _outcome(cell: Cell, run: tuple[str, str, str, int], ended: RunEnd, of_confi
 
 def seeds_of(network: str, size: str) -> tuple[int, ...]:
     """Those of a cell."""
-    return FRESH if (network, size) in CHANGED else SEEDS
+    return RACED_AGAIN.get((network, size), SEEDS)
 
 
 def outcomes(file: Path = OUTCOMES) -> list[dict[str, Any]]:
@@ -146,8 +148,9 @@ def outcomes(file: Path = OUTCOMES) -> list[dict[str, Any]]:
 
 
 def of_cell(lines: Sequence[dict[str, Any]], network: str, size: str) -> list[dict[str, Any]]:
-    """The runs of a cell; where a change of the plan has given it other candidates and another time, those of the last."""
-    own = [one for one in lines if (one["network"], one["size"]) == (network, size)]
+    """The runs of a cell with its seeds; where its time has changed with the plan since, those of the last."""
+    seeds = seeds_of(network, size)
+    own = [one for one in lines if (one["network"], one["size"]) == (network, size) and one["seed"] in seeds]
     return [one for one in own if one["horizon_s"] == own[-1]["horizon_s"]]
 
 
@@ -156,14 +159,17 @@ class Verdict(NamedTuple):
 
     choice: str
     standing: Standing
-    above: float
-    """Nats of the pick above the best, in the mean."""
-    alike: bool
-    """Whether the pick is the best, or not told apart from it."""
     decided: bool
     """Whether the best is told apart from the second best."""
     losses: dict[str, list[float]]
-    second: str
+
+    def above(self, label: str) -> float:
+        """Nats of a candidate above the best, in the mean."""
+        return statistics.fmean(self.losses[label]) - statistics.fmean(self.losses[self.standing.best])
+
+    def alike(self, label: str) -> bool:
+        """Whether a candidate is the best, or not told apart from it."""
+        return label == self.standing.best or label in self.standing.alike
 
 
 def verdict(lines: Sequence[dict[str, Any]]) -> Verdict | None:
@@ -175,14 +181,10 @@ def verdict(lines: Sequence[dict[str, Any]]) -> Verdict | None:
         return None
     losses = {label: [math.inf if (x := ended[label, seed]) is None else x for seed in seeds] for label in labels}
     choice = next(one["label"] for one in lines if one["chosen"])
-    second = next((one["label"] for one in lines if one["second"]), choice)
-    found = standing(losses)
     by_mean = sorted(losses, key=lambda label: statistics.fmean(losses[label]))
     pairs = [(b - a, a) for a, b in zip(losses[by_mean[0]], losses[by_mean[1]], strict=True)]
     apart = effect(pairs).apart
-    above = statistics.fmean(losses[choice]) - statistics.fmean(losses[found.best])
-    alike = choice == found.best or choice in found.alike
-    return Verdict(choice, found, above, alike, apart is not None and apart < 0.05, losses, second)
+    return Verdict(choice, standing(losses), apart is not None and apart < 0.05, losses)
 
 
 def page() -> str:
@@ -191,6 +193,9 @@ def page() -> str:
     by_cell = {cell: of_cell(lines, *cell) for cell in CELLS}
     found = {cell: verdict(some) for cell, some in by_cell.items()}
     done = {cell: one for cell, one in found.items() if one is not None}
+    second = {cell: cell_of(*cell).second for cell in done}
+    if missing := [" ".join(cell) for cell, one in done.items() if second[cell] not in one.losses]:
+        raise SystemExit(f"not raced yet is the pick at the scale of the race in {', '.join(missing)}; run it first")
     rows = [
         [
             "network",
@@ -202,10 +207,12 @@ def page() -> str:
             "best decided",
             "pick at the scale of the race",
             "above it, nats",
+            "told apart",
         ]
     ]
-    rows.append(["---", "---", "---", "---", "---:", "---", "---", "---", "---:"])
+    rows.append(["---", "---", "---", "---", "---:", "---", "---", "---", "---:", "---"])
     for (network, size), one in done.items():
+        other = second[network, size]
         rows.append(
             [
                 NETWORKS[network],
@@ -213,18 +220,17 @@ def page() -> str:
                 one.choice,
                 one.standing.best,
                 _gap(one, one.choice),
-                "no" if one.alike else "yes",
+                "no" if one.alike(one.choice) else "yes",
                 "yes" if one.decided else "no",
-                one.second,
-                _gap(one, one.second),
+                other,
+                _gap(one, other),
+                "no" if one.alike(other) else "yes",
             ]
         )
-    second_far = sum(
-        statistics.fmean(one.losses[one.second]) - statistics.fmean(one.losses[one.standing.best]) > MARGIN
-        for one in done.values()
-    )
+    second_far = sum(one.above(second[cell]) > MARGIN for cell, one in done.items())
+    second_apart = sum(not one.alike(second[cell]) for cell, one in done.items())
     core_hours = sum(one["core_s"] for one in lines) / 3600
-    far = sum(one.above > MARGIN for one in done.values())
+    far = sum(one.above(one.choice) > MARGIN for one in done.values())
     parts = [
         "# Races of what a plan picks",
         "    python benchmarks/plan_races.py",
@@ -237,7 +243,7 @@ def page() -> str:
         (
             f"{len(done)} of {len(CELLS)} cells have run, with {len(lines)} runs and {core_hours:.2f} core-hours. Of these, "
             f"picks more than {MARGIN:g} nats above the lowest: {far}; picks told apart from the lowest (5 %, Holm): "
-            f"{sum(not one.alike for one in done.values())}; races whose two lowest are not told apart: "
+            f"{sum(not one.alike(one.choice) for one in done.values())}; races whose two lowest are not told apart: "
             f"{sum(not one.decided for one in done.values())}."
         ),
         (
@@ -245,19 +251,19 @@ def page() -> str:
             "and prices weigh against each other, and cannot test that their differences shrink with the model, as the plan "
             "takes from published fits. So the table also has what the plan picks if its losses are those of the raced model, "
             "as `gossamer plan` does for models of that size; of these picks, more than "
-            f"{MARGIN:g} nats above the lowest: {second_far}. "
-            "That was registered too, and decides nothing."
+            f"{MARGIN:g} nats above the lowest: {second_far}; told apart from it: "
+            f"{second_apart}. That was registered too, and decides nothing."
         ),
     ]
     if done:
         parts.append(markdown_lines(rows).rstrip())
     for (network, size), one in done.items():
         parts.append(f"## {NETWORKS[network]}, {size}")
-        parts.append(_table(by_cell[network, size], one))
+        parts.append(_table(by_cell[network, size], one, second[network, size]))
     if whole := outcomes(OWN_SIZE):
         parts += _at_its_own_size(whole)
-    if missing := [f"{NETWORKS[network]} with {size}" for (network, size), one in found.items() if one is None]:
-        parts.append(f"Not run, or not with all seeds: {'; '.join(missing)}.")
+    if not_run := [f"{NETWORKS[network]} with {size}" for (network, size), one in found.items() if one is None]:
+        parts.append(f"Not run, or not with all seeds: {'; '.join(not_run)}.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -305,7 +311,7 @@ def _gap(one: Verdict, label: str) -> str:
     return "0" if stands is None else f"{stands.mean:+.4f} ± {stands.half or 0:.4f}"
 
 
-def _table(lines: Sequence[dict[str, Any]], one: Verdict) -> str:
+def _table(lines: Sequence[dict[str, Any]], one: Verdict, second: str) -> str:
     """All candidates of a cell, the lowest first."""
     rows = [["candidate", "rounds", "s a round", "tokens", "loss, mean of the seeds", "above the lowest"]]
     rows.append(["---", *["---:"] * 5])
@@ -313,7 +319,7 @@ def _table(lines: Sequence[dict[str, Any]], one: Verdict) -> str:
         line = next(line for line in lines if line["label"] == label)
         stands = one.standing.above.get(label)
         gap = "" if stands is None else f"{stands.mean:+.4f} ± {stands.half or 0:.4f}"
-        words = " (pick)" if label == one.choice else " (pick at the scale of the race)" if label == one.second else ""
+        words = " (pick)" if label == one.choice else " (pick at the scale of the race)" if label == second else ""
         mean = statistics.fmean(one.losses[label])
         told = f"{mean:.4f}" if math.isfinite(mean) else "diverged"
         rows.append([label + words, str(line["rounds"]), f"{line['round_s']:.4g}", f"{line['tokens']:,}", told, gap])

@@ -27,11 +27,10 @@ _Losses = dict[int, float]
 
 def measured_losses() -> str:
     """The text of `FILE`."""
-    known: dict[str, dict[int, dict[str, Any]]] = {"data parallel": {1: _cell("leaderboard_tuned", "data_parallel")}}
+    known = {"data parallel": {1: _cell("data_parallel")}}
     for method in ("DiLoCo", "GASLoC 2-Peer", "GASLoC 1-Peer"):
-        stems = [f"local_steps_tuned{'' if steps == 30 else f'-h{steps}'}" for steps in LENGTHS]
-        known[method] = {steps: _cell(stem, method) for steps, stem in zip(LENGTHS, stems, strict=True)}
-    known |= {recipe: {30: _cell("leaderboard_tuned", recipe)} for recipe in _RECIPES}
+        known[method] = {steps: _cell(f"{method}, H = {steps}") for steps in LENGTHS}
+    known |= {recipe: {30: _cell(recipe)} for recipe in _RECIPES}
     methods = [
         f"  {json.dumps(method)}: {{\n"
         + ",\n".join(f'   "{steps}": {json.dumps(one)}' for steps, one in own.items())
@@ -47,16 +46,13 @@ def measured_losses() -> str:
     return '{\n "losses": {\n' + ",\n".join(methods) + "\n },\n" + others + "\n}\n"
 
 
-def _cell(stem: str, label: str) -> dict[str, Any]:
-    """A method's losses and settings."""
-    file, _ = config_of(RESULTS / "evidence" / f"{stem}.jsonl")
-    document = load_document(file)
+def _cell(label: str) -> dict[str, Any]:
+    """A method's losses and settings, with one warm-up for all."""
+    document = load_document(config_of(RESULTS / "evidence" / "equal_warmup.jsonl")[0])
     (variant,) = [one for one in document["variant"] if one["label"] == label]
-    settings = {
-        "inner_lr": variant.get("inner.lr", document["inner"]["lr"]), "lr": variant.get("rule.lr"),
-        "momentum": variant.get("rule.momentum"),
-    }  # fmt: skip
-    return {"losses": [round(loss, 4) for loss in _losses(stem, label).values()], **settings}
+    rule = variant.get("rule", {})
+    settings = {"inner_lr": variant["inner"]["lr"], "lr": rule.get("lr"), "momentum": rule.get("momentum")}
+    return {"losses": [round(loss, 4) for loss in _losses("equal_warmup", label).values()], **settings}
 
 
 def _losses(stem: str, label: str, **at: Any) -> _Losses:

@@ -30,7 +30,7 @@ from gossamer.run.config.recipes import recipe
 from gossamer.run.planning.candidates import PLANNED
 from gossamer.run.planning.choice import Candidate
 from gossamer.run.planning.expected_loss import TOKENS_PER_PARAMETER
-from gossamer.run.planning.measured_losses import nearest_measured
+from gossamer.run.planning.measured_losses import measured_schedule, nearest_measured
 from gossamer.run.planning.plan import RunPlan, method_tables, network_without
 from gossamer.settings.schema import toml_value
 
@@ -57,8 +57,6 @@ _SEQ_LEN, _SEQUENCES = 64, 32
 """Of a sequence, and of a step of all workers, of which each takes one at least: those of the measured losses."""
 _ROUNDS, _FEWEST = 8, 3
 """Rounds that the choice has at least, and that any candidate must have."""
-_WARMUP = 0.2
-"""Of the steps: a shorter warm-up costs candidates with few local steps more than others."""
 _VALIDATIONS, _VALIDATED = 8, 65_536
 """Of a run, and the tokens of each, or less: where a run is short, a tenth of its time at most is spent on them."""
 _COMPILED_FROM = 300
@@ -165,7 +163,7 @@ def document(
     base: dict[str, Any] = {
         "name": "race", "workers": n, "seed": made.options.seed, "model": toml_value(course.model),
         "data": {"source": source, "seq_len": course.seq_len, "batch_size": course.batch_size},
-        "inner": {"clip": 1.0, "schedule": "cosine", **faster},
+        "inner": faster,
         "run": {"eval_workers": False, "checkpoint_every": 0},
         "record": {"tensorboard": False, "export": False, "keep_checkpoints": False},
     }  # fmt: skip
@@ -180,7 +178,7 @@ def document(
         }  # fmt: skip
         rows.append({
             "label": one.label, **_method(one.candidate, course.model), "workers": len(own),
-            "inner.warmup_steps": max(1, round(_WARMUP * one.steps)), "run": run,
+            **{f"inner.{key}": value for key, value in measured_schedule(one.steps).items()}, "run": run,
             "network": {"planned": to_options(times_as_fast(team, slower))},
         })  # fmt: skip
     return {**base, "variant": rows}

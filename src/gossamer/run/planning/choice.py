@@ -86,7 +86,7 @@ class Candidate(NamedTuple):
         """What it loses at equal tokens; None where that was measured nowhere."""
         if self.method in _IN_PAIRS and len(self.local_steps) % 2:
             return None  # in each round one has no partner and trains alone, which costs more than anything else in a few rounds
-        # All workers of a mean drift as far as their own steps take them; races bear that out, and not for gossip (results/races.md).
+        # The workers of a mean drift as far as their own steps take them: races bear that out, and not for gossip (ADR 44).
         steps = round(fmean(self.local_steps)) if self.method == "DiLoCo" else self.full_steps
         return penalty(scale, self.method, steps, self.codec, self.missing)
 

@@ -1,8 +1,9 @@
 """What methods lose at equal tokens, as it was measured over local steps, and the settings it was measured at.
 
-One small model was trained: 139,584 parameters, 8 workers that read the same text, 20 tokens for each parameter, and for every
-method and number of local steps the settings that a search of whole runs chose for it. `measured_losses.json` is written by
-`make results` from the committed outcomes, and `tests/run/planning/test_measured_losses.py` holds it against them.
+One small model was trained: 139,584 parameters, 8 workers that read the same text, 20 tokens for each parameter, a warm-up of a
+fifth of the steps, and for every method and number of local steps the settings that a search of whole runs chose for it.
+`measured_losses.json` is written by `make results` from the committed outcomes, and
+`tests/run/planning/test_measured_losses.py` holds it against them.
 """
 
 import json
@@ -15,10 +16,12 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "CODECS_MEASURED", "DRIFT", "MEASURED", "MEASURED_PARAMETERS", "MEASURED_WORKERS", "NATS_PER_E_FOLD", "TunedLoss",
-    "measured_above", "nearest_measured",
+    "measured_above", "measured_schedule", "nearest_measured",
 ]  # fmt: skip
 
 MEASURED_PARAMETERS, MEASURED_WORKERS = 139_584, 8
+_WARMUP = 0.2
+"""Of the steps: a shorter warm-up costs methods with few local steps more than others."""
 
 
 class TunedLoss(NamedTuple):
@@ -93,3 +96,12 @@ def nearest_measured(method: str, local_steps: int) -> tuple[int, TunedLoss]:
     known = MEASURED[method]
     steps = min(known, key=lambda one: abs(math.log(one / local_steps)))
     return steps, known[steps]
+
+
+def measured_schedule(steps: int) -> dict[str, Any]:
+    """The keys of `[inner]` that all that was measured has in common, for a run of so many inner steps.
+
+    >>> measured_schedule(1350)
+    {'clip': 1.0, 'schedule': 'cosine', 'warmup_steps': 270}
+    """
+    return {"clip": 1.0, "schedule": "cosine", "warmup_steps": max(1, round(_WARMUP * steps))}

@@ -28,7 +28,12 @@ from gossamer.record.logs.trace import Integers, Trace, from_targets
 from gossamer.report.table import digits_text
 from gossamer.run.planning.choice import Candidate, Pick, pick
 from gossamer.run.planning.expected_loss import EXACT_CODECS, TOKENS_PER_PARAMETER, LossScale
-from gossamer.run.planning.measured_losses import MEASURED_PARAMETERS, MEASURED_WORKERS, nearest_measured
+from gossamer.run.planning.measured_losses import (
+    MEASURED_PARAMETERS,
+    MEASURED_WORKERS,
+    measured_schedule,
+    nearest_measured,
+)
 from gossamer.settings.options import Positive, Share, bounded
 from gossamer.topologies.matching import random_matchings
 
@@ -444,7 +449,7 @@ def run_toml(
 ) -> str:  # fmt: skip
     """A run file that trains as planned, on the text of the plan's settings read as bytes.
 
-    Outer learning rate and momentum are those that were best in a small model with about as many local steps
+    Warm-up, outer learning rate and momentum are those with which a small model was measured with about as many local steps
     (`gossamer.run.planning.measured_losses`). The inner learning rate that they go with stands in a comment, as it depends on
     the model.
 
@@ -468,6 +473,7 @@ def run_toml(
             key: value for key in ModelConfig.__dataclass_fields__ if (value := getattr(plan.model, key)) is not None
         },
         "data": {"source": plan.options.source, "seq_len": plan.options.seq_len, "batch_size": plan.options.batch_size},
+        "inner": measured_schedule(rounds * chosen.full_steps),
         "run": {
             "steps": rounds * chosen.full_steps,
             "local_steps": own[0] if len(set(own)) == 1 else list(own),
