@@ -32,7 +32,7 @@ from gossamer.run.experiments.processes import Apart, RunEnd
 from gossamer.run.experiments.race import LENGTHS, SMALL, Course, course_of, document, label_of
 from gossamer.run.planning.candidates import USUAL, choose_among, price_recipes
 from gossamer.run.planning.choice import pick, shortlist
-from gossamer.run.planning.expected_loss import TOKENS_PER_PARAMETER, LossScale
+from gossamer.run.planning.expected_loss import LossScale
 from gossamer.run.planning.measured_losses import MEASURED_PARAMETERS
 from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan
 
@@ -48,10 +48,8 @@ MODELS = {"1m": 256, "134m": 32_000}
 """Sizes with their vocabularies: 869,504 and 134,105,856 parameters. The networks say what an inner step takes, for both."""
 CELLS = [(network, size) for size in MODELS for network in NETWORKS]
 SEEDS, AGAIN, LAST = (40, 41, 42, 43, 44), (45, 46, 47, 48, 49), (50, 51, 52, 53, 54)
-RACED_AGAIN = {
-    ("slow_uplink", "134m"): AGAIN, ("strangers", "134m"): LAST,
-}  # fmt: skip
-"""Cells whose race changed with the plan: seeds that nobody has seen."""
+RACED_AGAIN = {("slow_uplink", "134m"): AGAIN, ("strangers", "134m"): LAST, ("even_10m", "1m"): LAST}
+"""Cells whose race changed with the plan: seeds that nobody had seen."""
 PLANNED = ModelConfig(size="1m")
 MARGIN = 0.02
 CODECS = ("bf16", "int8", "fp4")
@@ -70,16 +68,24 @@ class Cell(NamedTuple):
         return self.course.entrants[0].label
 
 
-def cell_of(network: str, size: str) -> Cell:
-    """The plan of a cell with its shortlist, and with the pick at the scale of the small model where that is another one."""
+def cell_of(network: str, size: str, horizon_s: float | None = None) -> Cell:
+    """The plan of a cell with its shortlist, and its pick for the small model in the time of the race.
+
+    Args: `horizon_s` is that time; that of this plan unless given.
+    """
     model = ModelConfig(size=size)
     bits = bits_per_parameter(CODECS, parameter_count(model, MODELS[size]))
     links = read_network(ROOT / "configs" / "networks" / f"{network}.toml")
     made = plan(links, model, PlanSettings(vocab_size=MODELS[size], codecs=bits))
     priced = price_recipes(made, USUAL)
     choice, everything = choose_among(made, priced), [*made.candidates, *priced.candidates]
-    small = LossScale(MEASURED_PARAMETERS, made.workers, TOKENS_PER_PARAMETER * MEASURED_PARAMETERS, 256)
-    some, second = shortlist(choice, everything), pick(everything, small).best
+    some = shortlist(choice, everything)
+    course = course_of(made, some[:1], SMALL, LENGTHS[0])
+    of_worker = course.seq_len * course.batch_size
+    fastest_s = min(one.round_s / (sum(one.local_steps) * of_worker) for one in everything)
+    tokens = (horizon_s or course.horizon_s) / fastest_s
+    small = LossScale(MEASURED_PARAMETERS, made.workers, tokens, 256, step_tokens=made.workers * of_worker)
+    second = pick(everything, small).best
     if second not in some:
         some.append(second)
     return Cell(made, course_of(made, some, SMALL, LENGTHS[0]), label_of(second))
@@ -102,11 +108,11 @@ def run(core_hours: float, own_size: str | None, jobs: int) -> None:
     for network, size in [(own_size, "1m")] if own_size else CELLS:
         if left_s <= 0:
             return
+        if not own_size and verdict(of_cell(outcomes(), network, size)) is not None:
+            continue
         cell = at_its_own_size(network) if own_size else cell_of(network, size)
         text = document(cell.course, cell.made, "stdlib", compiled=True)
         some = sorted(points(text, seeds=SEEDS[:3] if own_size else seeds_of(network, size)), key=lambda one: one.seed)
-        if not own_size and verdict(of_cell(outcomes(), network, size)) is not None:  # by the plan of its time
-            some = [one for one in some if one.method in (cell.choice, cell.second)]
         some = [one for one in some if (network, size, one.method, one.seed, cell.course.horizon_s) not in known]
         with tempfile.TemporaryDirectory() as scratch, Apart(jobs) as apart:
             for one in some:
@@ -155,9 +161,8 @@ def of_cell(lines: Sequence[dict[str, Any]], network: str, size: str) -> list[di
 
 
 class Verdict(NamedTuple):
-    """How the pick of a cell stands."""
+    """How the candidates of a cell stand."""
 
-    choice: str
     standing: Standing
     decided: bool
     """Whether the best is told apart from the second best."""
@@ -180,11 +185,10 @@ def verdict(lines: Sequence[dict[str, Any]]) -> Verdict | None:
     if not lines or any((label, seed) not in ended for label in labels for seed in seeds):
         return None
     losses = {label: [math.inf if (x := ended[label, seed]) is None else x for seed in seeds] for label in labels}
-    choice = next(one["label"] for one in lines if one["chosen"])
     by_mean = sorted(losses, key=lambda label: statistics.fmean(losses[label]))
     pairs = [(b - a, a) for a, b in zip(losses[by_mean[0]], losses[by_mean[1]], strict=True)]
     apart = effect(pairs).apart
-    return Verdict(choice, standing(losses), apart is not None and apart < 0.05, losses)
+    return Verdict(standing(losses), apart is not None and apart < 0.05, losses)
 
 
 def page() -> str:
@@ -193,73 +197,48 @@ def page() -> str:
     by_cell = {cell: of_cell(lines, *cell) for cell in CELLS}
     found = {cell: verdict(some) for cell, some in by_cell.items()}
     done = {cell: one for cell, one in found.items() if one is not None}
-    second = {cell: cell_of(*cell).second for cell in done}
-    if missing := [" ".join(cell) for cell, one in done.items() if second[cell] not in one.losses]:
-        raise SystemExit(f"not raced yet is the pick at the scale of the race in {', '.join(missing)}; run it first")
-    rows = [
-        [
-            "network",
-            "model",
-            "pick of the plan",
-            "lowest in the race",
-            "pick above it, nats",
-            "told apart",
-            "best decided",
-            "pick at the scale of the race",
-            "above it, nats",
-            "told apart",
-        ]
-    ]
-    rows.append(["---", "---", "---", "---", "---:", "---", "---", "---", "---:", "---"])
+    plans = {cell: cell_of(*cell, by_cell[cell][0]["horizon_s"]) for cell in done}
+    picks = {cell: one.second for cell, one in plans.items()}
+    if missing := [" ".join(cell) for cell, one in done.items() if picks[cell] not in one.losses]:
+        raise SystemExit(f"not raced yet is the pick in {', '.join(missing)}; run it first")
+    rows = [["network", "model", "pick", "lowest in the race", "pick above it, nats", "told apart", "best decided"]]
+    rows[0] += ["pick for the planned model", "above the lowest, nats"]
+    rows.append(["---", "---", "---", "---", "---:", "---", "---", "---", "---:"])
     for (network, size), one in done.items():
-        other = second[network, size]
-        rows.append(
-            [
-                NETWORKS[network],
-                size,
-                one.choice,
-                one.standing.best,
-                _gap(one, one.choice),
-                "no" if one.alike(one.choice) else "yes",
-                "yes" if one.decided else "no",
-                other,
-                _gap(one, other),
-                "no" if one.alike(other) else "yes",
-            ]
-        )
-    second_far = sum(one.above(second[cell]) > MARGIN for cell, one in done.items())
-    second_apart = sum(not one.alike(second[cell]) for cell, one in done.items())
+        chosen, planned = picks[network, size], plans[network, size].choice
+        row = [NETWORKS[network], size, chosen, one.standing.best, _gap(one, chosen)]
+        row += ["no" if one.alike(chosen) else "yes", "yes" if one.decided else "no"]
+        rows.append([*row, planned, _gap(one, planned) if planned in one.losses else "not raced"])
+    far = sum(one.above(picks[cell]) > MARGIN for cell, one in done.items())
+    apart = sum(not one.alike(picks[cell]) for cell, one in done.items())
     core_hours = sum(one["core_s"] for one in lines) / 3600
-    far = sum(one.above(one.choice) > MARGIN for one in done.values())
     parts = [
         "# Races of what a plan picks",
         "    python benchmarks/plan_races.py",
         (
             "What `gossamer plan` picks, raced against its shortlist: 139,584 parameters are trained for the time that bytes and "
             "seconds of the planned model give each candidate, and losses are those of the small model. "
-            "[Registered](../evidence/registered.md#races-of-what-a-plan-picks) before the first run; "
+            "[Registered](../evidence/registered.md#races-of-what-a-plan-picks) before the first run, and "
+            "[again](../evidence/registered.md#losses-of-a-plan-with-one-warm-up) before the last; "
             "five seeds that chose nothing."
         ),
         (
-            f"{len(done)} of {len(CELLS)} cells have run, with {len(lines)} runs and {core_hours:.2f} core-hours. Of these, "
-            f"picks more than {MARGIN:g} nats above the lowest: {far}; picks told apart from the lowest (5 %, Holm): "
-            f"{sum(not one.alike(one.choice) for one in done.values())}; races whose two lowest are not told apart: "
-            f"{sum(not one.decided for one in done.values())}."
+            f"{len(done)} of {len(CELLS)} cells have run, with {len(lines)} runs and {core_hours:.2f} core-hours, "
+            f"those of former plans among them. Of these, picks more than {MARGIN:g} nats above the lowest: {far}; "
+            f"picks told apart from the lowest (5 %, Holm): {apart}; "
+            f"races whose two lowest are not told apart: {sum(not one.decided for one in done.values())}."
         ),
         (
-            "The pick is for the planned model, and what runs is a smaller one: a race tests how methods, local steps, codecs "
-            "and prices weigh against each other, and cannot test that their differences shrink with the model, as the plan "
-            "takes from published fits. So the table also has what the plan picks if its losses are those of the raced model, "
-            "as `gossamer plan` does for models of that size; of these picks, more than "
-            f"{MARGIN:g} nats above the lowest: {second_far}; told apart from it: "
-            f"{second_apart}. That was registered too, and decides nothing."
+            "The pick is the plan's for the model that is trained, in the time of the race, as `gossamer plan` picks for a model "
+            "of that size. For the planned model, which has many more rounds in its time, the plan may pick another candidate, "
+            "and expects that one to end higher in the race; it stands beside, where it has run."
         ),
     ]
     if done:
         parts.append(markdown_lines(rows).rstrip())
     for (network, size), one in done.items():
         parts.append(f"## {NETWORKS[network]}, {size}")
-        parts.append(_table(by_cell[network, size], one, second[network, size]))
+        parts.append(_table(by_cell[network, size], one, picks[network, size]))
     if whole := outcomes(OWN_SIZE):
         parts += _at_its_own_size(whole)
     if not_run := [f"{NETWORKS[network]} with {size}" for (network, size), one in found.items() if one is None]:
@@ -311,7 +290,7 @@ def _gap(one: Verdict, label: str) -> str:
     return "0" if stands is None else f"{stands.mean:+.4f} ± {stands.half or 0:.4f}"
 
 
-def _table(lines: Sequence[dict[str, Any]], one: Verdict, second: str) -> str:
+def _table(lines: Sequence[dict[str, Any]], one: Verdict, chosen: str) -> str:
     """All candidates of a cell, the lowest first."""
     rows = [["candidate", "rounds", "s a round", "tokens", "loss, mean of the seeds", "above the lowest"]]
     rows.append(["---", *["---:"] * 5])
@@ -319,7 +298,7 @@ def _table(lines: Sequence[dict[str, Any]], one: Verdict, second: str) -> str:
         line = next(line for line in lines if line["label"] == label)
         stands = one.standing.above.get(label)
         gap = "" if stands is None else f"{stands.mean:+.4f} ± {stands.half or 0:.4f}"
-        words = " (pick)" if label == one.choice else " (pick at the scale of the race)" if label == second else ""
+        words = " (pick)" if label == chosen else ""
         mean = statistics.fmean(one.losses[label])
         told = f"{mean:.4f}" if math.isfinite(mean) else "diverged"
         rows.append([label + words, str(line["rounds"]), f"{line['round_s']:.4g}", f"{line['tokens']:,}", told, gap])

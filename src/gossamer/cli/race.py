@@ -63,6 +63,8 @@ class Race(NamedTuple):
     """Of these seeds, by label; infinite where a run diverged."""
     standing: "Standing | None"
     """None before the first seed has ended."""
+    planned_standing: "Standing | None"
+    """The same for the planned model, with what the plan expects to change."""
     left: dict[str, str]
     """Candidates of the shortlist that are not raced, and why."""
     parameters: int
@@ -76,8 +78,8 @@ class Race(NamedTuple):
 
     @property
     def taken(self) -> "Candidate":
-        """The plan's choice, unless the race tells it apart from the lowest; then the lowest."""
-        found = self.standing
+        """The plan's choice, unless it is told apart from what is lowest for the planned model; then that one."""
+        found = self.planned_standing
         kept = found is None or self.choice in (found.best, *found.alike)
         return self.candidates[self.choice if kept or found is None else found.best]
 
@@ -103,8 +105,9 @@ def race(
     from gossamer.report.page.page import write_pages
     from gossamer.report.results import read_results
     from gossamer.run.config.experiment_file import points
-    from gossamer.run.experiments.race import FILE, MOST_SEEDS, label_of, opened_race, race_standings
+    from gossamer.run.experiments.race import FILE, MOST_SEEDS, carried_over, label_of, opened_race, race_standings
     from gossamer.run.planning.choice import shortlist
+    from gossamer.run.planning.expected_loss import LossScale
     from gossamer.settings.schema import build
 
     began, some = time.monotonic(), shortlist(choice, candidates)
@@ -144,7 +147,12 @@ def race(
     )
     seeds, losses, standing = race_standings(runs, ended)
     parameters = parameter_count(build(ModelConfig, text["model"], "model"), 256)
-    return Race(folder, report, text, raced, tuple(seeds), losses, standing, left, parameters, made.parameters)
+    found = Race(folder, report, text, raced, tuple(seeds), losses, standing, None, left, parameters, made.parameters)
+    if standing is None:
+        return found
+    step_tokens = made.workers * text["data"]["seq_len"] * text["data"]["batch_size"]
+    scale = LossScale(parameters, made.workers, found.tokens(found.choice), 256, step_tokens=step_tokens)
+    return found._replace(planned_standing=carried_over(losses, raced, choice, scale))
 
 
 def _begun(
@@ -217,6 +225,7 @@ def race_facts(found: Race) -> dict[str, Any]:
         "folder": found.folder, "report": found.report, "parameters": found.parameters, "source": found.text["data"]["source"],
         "seeds": found.seeds, "best": None if found.standing is None else found.standing.best,
         "decided": found.standing is not None and found.standing.decided,
+        "taken": next(label for label, one in found.candidates.items() if one == found.taken),
         "candidates": [of(label, one) for label, one in found.candidates.items()], "left": found.left,
     }  # fmt: skip
 
@@ -254,6 +263,10 @@ def print_race(found: Race) -> None:
         f"{found.planned:,} parameters losses are others, and their order may be"
     )
     print(_verdict(found, standing))
+    taken = next(label for label, one in found.candidates.items() if one == found.taken)
+    print(
+        f"taken: {taken}, by these losses and what the plan expects to change with {found.planned:,} parameters and their rounds"
+    )
     print(f"race: {found.folder}")
     print(f"report: {found.report}")
 

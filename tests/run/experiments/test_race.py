@@ -11,13 +11,16 @@ from gossamer.cli import main
 from gossamer.errors import ConfigError
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, times_as_fast
+from gossamer.report.paired import standing
 from gossamer.report.results import PointResult, read_results
 from gossamer.run.config.experiment_file import points
 from gossamer.run.config.run_file import parse
 from gossamer.run.experiments import processes, race
+from gossamer.run.experiments.race import carried_over
 from gossamer.run.planning.candidates import USUAL, choose_among, price_recipes
 from gossamer.run.planning.check import examine_run
-from gossamer.run.planning.choice import Candidate, Pick, shortlist
+from gossamer.run.planning.choice import Candidate, Pick, pick, shortlist
+from gossamer.run.planning.expected_loss import LossScale
 from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan
 from tiny import TEXT
 
@@ -167,6 +170,7 @@ def test_a_race_is_stopped_resumed_and_ends_with_a_verdict_a_report_and_a_run_fi
     document = tomllib.loads((folder / race.FILE).read_text())
     labels = [row["label"] for row in document["variant"]]
     assert len(trained) == len({*trained}) == len(ended) == 2 * len(labels) and ended[:2] == kept
+    (taken,) = [label for label in labels if f"taken: {label}, by these losses" in told]
     assert "verdict: " in told and "losses are others, and their order may be" in told and "2 seeds" in told
     assert (folder / "report.html").is_file() and "race of" in told
     run = tomllib.loads(Path("run.toml").read_text())
@@ -176,8 +180,10 @@ def test_a_race_is_stopped_resumed_and_ends_with_a_verdict_a_report_and_a_run_fi
     assert main([*small_race, "--resume", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["race"]
     assert found["seeds"] == [0, 1] and [one["label"] for one in found["candidates"]] == labels
-    assert found["best"] in labels and [one["chosen"] for one in found["candidates"]] == [True] + [False] * (
-        len(labels) - 1
+    assert (
+        found["taken"] == taken
+        and found["best"] in labels
+        and [one["chosen"] for one in found["candidates"]] == [True] + [False] * (len(labels) - 1)
     )
     assert all(len(one["losses"]) == 2 and one["rounds"] >= 3 for one in found["candidates"])
 
@@ -185,6 +191,34 @@ def test_a_race_is_stopped_resumed_and_ends_with_a_verdict_a_report_and_a_run_fi
     other[other.index("--local-steps") + 1] = "15,60"
     assert main([*other, "--resume"]) == 2
     assert "which is not on the shortlist of this plan" in capsys.readouterr().err
+
+
+def expected(choice: Pick, one: Candidate) -> float:
+    found = choice.loss(one)
+    assert found is not None
+    return found.nats
+
+
+def test_a_race_that_ends_as_the_plan_expects_it_to_leaves_the_choice_and_one_that_does_not_may_change_it() -> None:
+    planned = LossScale(134_000_000, 8, 20 * 134e6, 32_000, step_tokens=8192)
+    raced = LossScale(139_584, 8, 20 * 139_584, 256, step_tokens=2048)
+    long, short = (
+        Candidate("DiLoCo", "bf16", None, (steps,) * 8, 1.0, 1.0, 0.9, seconds)
+        for steps, seconds in ((120, 1.0), (15, 1.05))
+    )
+    choice, candidates = pick([long, short], planned), {"long": long, "short": short}
+    there = choice._replace(scale=raced)
+    assert choice.best == long and expected(there, short) < expected(there, long), "which has few rounds in the race"
+    chance = {"long": (0.0, 0.01, -0.01), "short": (0.01, -0.01, 0.0)}
+    losses = {label: [1.5 + expected(there, one) + nats for nats in chance[label]] for label, one in candidates.items()}
+    assert standing(losses).best == "short"
+    found = carried_over(losses, candidates, choice, raced)
+    above = expected(choice, short) - expected(choice, long)
+    assert found.best == "long" and found.above["short"].mean == pytest.approx(above)
+    worse = {**losses, "long": [nats + 1.0 for nats in losses["long"]]}
+    again = carried_over(worse, candidates, choice, raced)
+    assert again.best == "short" and again.decided
+    assert again.above["long"].mean == pytest.approx(planned.gap / raced.gap - above)
 
 
 def test_minutes_in_which_nothing_fits_are_refused_with_what_it_would_take(

@@ -15,7 +15,7 @@ from gossamer.run.config.resolve import run_faults
 from gossamer.run.config.run_file import parse
 from gossamer.run.planning.choice import Candidate, best_of_each, pick, plan_rows
 from gossamer.run.planning.expected_loss import LossScale
-from gossamer.run.planning.measured_losses import DRIFT, MEASURED_PARAMETERS
+from gossamer.run.planning.measured_losses import DRIFT, MEASURED_PARAMETERS, measured_schedule
 from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan, run_toml, slowest
 
 ROOT = Path(__file__).parents[3]
@@ -185,6 +185,7 @@ def test_on_the_slow_uplink_the_slow_worker_is_dropped_and_told(
     text = out.read_text()
     document = tomllib.loads(text)
     assert "# Without worker 7" in text and "# Best at 1 local step, " in text and "inner.lr = 0.004" in text
+    assert document["inner"] == measured_schedule(document["run"]["steps"]), "the schedule of the losses it was chosen by"
     assert document["workers"] == 7 and document["network"]["planned"]["uplink_bps"] == [25e6] * 7
     assert not run_faults(parse(document)) and document["rule"] == {"name": "data_parallel"}
     assert main([*words[:4], "--keep-all", "--json"]) == 0

@@ -118,6 +118,33 @@ def test_a_file_that_is_no_law_is_refused_in_a_sentence(text: str, words: str, t
         read_law(tmp_path / "other.toml")
 
 
+def longer(times: float, parameters: float = 139_584) -> LossScale:
+    at = scale(parameters, each=20 * times)
+    return at._replace(step_tokens=20 * parameters / at.known_steps)
+
+
+def test_what_local_steps_cost_follows_the_number_of_rounds() -> None:
+    once, four = longer(1), longer(4)
+    assert four.steps == pytest.approx(4 * once.steps) and four.gap < once.gap
+    few, many = known(once, "GASLoC 2-Peer", 30), known(four, "GASLoC 2-Peer", 120)
+    assert [nats / four.gap for nats in many.by_seed] == pytest.approx([nats / once.gap for nats in few.by_seed])
+    streaming = [known(at, "streaming_diloco", 30).nats / known(at, "DiLoCo", 30).nats for at in (once, four)]
+    assert streaming[0] == pytest.approx(streaming[1]), (
+        "what was measured with one number of rounds changes as DiLoCo does"
+    )
+
+
+def test_a_run_shorter_than_the_measured_ones_loses_as_much_and_a_longer_one_is_doubted_for_what_it_saves() -> None:
+    half, once, four, twenty = (longer(times) for times in (0.5, 1, 4, 20))
+    assert known(half, "DiLoCo", 120).by_seed == known(once, "DiLoCo", 120).by_seed
+    assert known(once, "DiLoCo", 120).beyond == known(four, "DiLoCo", 120).beyond == 0
+    far, near = known(twenty, "DiLoCo", 120), known(four, "DiLoCo", 120)
+    assert far.beyond == pytest.approx(near.nats * twenty.gap / four.gap - far.nats) and far.beyond > 0
+    assert known(twenty, "DiLoCo", 5).nats == known(twenty, "DiLoCo", 1).nats, (
+        "an exchange after each step is the least"
+    )
+
+
 def test_local_steps_that_some_workers_leave_out_widen_an_interval_and_move_no_mean() -> None:
     at = scale()
     even, uneven = (penalty(at, "DiLoCo", 30, "exact", missing) for missing in (0.0, 0.25))

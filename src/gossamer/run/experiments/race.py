@@ -28,15 +28,15 @@ from gossamer.run.config.document import load_document
 from gossamer.run.config.experiment_file import Point
 from gossamer.run.config.recipes import recipe
 from gossamer.run.planning.candidates import PLANNED
-from gossamer.run.planning.choice import Candidate
-from gossamer.run.planning.expected_loss import TOKENS_PER_PARAMETER
+from gossamer.run.planning.choice import Candidate, Pick
+from gossamer.run.planning.expected_loss import TOKENS_PER_PARAMETER, LossScale
 from gossamer.run.planning.measured_losses import measured_schedule, nearest_measured
 from gossamer.run.planning.plan import RunPlan, method_tables, network_without
 from gossamer.settings.schema import toml_value
 
 __all__ = [
-    "FILE", "LENGTHS", "MOST_SEEDS", "SMALL", "Course", "Entrant", "course_of", "courses", "document", "label_of", "opened_race",
-    "race_standings", "written_race",
+    "FILE", "LENGTHS", "MOST_SEEDS", "SMALL", "Course", "Entrant", "carried_over", "course_of", "courses", "document", "label_of",
+    "opened_race", "race_standings", "written_race",
 ]  # fmt: skip
 
 FILE = "race.toml"
@@ -248,3 +248,23 @@ def race_standings(
         for label in labels
     }
     return seeds, losses, standing(losses) if seeds else None
+
+
+def carried_over(
+    losses: Mapping[str, Sequence[float]], candidates: Mapping[str, Candidate], choice: Pick, raced: LossScale
+) -> Standing:
+    """How candidates stand for the planned model: `E(planned) + (loss - E(raced)) · gap(planned) / gap(raced)` for each seed.
+
+    E is what the plan expects of a candidate in the time, for the planned model and for the raced one, whose rounds are fewer. So
+    a race that ends as the plan expects it to leaves the plan as it is, and what it finds beyond that shrinks as the gap of all
+    methods to data parallelism does.
+
+    Args: `losses` are those of the race, `choice` is that of the plan, and `raced` what the plan takes the race for.
+    """
+    there, shrinks = choice._replace(scale=raced), choice.scale.gap / raced.gap
+    moved = dict[str, list[float]]()
+    for label, some in losses.items():
+        planned, here = choice.loss(candidates[label]), there.loss(candidates[label])
+        assert planned is not None and here is not None, "a shortlist has none whose loss is not known"
+        moved[label] = [planned.nats + shrinks * (loss - here.nats) for loss in some]
+    return standing(moved)

@@ -1,15 +1,18 @@
 """What a candidate is expected to lose against data parallelism in the same time, and whether two can be told apart.
 
-    loss(c) - loss(data parallelism after D tokens) = gap(N, n) · r(method, H) + codec - s · ln(D_c / D)
+    loss(c) - loss(data parallelism after D tokens) = gap(N, n) · f(method, R) / f(DiLoCo, R₃₀) + codec - s · ln(D_c / D)
 
 D_c is what candidate c reads in the time, and s what e times as many tokens bring. `gap` is DiLoCo's, with 30 local steps:
-measured for 139,584 parameters, published from 35M on, and between them interpolated. `r` is how a method with H local steps
-stood to that where it was measured. What two candidates share cancels in their difference, whose interval has
+measured for 139,584 parameters, published from 35M on, and between them interpolated; a small model that reads more tokens for
+each parameter comes nearer. `f` is what a method lost in R rounds where it was measured, and R₃₀ the rounds of 30 local steps in
+the runs that `gap` is of: what local steps cost follows the number of rounds, where the two were told apart. What two candidates
+share cancels in their difference, whose interval has
 
 - the 95 % interval of the mean over seeds, paired, and that of a codec that was measured, paired too;
 - what workers with fewer local steps than the others may cost, up to their share of the gap, as all took the same when it was
   measured;
-- far from what was measured, the share by which such differences changed there with parameters, workers and tokens (`DRIFT`);
+- far from what was measured, the share by which such differences changed there with parameters, workers and tokens (`DRIFT`), and
+  in longer runs all that more rounds with as many local steps are thought to save;
 - a share of `gap` between data parallelism and all others, and of what the tokens bring.
 
 Where `r` is known too badly to tell methods apart, their intervals hold zero, and the time decides.
@@ -27,8 +30,10 @@ from gossamer.report.paired import effect
 from gossamer.run.planning.measured_losses import (
     CODECS_MEASURED,
     DRIFT,
+    GAP_POWER,
     MEASURED,
     MEASURED_PARAMETERS,
+    MEASURED_STEPS,
     MEASURED_WORKERS,
     NATS_PER_E_FOLD,
     measured_above,
@@ -55,6 +60,10 @@ EXACT_CODECS = ("exact", "bf16")
 _PUBLISHED = (35e6, 2.4e9)
 _MOST_WORKERS = 8
 """Of arXiv 2503.09799."""
+_PUBLISHED_STEPS = 10_000
+"""Inner steps of its runs, from some 5,000 of the smallest model to 20,000 of the largest."""
+_LONGEST = 5400
+"""Inner steps with which it was measured that rounds count."""
 _GAP_DOUBT = 0.4
 """Its fits of all replicas and of each number of them, and what it measured, differ by so much of the gap."""
 _LEAST_GAP = 0.005
@@ -100,6 +109,18 @@ class LossScale(NamedTuple):
     vocab_size: int
     own_per_e_fold: float | None = None
     """What e times as many tokens bring on the user's text, where a law of it is given."""
+    step_tokens: float | None = None
+    """Tokens of an inner step of all workers together; None for as many steps as the runs have that `gap` is of."""
+
+    @property
+    def known_steps(self) -> float:
+        """Inner steps of the runs that `gap` is of."""
+        return self._between(MEASURED_STEPS, _PUBLISHED_STEPS)
+
+    @property
+    def steps(self) -> float:
+        """Inner steps of a worker that reads its share of the tokens."""
+        return self.known_steps if self.step_tokens is None else max(MEASURED_STEPS, self.tokens / self.step_tokens)
 
     @property
     def level(self) -> float:
@@ -116,7 +137,8 @@ class LossScale(NamedTuple):
             return max(_LEAST_GAP, loss_fit(parameters, self.workers) / data_parallel_fit(parameters) - 1)
 
         share = self._between(_MEASURED_GAP / _MEASURED_LEVEL, published(max(self.parameters, _PUBLISHED[0])))
-        return self.level * share
+        more = max(1.0, self.tokens / (TOKENS_PER_PARAMETER * self.parameters))
+        return self.level * share * more ** -(GAP_POWER * (1 - self._place))
 
     @property
     def per_e_fold(self) -> float:
@@ -134,8 +156,12 @@ class LossScale(NamedTuple):
 
     def _between(self, measured: float, published: float) -> float:
         """Interpolated in the logarithms of both."""
-        place = min(1.0, max(0.0, math.log(self.parameters / MEASURED_PARAMETERS) / _SPAN))
-        return measured ** (1 - place) * published**place
+        return measured ** (1 - self._place) * published**self._place
+
+    @property
+    def _place(self) -> float:
+        """From 0 for the parameters that were measured to 1 for those from which it is published."""
+        return min(1.0, max(0.0, math.log(self.parameters / MEASURED_PARAMETERS) / _SPAN))
 
     @property
     def _away(self) -> dict[str, float]:
@@ -221,7 +247,7 @@ class Penalty(NamedTuple):
     gap: float
     """What all have in common that take local steps; 0 for data parallelism."""
     beyond: float
-    """What is added for local steps beyond the measured ones, which may be twice that or nothing."""
+    """What is added or taken for fewer rounds or more steps than the measured ones, which may be twice that or nothing."""
     codec: tuple[float, ...]
     """By seed, of a lossy one; of other runs, so the seeds are not those of `by_seed`."""
     codec_far: float
@@ -249,20 +275,24 @@ def penalty(scale: LossScale, method: str, local_steps: int, codec: str, missing
     """
     if method == "data parallel":
         return _NONE if codec in EXACT_CODECS else None
-    found = measured_above(method, local_steps)
-    if found is None:
+    if len(MEASURED.get(method, {})) == 1 and local_steps not in MEASURED[method]:
+        return None  # how it changes with its local steps nobody knows
+    found, near = (measured_above(method, steps / local_steps) for steps in (scale.steps, min(scale.steps, _LONGEST)))
+    known = measured_above("DiLoCo", scale.known_steps / 30)
+    if found is None or near is None:
         return None
+    assert known is not None
     lossy: Sequence[float] = ()
     if codec not in EXACT_CODECS and method not in _WITH_A_CODEC:
-        known = CODECS_MEASURED.get(method, {})
-        if codec not in known:
+        codecs = CODECS_MEASURED.get(method, {})
+        if codec not in codecs:
             return None
-        lossy = known[codec]
-    k = scale.gap / _MEASURED_GAP
+        lossy = codecs[codec]
+    k = scale.gap / fmean(known[0])
     above, beyond = found
     return Penalty(
-        tuple(k * nats for nats in above), scale.gap, k * beyond, tuple(k * nats for nats in lossy),
-        1 + abs(math.log(local_steps / 30)), scale.gap * missing,
+        tuple(k * nats for nats in above), scale.gap, k * (beyond + abs(fmean(near[0]) - fmean(above))),
+        tuple(scale.gap / _MEASURED_GAP * nats for nats in lossy), 1 + abs(math.log(local_steps / 30)), scale.gap * missing,
     )  # fmt: skip
 
 

@@ -15,11 +15,11 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 __all__ = [
-    "CODECS_MEASURED", "DRIFT", "MEASURED", "MEASURED_PARAMETERS", "MEASURED_WORKERS", "NATS_PER_E_FOLD", "TunedLoss",
-    "measured_above", "measured_schedule", "nearest_measured",
+    "CODECS_MEASURED", "DRIFT", "GAP_POWER", "MEASURED", "MEASURED_PARAMETERS", "MEASURED_STEPS", "MEASURED_WORKERS",
+    "NATS_PER_E_FOLD", "TunedLoss", "measured_above", "measured_schedule", "nearest_measured",
 ]  # fmt: skip
 
-MEASURED_PARAMETERS, MEASURED_WORKERS = 139_584, 8
+MEASURED_PARAMETERS, MEASURED_WORKERS, MEASURED_STEPS = 139_584, 8, 1350
 _WARMUP = 0.2
 """Of the steps: a shorter warm-up costs methods with few local steps more than others."""
 
@@ -52,28 +52,40 @@ CODECS_MEASURED: Mapping[str, Mapping[str, tuple[float, ...]]] = {
 """Nats by seed that a lossy codec adds, by method, with 30 local steps."""
 NATS_PER_E_FOLD: float = _DOCUMENT["nats_per_e_fold"]
 """By how much the loss falls with e times as many tokens: DiLoCo, from 20 to 79 tokens a parameter."""
+GAP_POWER: float = _DOCUMENT["gap_power"]
+"""By which power of tokens for each parameter DiLoCo came nearer to data parallelism, in as many rounds."""
 DRIFT: Mapping[str, float] = _DOCUMENT["drift"]
 """By which power of tokens, parameters and workers the difference of two methods changed where that was measured."""
 
 
-def measured_above(method: str, local_steps: int) -> tuple[tuple[float, ...], float] | None:
-    """Nats by seed above data parallelism after as many tokens, and how much of their mean lies beyond what was measured.
+def measured_above(method: str, rounds: float) -> tuple[tuple[float, ...], float] | None:
+    """Nats by seed above data parallelism after as many tokens in so many rounds, and how much of their mean was not measured.
 
-    Between measured local steps they are interpolated in their logarithm; above the most they go on as between the last two. None
-    for a method that was not measured, and, of one that was with one number of local steps, for all others.
+    Between measured numbers of rounds they are interpolated in their logarithm; with fewer rounds they go on as between the last
+    two, and with more than an exchange after each step they stay. None for a method that was not measured. One that was measured
+    with one number of rounds changes with others as DiLoCo does.
 
-    >>> above, beyond = measured_above("DiLoCo", 240)
-    >>> [round(nats, 3) for nats in above], round(beyond, 3)
-    ([0.302, 0.308, 0.331, 0.292, 0.299], 0.033)
-    >>> measured_above("gossip", 60)
+    >>> above, beyond = measured_above("DiLoCo", 1350 / 240)
+    >>> [round(nats, 2) for nats in above], round(beyond, 2)
+    ([0.45, 0.4, 0.39, 0.41, 0.42], 0.07)
+    >>> measured_above("heloco", 45)
     """
     known = MEASURED.get(method, {})
-    if local_steps in known:
-        return _above(known[local_steps]), 0.0
-    steps = sorted(known)
-    if len(steps) < 2 or local_steps < steps[0]:
+    if not known:
         return None
-    low, high = next(((a, b) for a, b in pairwise(steps) if local_steps < b), (steps[-2], steps[-1]))
+    if len(known) == 1 and method != "data parallel":
+        ((steps, one),) = known.items()
+        (own, far), (there, _) = _along(MEASURED["DiLoCo"], rounds), _along(MEASURED["DiLoCo"], MEASURED_STEPS / steps)
+        share = fmean(own) / fmean(there)
+        return tuple(share * nats for nats in _above(one)), abs(far / fmean(own) * share * fmean(_above(one)))
+    return _along(known, rounds)
+
+
+def _along(known: Mapping[int, TunedLoss], rounds: float) -> tuple[tuple[float, ...], float]:
+    local_steps, steps = MEASURED_STEPS / rounds, sorted(known)
+    if local_steps <= steps[0]:
+        return _above(known[steps[0]]), 0.0
+    low, high = next(((a, b) for a, b in pairwise(steps) if local_steps <= b), (steps[-2], steps[-1]))
     first, last = _above(known[low]), _above(known[high])
     share = math.log(local_steps / low) / math.log(high / low)
     if share <= 1:

@@ -243,7 +243,7 @@ def plan(
     tokens = options.tokens or TOKENS_PER_PARAMETER * parameters
     if options.hours is not None:
         tokens = 3600 * options.hours / min(one.seconds_per_token for one in candidates)
-    scale = LossScale(parameters, n, tokens, options.vocab_size, options.per_e_fold)
+    scale = LossScale(parameters, n, tokens, options.vocab_size, options.per_e_fold, options.step_tokens * n)
     return RunPlan(tuple(candidates), pick(candidates, scale, options.hours), network, model, parameters, options)
 
 
