@@ -27,6 +27,8 @@ from gossamer.run.experiments.tune import contenders, searched
 __all__ = ["FOLDERS", "drawn", "outcome_files", "page"]
 
 FOLDERS = ("", "paper", "evidence")
+_OTHERWISE = (FRESH, "equal_warmup")
+"""Registered experiments that compare something else than momentum with none."""
 _HOUR = 3600
 
 
@@ -51,7 +53,7 @@ def page(outcomes: Path) -> str:
         runs, asked = points(document, seeds=seeds, scale=scale), figure(document)
         found = _in_order(outcomes, runs)
         compared = fresh_table(found) if file.stem == FRESH else ""
-        cells = [] if file.stem == FRESH else _cells(outcomes, runs, found)
+        cells = _cells(outcomes, runs, found)
         at_ends = [] if asked is not None else _branches(found, runs)
         parts.append(_said(lines, len(runs)))
         if ranked := _ranked(outcomes, found):
@@ -75,7 +77,7 @@ def drawn(outcomes: Path) -> bytes | None:
     """The figure of an experiment: what its file asks for, the leaderboard, annealed losses or the gain of momentum."""
     file, scale = config_of(outcomes)
     document = load_document(file)
-    if file.stem == FRESH or _is_tuning([line for _, line in json_lines(outcomes)]):
+    if _is_tuning([line for _, line in json_lines(outcomes)]):
         return None
     runs = points(document, seeds=sorted({one.seed for one in read_results(outcomes)}), scale=scale)
     found, asked = _in_order(outcomes, runs), figure(document)
@@ -95,7 +97,9 @@ def _ranked(outcomes: Path, found: Sequence[PointResult]) -> list[Standing]:
 
 def _cells(outcomes: Path, runs: Sequence[Point], found: Sequence[PointResult]) -> list[Gain]:
     """Momentum against none in each cell of a registered experiment, whose methods are tuned; none where rows look alike."""
-    cells = gains(runs, found) if outcomes.parent.name == "evidence" else []
+    if outcomes.parent.name != "evidence" or outcomes.stem in _OTHERWISE:
+        return []
+    cells = gains(runs, found)
     places = [(one.method, one.plain, *map(str, one.where.values())) for one in cells]
     return cells if len({*places}) == len(places) else []
 

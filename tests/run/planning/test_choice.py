@@ -38,7 +38,7 @@ def test_the_lowest_loss_in_the_time_is_taken_and_waiting_counts_as_loss() -> No
 
 
 def test_of_candidates_that_are_as_low_the_fastest_is_taken_and_of_nearly_as_fast_ones_the_simplest() -> None:
-    two_peers, everyone = one("GASLoC 2-Peer", 30, 1.0), one("DiLoCo", 120, 0.97)
+    two_peers, everyone = one("GASLoC 2-Peer", 120, 1.0), one("DiLoCo", 120, 1.04)
     assert pick([two_peers, everyone], SCALE).best == everyone, "fewer parts"
     exact, cast, four = (
         one("DiLoCo", 30, seconds, codec) for seconds, codec in ((1.0, "exact"), (0.9, "bf16"), (0.88, "fp4"))
@@ -47,7 +47,7 @@ def test_of_candidates_that_are_as_low_the_fastest_is_taken_and_of_nearly_as_fas
 
 
 def test_where_nothing_is_decided_the_lowest_expectation_is_taken_as_it_knows_the_time_already() -> None:
-    few, many = one("GASLoC 1-Peer", 30, 1.0), one("GASLoC 1-Peer", 120, 0.94)
+    few, many = one("GASLoC 1-Peer", 60, 1.0), one("GASLoC 1-Peer", 120, 0.85)
     found = pick([few, many], SCALE)
     above = found.above_best(many)
     assert found.best == few and found.undecided == (many,) and above is not None and above.open and above.nats > 0.005
@@ -185,7 +185,9 @@ def test_on_the_slow_uplink_the_slow_worker_is_dropped_and_told(
     text = out.read_text()
     document = tomllib.loads(text)
     assert "# Without worker 7" in text and "# Best at 1 local step, " in text and "inner.lr = 0.004" in text
-    assert document["inner"] == measured_schedule(document["run"]["steps"]), "the schedule of the losses it was chosen by"
+    assert document["inner"] == measured_schedule(document["run"]["steps"]), (
+        "the schedule of the losses it was chosen by"
+    )
     assert document["workers"] == 7 and document["network"]["planned"]["uplink_bps"] == [25e6] * 7
     assert not run_faults(parse(document)) and document["rule"] == {"name": "data_parallel"}
     assert main([*words[:4], "--keep-all", "--json"]) == 0
@@ -199,10 +201,10 @@ def test_the_candidates_of_the_decision_are_as_good_as_it_says() -> None:
     two_peers = next(one for one in best_of_each(found.choice, found.candidates) if one.name == "GASLoC 2-Peer")
     best, all_eight = found.choice.loss(found.best), kept.choice.loss(kept.best)
     assert found.best.name == "data parallel less 7" and best is not None and best.nats == 0
-    assert {str(found.choice.above_best(one)) for one in found.choice.undecided} == {"+0.019 ± 0.057", "+0.015 ± 0.110"}
-    assert all_eight is not None and str(all_eight) == "+0.087 ± 0.093"
+    assert {str(found.choice.above_best(one)) for one in found.choice.undecided} == {"+0.012 ± 0.059", "+0.009 ± 0.106"}
+    assert all_eight is not None and str(all_eight) == "+0.081 ± 0.089"
     assert kept.best.name == "DiLoCo uneven" and kept.best.local_steps == (*[5] * 7, 4)
-    assert str(found.choice.above_best(two_peers)) == "+0.063 ± 0.083"
+    assert str(found.choice.above_best(two_peers)) == "+0.049 ± 0.069"
     assert DRIFT == {"parameters": 0.29, "tokens": 0.72, "workers": 0.81}
 
 
