@@ -3,6 +3,7 @@
 import math
 import multiprocessing
 import os
+import signal
 import shutil
 import subprocess
 import sys
@@ -108,6 +109,24 @@ def test_a_process_of_a_run_that_is_killed_is_told_with_what_to_do(tmp_path: Pat
         threading.Thread(target=kill).start()
         with pytest.raises(TrainingError, match=r"exit code -9; if the machine .* lower --jobs"):
             apart.ended()
+
+
+@pytest.mark.usefixtures("forks")
+def test_a_run_under_way_ends_in_python_when_its_comparison_is_left(tmp_path: Path) -> None:
+    (run,) = points(document(workers=2, run__steps=1_000_000, run__eval_every=0, model__layers=1), seeds=[0])
+    children = list[Any]()
+
+    def stop() -> None:
+        while not (tmp_path / "run" / "run.toml").exists():
+            time.sleep(0.05)
+        children.extend(multiprocessing.active_children())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt), Apart(2) as apart:
+        apart.add(run.label, run.config, tmp_path / "run")
+        threading.Thread(target=stop).start()
+        apart.ended()
+    assert [child.exitcode for child in children] == [0], "killed, it would leave what torch's compiler holds"
 
 
 ENDLESS = """

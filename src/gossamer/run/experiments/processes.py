@@ -85,7 +85,7 @@ class _Lane:
 
 
 class Apart:
-    """Trains runs, so many at a time; those under way are killed when it is left.
+    """Trains runs, so many at a time; those under way are ended when it is left.
 
     Args:
         jobs: with one, a run takes place in this process, as `ended` is called.
@@ -110,7 +110,7 @@ class Apart:
             if lane.key is None:
                 lane.link.close()  # it reads that nobody sends any more, and removes what torch's compiler holds as it ends
             else:
-                lane.process.kill()
+                lane.process.terminate()
         for lane in self._lanes:
             lane.process.join(_ENDING_S)
             lane.process.kill()
@@ -173,7 +173,8 @@ def _work(link: Connection, lane: int, lanes: int) -> None:
     """A process that trains what it is sent, until nobody sends any more."""
     end_with_parent()  # also amid a run
     gc.freeze()  # what was imported is shared with the others, and not collected
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which kills what is under way
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends what is under way
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # in Python, which removes what torch's compiler holds
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, _share(sorted(os.sched_getaffinity(0)), lane, lanes))
     kept = _Kept()
