@@ -3,8 +3,8 @@
 import math
 import multiprocessing
 import os
-import signal
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -122,10 +122,14 @@ def test_a_run_under_way_ends_in_python_when_its_comparison_is_left(tmp_path: Pa
         children.extend(multiprocessing.active_children())
         os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt), Apart(2) as apart:
-        apart.add(run.label, run.config, tmp_path / "run")
-        threading.Thread(target=stop).start()
-        apart.ended()
+    def compare() -> None:
+        with Apart(2) as apart:
+            apart.add(run.label, run.config, tmp_path / "run")
+            threading.Thread(target=stop).start()
+            apart.ended()
+
+    with pytest.raises(KeyboardInterrupt):
+        compare()
     assert [child.exitcode for child in children] == [0], "killed, it would leave what torch's compiler holds"
 
 

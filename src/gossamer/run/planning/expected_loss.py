@@ -15,7 +15,7 @@ share cancels in their difference, whose interval has
   in longer runs all that more rounds with as many local steps are thought to save;
 - a share of `gap` between data parallelism and all others, and of what the tokens bring.
 
-Where `r` is known too badly to tell methods apart, their intervals hold zero, and the time decides.
+Where `f` is known too badly to tell methods apart, their intervals hold zero, and the time decides.
 """
 
 import math
@@ -61,7 +61,7 @@ _PUBLISHED = (35e6, 2.4e9)
 _MOST_WORKERS = 8
 """Of arXiv 2503.09799."""
 _PUBLISHED_STEPS = 10_000
-"""Inner steps of its runs, from some 5,000 of the smallest model to 20,000 of the largest."""
+"""Inner steps of its runs: a judgement by their tokens and batches, which differ by several times between its sizes."""
 _LONGEST = 5400
 """Inner steps with which it was measured that rounds count."""
 _GAP_DOUBT = 0.4
@@ -119,7 +119,7 @@ class LossScale(NamedTuple):
 
     @property
     def steps(self) -> float:
-        """Inner steps of a worker that reads its share of the tokens."""
+        """Inner steps of a worker that reads its share of the tokens; of fewer than in the measured runs nothing is known."""
         return self.known_steps if self.step_tokens is None else max(MEASURED_STEPS, self.tokens / self.step_tokens)
 
     @property
