@@ -62,6 +62,8 @@ class Cell(NamedTuple):
     course: Course
     second: str
     """What the plan would pick if its losses were those of the small model."""
+    expected: dict[str, float]
+    """Nats that the plan expects of each candidate there, above data parallelism that reads as much as the pick."""
 
     @property
     def choice(self) -> str:
@@ -85,10 +87,11 @@ def cell_of(network: str, size: str, horizon_s: float | None = None) -> Cell:
     fastest_s = min(one.round_s / (sum(one.local_steps) * of_worker) for one in everything)
     tokens = (horizon_s or course.horizon_s) / fastest_s
     small = LossScale(MEASURED_PARAMETERS, made.workers, tokens, 256, step_tokens=made.workers * of_worker)
-    second = pick(everything, small).best
-    if second not in some:
-        some.append(second)
-    return Cell(made, course_of(made, some, SMALL, LENGTHS[0]), label_of(second))
+    second = pick(everything, small)
+    expected = {label_of(one): loss.nats for one in everything if (loss := second.loss(one)) is not None}
+    if second.best not in some:
+        some.append(second.best)
+    return Cell(made, course_of(made, some, SMALL, LENGTHS[0]), label_of(second.best), expected)
 
 
 def at_its_own_size(network: str) -> Cell:
@@ -211,6 +214,12 @@ def page() -> str:
         rows.append([*row, planned, _gap(one, planned) if planned in one.losses else "not raced"])
     far = sum(one.above(picks[cell]) > MARGIN for cell, one in done.items())
     apart = sum(not one.alike(picks[cell]) for cell, one in done.items())
+    off = [
+        one.above(label) - gap
+        for cell, one in done.items()
+        for label in one.losses
+        if label != one.standing.best and (gap := _expected(plans[cell], one, label)) is not None
+    ]
     core_hours = sum(one["core_s"] for one in lines) / 3600
     parts = [
         "# Races of what a plan picks",
@@ -233,12 +242,17 @@ def page() -> str:
             "of that size. For the planned model, which has many more rounds in its time, the plan may pick another candidate, "
             "and expects that one to end higher in the race; it stands beside, where it has run."
         ),
+        (
+            f"Of {len(off)} candidates above the lowest of their cell the distance is off what the plan expects by "
+            f"{math.sqrt(statistics.fmean(x * x for x in off)):.3f} nats (root mean square), "
+            f"and at most by {max(map(abs, off)):.3f}."
+        ),
     ]
     if done:
         parts.append(markdown_lines(rows).rstrip())
     for (network, size), one in done.items():
         parts.append(f"## {NETWORKS[network]}, {size}")
-        parts.append(_table(by_cell[network, size], one, picks[network, size]))
+        parts.append(_table(by_cell[network, size], one, plans[network, size]))
     if whole := outcomes(OWN_SIZE):
         parts += _at_its_own_size(whole)
     if not_run := [f"{NETWORKS[network]} with {size}" for (network, size), one in found.items() if one is None]:
@@ -290,18 +304,26 @@ def _gap(one: Verdict, label: str) -> str:
     return "0" if stands is None else f"{stands.mean:+.4f} ± {stands.half or 0:.4f}"
 
 
-def _table(lines: Sequence[dict[str, Any]], one: Verdict, chosen: str) -> str:
+def _expected(cell: Cell, one: Verdict, label: str) -> float | None:
+    """How far the plan expects a candidate above the lowest; None where it does not know."""
+    own, least = cell.expected.get(label), cell.expected.get(one.standing.best)
+    return None if own is None or least is None else own - least
+
+
+def _table(lines: Sequence[dict[str, Any]], one: Verdict, cell: Cell) -> str:
     """All candidates of a cell, the lowest first."""
-    rows = [["candidate", "rounds", "s a round", "tokens", "loss, mean of the seeds", "above the lowest"]]
-    rows.append(["---", *["---:"] * 5])
+    rows = [["candidate", "rounds", "s a round", "tokens", "loss, mean of the seeds", "above the lowest", "expected"]]
+    rows.append(["---", *["---:"] * 6])
     for label in sorted(one.losses, key=lambda label: statistics.fmean(one.losses[label])):
         line = next(line for line in lines if line["label"] == label)
         stands = one.standing.above.get(label)
         gap = "" if stands is None else f"{stands.mean:+.4f} ± {stands.half or 0:.4f}"
-        words = " (pick)" if label == chosen else ""
+        words = " (pick)" if label == cell.second else ""
         mean = statistics.fmean(one.losses[label])
         told = f"{mean:.4f}" if math.isfinite(mean) else "diverged"
-        rows.append([label + words, str(line["rounds"]), f"{line['round_s']:.4g}", f"{line['tokens']:,}", told, gap])
+        expected = None if label == one.standing.best else _expected(cell, one, label)
+        sizes = (str(line["rounds"]), f"{line['round_s']:.4g}", f"{line['tokens']:,}")
+        rows.append([label + words, *sizes, told, gap, "" if expected is None else f"{expected:+.4f}"])
     return markdown_lines(rows).rstrip()
 
 
