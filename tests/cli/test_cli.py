@@ -316,6 +316,8 @@ def test_price_and_report_read_what_was_recorded(tmp_path, capsys):
     )
     refused(["price", tmp_path / "run", tmp_path / "eight.toml"], capsys, "eight.toml' does not fit")
     refused(["report", tmp_path / "nothing"], capsys, "nothing")
+    refused(["report", tmp_path / "run", "--out", tmp_path / "run" / "run.toml"], capsys, "ends in .html")
+    refused(["demo", "--foo"], capsys, "--jobs")
 
 
 def test_topology_shows_gap_condition_stability_and_the_graph(capsys):

@@ -152,7 +152,8 @@ def _usage(error: CycloptsError) -> str:
         case UnknownCommandError(unused_tokens=[word, *_]):
             return choose("command", word, [*VERBS, "--help", "--version"])
         case UnknownOptionError(token=token, argument_collection=arguments):
-            options = [name for argument in arguments for name in argument.names if name.startswith("--")]
+            shown = [argument for argument in arguments if argument.parameter.parse is not False]
+            options = [name for argument in shown for name in argument.names if name.startswith("--")]
             return choose(f"option of {words}", token.keyword or token.value, options)
         case UnusedCliTokensError(unused_tokens=[word, *_]):
             return f"{words} got '{word}' but takes no further arguments; remove it, or see {words} --help"

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from gossamer.cli.output import Json, print_json
+from gossamer.errors import ConfigError
 
 __all__ = ["command", "print_runs"]
 
@@ -24,7 +25,13 @@ def command(
     Args:
         folders: run folders
         out: the page (default: report.html)
+
+    Raises: ConfigError for a page that does not end in .html, which could be a run's own file.
     """
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(
+            f"--out got '{out}' but the page is HTML, and replaces what is there; name a file that ends in .html"
+        )
     from gossamer.report.page.page import write_pages
     from gossamer.run.config.document import load_run
     from gossamer.run.config.run_file import parse
