@@ -222,7 +222,10 @@ def test_only_methods_with_both_outer_settings_try_pairs() -> None:
 def test_the_final_repeats_no_run_and_decides_by_the_mean_of_its_seeds(tmp_path: Path) -> None:
     twin = {**METHODS[1], "label": "twin"}
     asked = tuning(tune={"final_seeds": [0, 1, 2], "budget_tokens": 2_400}, variant=[METHODS[1], twin])
+    (tmp_path / "outcomes.jsonl").touch()  # of a search that was refused before its first run
     found, other = tune(contenders(asked), tmp_path)
+    with pytest.raises(ConfigError, match="already exists"):
+        tune(contenders(asked), tmp_path)
     assert other.found == found.found and other.losses == found.losses
     every = [json.loads(line) for line in (tmp_path / "outcomes.jsonl").read_text().splitlines()]
     assert searched(contenders(asked), tmp_path / "outcomes.jsonl")[1].found == other.found, (

@@ -225,7 +225,7 @@ def tune(methods: Sequence[Contender], out: Path, *, jobs: int = 1, resume: bool
         that a run which diverges is a result.
     """
     file = out / "outcomes.jsonl"
-    if file.exists() and not resume:
+    if file.exists() and file.stat().st_size and not resume:  # an empty one is of a search that was refused
         raise ConfigError(f"'{file}' already exists; name another folder with --out, remove it, or go on with --resume")
     lines = [one for _, one in records(file, _OUTCOMES)] if file.exists() else []
     searches = dict[str, _Method]()
