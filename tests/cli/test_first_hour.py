@@ -176,7 +176,7 @@ def words_of(verb: str, folder: Path, out: Path) -> list[object]:
         "plan": [network, "--workers", 2, "--local-steps", 15, "--method", "diloco"],
         "utilisation": [],
         "goodput": ["--set", "interruptions=100"],
-        "report": [run, "--out", out],
+        "report": [run, "--out", out.with_suffix(".html")],
         "list": [],
         "init": [out],
     }[verb]
