@@ -175,10 +175,6 @@ class Verdict(NamedTuple):
         """Nats of a candidate above the best, in the mean."""
         return statistics.fmean(self.losses[label]) - statistics.fmean(self.losses[self.standing.best])
 
-    def alike(self, label: str) -> bool:
-        """Whether a candidate is the best, or not told apart from it."""
-        return label == self.standing.best or label in self.standing.alike
-
 
 def verdict(lines: Sequence[dict[str, Any]]) -> Verdict | None:
     """That of the runs of a cell, by the rules that were registered; None before all of its runs have ended."""
@@ -210,15 +206,15 @@ def page() -> str:
     for (network, size), one in done.items():
         chosen, planned = picks[network, size], plans[network, size].choice
         row = [NETWORKS[network], size, chosen, one.standing.best, _gap(one, chosen)]
-        row += ["no" if one.alike(chosen) else "yes", "yes" if one.decided else "no"]
+        row += ["no" if one.standing.may_be_best(chosen) else "yes", "yes" if one.decided else "no"]
         rows.append([*row, planned, _gap(one, planned) if planned in one.losses else "not raced"])
     far = sum(one.above(picks[cell]) > MARGIN for cell, one in done.items())
-    apart = sum(not one.alike(picks[cell]) for cell, one in done.items())
+    apart = sum(not one.standing.may_be_best(picks[cell]) for cell, one in done.items())
     off = [
         one.above(label) - gap
         for cell, one in done.items()
         for label in one.losses
-        if label != one.standing.best and (gap := _expected(plans[cell], one, label)) is not None
+        if (gap := _expected(plans[cell], one, label)) is not None
     ]
     core_hours = sum(one["core_s"] for one in lines) / 3600
     parts = [
@@ -305,9 +301,9 @@ def _gap(one: Verdict, label: str) -> str:
 
 
 def _expected(cell: Cell, one: Verdict, label: str) -> float | None:
-    """How far the plan expects a candidate above the lowest; None where it does not know."""
+    """How far the plan expects a candidate above the lowest; None of that itself, and where the plan does not know."""
     own, least = cell.expected.get(label), cell.expected.get(one.standing.best)
-    return None if own is None or least is None else own - least
+    return None if label == one.standing.best or own is None or least is None else own - least
 
 
 def _table(lines: Sequence[dict[str, Any]], one: Verdict, cell: Cell) -> str:
@@ -321,7 +317,7 @@ def _table(lines: Sequence[dict[str, Any]], one: Verdict, cell: Cell) -> str:
         words = " (pick)" if label == cell.second else ""
         mean = statistics.fmean(one.losses[label])
         told = f"{mean:.4f}" if math.isfinite(mean) else "diverged"
-        expected = None if label == one.standing.best else _expected(cell, one, label)
+        expected = _expected(cell, one, label)
         sizes = (str(line["rounds"]), f"{line['round_s']:.4g}", f"{line['tokens']:,}")
         rows.append([label + words, *sizes, told, gap, "" if expected is None else f"{expected:+.4f}"])
     return markdown_lines(rows).rstrip()

@@ -53,7 +53,7 @@ def page(outcomes: Path) -> str:
         runs, asked = points(document, seeds=seeds, scale=scale), figure(document)
         found = _in_order(outcomes, runs)
         compared = fresh_table(found) if file.stem == FRESH else ""
-        cells = _cells(outcomes, runs, found)
+        cells = _cells(file, runs, found)
         at_ends = [] if asked is not None else _branches(found, runs)
         parts.append(_said(lines, len(runs)))
         if ranked := _ranked(outcomes, found):
@@ -87,7 +87,7 @@ def drawn(outcomes: Path) -> bytes | None:
         return drawn_standings(ranked)
     if at_ends := _branches(found, runs):
         return drawn_branches(at_ends, runs[0].method)
-    return drawn_gains(cells) if is_map(cells := _cells(outcomes, runs, found)) else None
+    return drawn_gains(cells) if is_map(cells := _cells(file, runs, found)) else None
 
 
 def _ranked(outcomes: Path, found: Sequence[PointResult]) -> list[Standing]:
@@ -95,9 +95,9 @@ def _ranked(outcomes: Path, found: Sequence[PointResult]) -> list[Standing]:
     return standings(found) if outcomes.stem == LEADERBOARD else []
 
 
-def _cells(outcomes: Path, runs: Sequence[Point], found: Sequence[PointResult]) -> list[Gain]:
+def _cells(file: Path, runs: Sequence[Point], found: Sequence[PointResult]) -> list[Gain]:
     """Momentum against none in each cell of a registered experiment, whose methods are tuned; none where rows look alike."""
-    if outcomes.parent.name != "evidence" or outcomes.stem in _OTHERWISE:
+    if file.parent.name != "evidence" or file.stem in _OTHERWISE:
         return []
     cells = gains(runs, found)
     places = [(one.method, one.plain, *map(str, one.where.values())) for one in cells]

@@ -1,5 +1,6 @@
 """What a plan knows of losses: the committed outcomes over local steps, seed by seed, with the settings of their runs."""
 
+import functools
 import json
 import math
 import statistics
@@ -8,7 +9,7 @@ from typing import Any
 
 from generators.local_steps import LENGTHS
 from generators.sources import RESULTS, ROOT, config_of
-from gossamer.report.results import read_results
+from gossamer.report.results import PointResult, read_results
 from gossamer.run.config.document import load_document
 
 __all__ = ["FILE", "measured_losses"]
@@ -27,10 +28,11 @@ _Losses = dict[int, float]
 
 def measured_losses() -> str:
     """The text of `FILE`."""
-    known = {"data parallel": {1: _cell("data_parallel")}}
+    cells = _cells()
+    known = {"data parallel": {1: cells["data_parallel"]}}
     for method in ("DiLoCo", "GASLoC 2-Peer", "GASLoC 1-Peer"):
-        known[method] = {steps: _cell(f"{method}, H = {steps}") for steps in LENGTHS}
-    known |= {recipe: {30: _cell(recipe)} for recipe in _RECIPES}
+        known[method] = {steps: cells[f"{method}, H = {steps}"] for steps in LENGTHS}
+    known |= {recipe: {30: cells[recipe]} for recipe in _RECIPES}
     methods = [
         f"  {json.dumps(method)}: {{\n"
         + ",\n".join(f'   "{steps}": {json.dumps(one)}' for steps, one in own.items())
@@ -47,23 +49,30 @@ def measured_losses() -> str:
     return '{\n "losses": {\n' + ",\n".join(methods) + "\n },\n" + others + "\n}\n"
 
 
-def _cell(label: str) -> dict[str, Any]:
-    """A method's losses and settings, with one warm-up for all."""
+def _cells() -> dict[str, dict[str, Any]]:
+    """Losses and settings by label, with one warm-up for all."""
     document = load_document(config_of(RESULTS / "evidence" / "equal_warmup.jsonl")[0])
-    (variant,) = [one for one in document["variant"] if one["label"] == label]
-    rule = variant.get("rule", {})
-    settings = {"inner_lr": variant["inner"]["lr"], "lr": rule.get("lr"), "momentum": rule.get("momentum")}
-    return {"losses": [round(loss, 4) for loss in _losses("equal_warmup", label).values()], **settings}
+    cells = dict[str, dict[str, Any]]()
+    for variant in document["variant"]:
+        losses, rule = _losses("equal_warmup", variant["label"]), variant.get("rule", {})
+        settings = {"inner_lr": variant["inner"]["lr"], "lr": rule.get("lr"), "momentum": rule.get("momentum")}
+        cells[variant["label"]] = {"losses": [round(loss, 4) for loss in losses.values()], **settings}
+    return cells
 
 
 def _losses(stem: str, label: str, **at: Any) -> _Losses:
     """By seed, in their order."""
     found = {
         one.seed: one.row["loss"]
-        for one in read_results(RESULTS / "evidence" / f"{stem}.jsonl")
+        for one in _results(stem)
         if one.method == label and all(one.at.get(key.replace("__", ".")) == value for key, value in at.items())
     }
     return dict(sorted(found.items()))
+
+
+@functools.cache
+def _results(stem: str) -> list[PointResult]:
+    return read_results(RESULTS / "evidence" / f"{stem}.jsonl")
 
 
 def _above(one: _Losses, other: _Losses) -> list[float]:

@@ -141,6 +141,15 @@ def test_a_page_has_the_runs_that_have_ended_in_the_order_of_the_file_with_their
         sources.config_of(outcomes.with_name("other.jsonl"))
 
 
+def test_the_fresh_seeds_are_compared_as_registered_on_every_text(tmp_path: Path) -> None:
+    prose = tmp_path / "evidence" / "fresh-prose.jsonl"
+    prose.parent.mkdir()
+    prose.write_text((sources.RESULTS / "evidence" / "fresh.jsonl").read_text(encoding="utf-8"), encoding="utf-8")
+    page = experiments.page(prose)
+    assert "## What is compared" in page and "## With momentum and without" not in page
+    assert experiments.drawn(prose) is None
+
+
 def test_a_page_without_a_figure_has_a_row_for_each_method_with_the_losses_of_its_seeds_in_order() -> None:
     outcomes = ROOT / "docs" / "results" / "evidence" / "local_steps_tuned-h60.jsonl"
     losses: dict[str, dict[int, float]] = {}

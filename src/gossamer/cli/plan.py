@@ -119,7 +119,7 @@ def command(
     if asked.race is not None:
         usual = [one for one in priced.candidates if one.method == USUAL]
         found = race(made, choice, [*made.candidates, *usual], network, asked, output)
-        best = found.taken
+        best = found.candidates[found.taken]
     text = None if options.out is None else _run_file(made, best, options, options.out)
     if json:
         print_json(_facts(made, cut, priced, choice, found, options))

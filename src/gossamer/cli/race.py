@@ -77,11 +77,10 @@ class Race(NamedTuple):
         return next(iter(self.candidates))
 
     @property
-    def taken(self) -> "Candidate":
-        """The plan's choice, unless it is told apart from what is lowest for the planned model; then that one."""
+    def taken(self) -> str:
+        """The label of the plan's choice, unless it is told apart from what is lowest for the planned model; then of that one."""
         found = self.planned_standing
-        kept = found is None or self.choice in (found.best, *found.alike)
-        return self.candidates[self.choice if kept or found is None else found.best]
+        return self.choice if found is None or found.may_be_best(self.choice) else found.best
 
     def rounds(self, label: str) -> int:
         """The rounds of a candidate's run."""
@@ -225,7 +224,7 @@ def race_facts(found: Race) -> dict[str, Any]:
         "folder": found.folder, "report": found.report, "parameters": found.parameters, "source": found.text["data"]["source"],
         "seeds": found.seeds, "best": None if found.standing is None else found.standing.best,
         "decided": found.standing is not None and found.standing.decided,
-        "taken": next(label for label, one in found.candidates.items() if one == found.taken),
+        "taken": found.taken,
         "candidates": [of(label, one) for label, one in found.candidates.items()], "left": found.left,
     }  # fmt: skip
 
@@ -263,10 +262,8 @@ def print_race(found: Race) -> None:
         f"{found.planned:,} parameters losses are others, and their order may be"
     )
     print(_verdict(found, standing))
-    taken = next(label for label, one in found.candidates.items() if one == found.taken)
-    print(
-        f"taken: {taken}, by these losses and what the plan expects to change with {found.planned:,} parameters and their rounds"
-    )
+    changes = f"what the plan expects to change with {found.planned:,} parameters and their rounds"
+    print(f"taken: {found.taken}, by these losses and {changes}")
     print(f"race: {found.folder}")
     print(f"report: {found.report}")
 

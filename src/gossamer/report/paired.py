@@ -137,6 +137,10 @@ class Standing(NamedTuple):
         """Whether no other arm may be as good."""
         return not self.alike
 
+    def may_be_best(self, arm: str) -> bool:
+        """Whether an arm is the best, or not told apart from it."""
+        return arm == self.best or arm in self.alike
+
 
 def standing(losses: Mapping[str, Sequence[float]]) -> Standing:
     """Which arm has the lowest mean loss, and which of the others are not told apart from it.

@@ -180,11 +180,9 @@ def test_a_race_is_stopped_resumed_and_ends_with_a_verdict_a_report_and_a_run_fi
     assert main([*small_race, "--resume", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["race"]
     assert found["seeds"] == [0, 1] and [one["label"] for one in found["candidates"]] == labels
-    assert (
-        found["taken"] == taken
-        and found["best"] in labels
-        and [one["chosen"] for one in found["candidates"]] == [True] + [False] * (len(labels) - 1)
-    )
+    assert found["taken"] == taken
+    assert found["best"] in labels
+    assert [one["chosen"] for one in found["candidates"]] == [True] + [False] * (len(labels) - 1)
     assert all(len(one["losses"]) == 2 and one["rounds"] >= 3 for one in found["candidates"])
 
     other = [*small_race]

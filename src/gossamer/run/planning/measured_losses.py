@@ -68,20 +68,22 @@ def measured_above(method: str, rounds: float) -> tuple[tuple[float, ...], float
     >>> above, beyond = measured_above("DiLoCo", 1350 / 240)
     >>> [round(nats, 2) for nats in above], round(beyond, 2)
     ([0.4, 0.42, 0.4, 0.42, 0.37], 0.07)
-    >>> measured_above("heloco", 45)
+    >>> measured_above("heloco", 45), measured_above("data parallel", 45)
+    (None, ((0.0, 0.0, 0.0, 0.0, 0.0), 0.0))
     """
     known = MEASURED.get(method, {})
     if not known:
         return None
-    if len(known) == 1 and method != "data parallel":
-        ((steps, one),) = known.items()
-        (own, far), (there, _) = _along(MEASURED["DiLoCo"], rounds), _along(MEASURED["DiLoCo"], MEASURED_STEPS / steps)
-        share = fmean(own) / fmean(there)
-        return tuple(share * nats for nats in _above(one)), abs(far / fmean(own) * share * fmean(_above(one)))
-    return _along(known, rounds)
+    if len(known) > 1:
+        return _along(known, rounds)
+    ((steps, one),) = known.items()
+    diloco, beyond = _along(MEASURED["DiLoCo"], rounds)
+    there, own = fmean(_above(MEASURED["DiLoCo"][steps])), _above(one)
+    return tuple(fmean(diloco) / there * nats for nats in own), abs(beyond / there * fmean(own))
 
 
 def _along(known: Mapping[int, TunedLoss], rounds: float) -> tuple[tuple[float, ...], float]:
+    """The same, along what was measured with several numbers of rounds."""
     local_steps, steps = MEASURED_STEPS / rounds, sorted(known)
     if local_steps <= steps[0]:
         return _above(known[steps[0]]), 0.0
