@@ -13,6 +13,7 @@ from gossamer.cli.run_file_options import (
     experiment_and_folder,
     runs_at_a_time,
 )
+from gossamer.errors import ConfigError
 
 if TYPE_CHECKING:
     from gossamer.run.experiments.search import GridPoint
@@ -40,6 +41,8 @@ def command(
     from gossamer.run.experiments.tune import contenders, tune, tuned_file
 
     jobs = runs_at_a_time(jobs)
+    if any(one.partition("=")[0].strip() == "seed" for one in overrides):
+        raise ConfigError("--set got seed, but the runs of a search have those of tune.seeds; set tune.seeds")
     with experiment_and_folder(file, overrides, out, scale, "with a [tune] table") as (document, out):
         methods = contenders(document, scale=scale)
         check_experiment(method.config for method in methods)
@@ -76,10 +79,16 @@ def _lines(one: "Tuned") -> list[str]:
     loss = next(_loss(losses) for trial, losses in one.losses.items() if trial == (found.best, contender.deciding))
     outer = f", (η, γ) = {_outer(found.best)}" if found.best.outer else ""
     ends = {"lr": "the learning rate", "outer_lr": "η", "momentum": "γ"}
-    where = f"at the edge of {' and of '.join(ends[edge] for edge in found.edges)}"
+    open_in = [ends[edge] for edge in found.edges]
+    if not open_in:
+        where = "an interior optimum"
+    elif contender.asked.grid == "cross":  # which grows on both sides of the best as long as it is paid for
+        where = f"the budget ended before both neighbours in {' and '.join(open_in)} had run"
+    else:
+        where = f"at the edge of {' and of '.join(open_in)}"
     return [
         f"{contender.row.label}: lr {contender.lr(found.best):g}{outer}, loss {loss:.4f}, "
-        f"{where if found.edges else 'an interior optimum'} ({spent}, {len(one.losses)} trials)"
+        f"{where} ({spent}, {len(one.losses)} trials)"
     ]
 
 

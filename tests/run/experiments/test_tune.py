@@ -2,6 +2,7 @@
 
 import json
 import math
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from gossamer.report.results import read_results
 from gossamer.run.config.document import load_document
 from gossamer.run.config.experiment_file import points
 from gossamer.run.experiments.search import Found, GridPoint, Space, Trial, needed_tokens, search
-from gossamer.run.experiments.tune import contenders, searched, tune
+from gossamer.run.experiments.tune import Tuned, contenders, searched, tune, tuned_file
 from tiny import document
 
 Loss = Callable[[Trial], float]
@@ -219,6 +220,28 @@ def test_only_methods_with_both_outer_settings_try_pairs() -> None:
     assert config.run.steps == 2 and found["gasloc"].tokens(0) == 2 * 2 * 2 * 16
 
 
+def test_a_file_that_means_the_default_rule_is_searched_as_one_that_names_it(tmp_path: Path) -> None:
+    asked = tuning(tune={"outer": [[0.7, 0.5]], "lr": [1e-3]}, variant=[{"label": "a"}])
+    without = {key: value for key, value in asked.items() if key != "rule"}
+    meant, named = (
+        tune(contenders(without | rule), tmp_path / f"{len(rule)}") for rule in ({}, {"rule": {"name": "gasloc"}})
+    )
+    assert [one.losses for one in meant] == [one.losses for one in named]
+    (chosen,) = points(tomllib.loads(tuned_file(without, meant, "a.toml")))
+    assert (chosen.config.rule.name, dict(chosen.config.rule.options)) == ("gasloc", {"lr": 0.7, "momentum": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("grid", "said"),
+    [("cross", "the budget ended before both neighbours in η had run"), ("product", "at the edge of η")],
+)
+def test_the_page_tells_a_budget_that_ended_from_a_grid_that_does_not_grow(grid: str, said: str) -> None:
+    (contender, *_) = contenders(tuning(tune={"grid": grid}))
+    best = GridPoint(0, (0.7, 0.5))
+    found = Tuned(contender, Found(best, ("outer_lr",), 9), {Trial(best, contender.deciding): [1.0]})
+    assert f", loss 1.0000, {said} (9 of " in tuned_page([found])
+
+
 def test_the_final_repeats_no_run_and_decides_by_the_mean_of_its_seeds(tmp_path: Path) -> None:
     twin = {**METHODS[1], "label": "twin"}
     asked = tuning(tune={"final_seeds": [0, 1, 2], "budget_tokens": 2_400}, variant=[METHODS[1], twin])
@@ -263,6 +286,8 @@ def test_a_tuning_that_was_cut_short_resumes_to_the_same_choice_and_repeats_no_f
     drawn = searched(contenders(load_document(file)), out / "outcomes.jsonl")
     assert page == f"# Tuned with one budget\n\n{tuned_page(drawn)}", "from the outcomes alone"
     assert run("tune", file, "--out", out)[0] == 2, "what is there is kept unless --resume is given"
+    code, said = run("tune", file, "--out", tmp_path / "other", "--set", "seed=3")
+    assert code == 2 and "set tune.seeds" in said, said
     lines = outcomes.splitlines(keepends=True)
     (out / "outcomes.jsonl").write_text("".join(lines[:4]) + lines[4][:20])  # a killed process left a part of a line
     (unfinished, *_) = searched(contenders(load_document(file)), out / "outcomes.jsonl")

@@ -94,8 +94,12 @@ class Contender(NamedTuple):
 
     def chosen(self, setting: GridPoint) -> dict[str, Any]:
         """A setting as dotted keys."""
-        outer = {} if setting.outer is None else dict(zip(("lr", "momentum"), setting.outer, strict=True))
-        return {"inner.lr": self.lr(setting)} | {f"{self.table}.{key}": value for key, value in outer.items()}
+        chosen: dict[str, Any] = {"inner.lr": self.lr(setting)}
+        if setting.outer is not None:
+            if self.table not in self.document:  # the file means the default rule, whose settings need its name
+                chosen[f"{self.table}.name"] = getattr(self.config, self.table).name
+            chosen |= {f"{self.table}.lr": setting.outer[0], f"{self.table}.momentum": setting.outer[1]}
+        return chosen
 
     def run(self, trial: Trial, seed: int) -> RunConfig:
         """One run of a trial, which records its losses and neither models nor checkpoints."""
