@@ -239,11 +239,13 @@ def test_compare_runs_every_variant_and_reports_them_on_one_page(tmp_path, capsy
     ]
     experiment["sweep"] = {"inner.lr": [1e-3, 2e-3]}
     (tmp_path / "experiment.toml").write_text(tomli_w.dumps(experiment))
-    code, _, _ = run(["compare", tmp_path / "experiment.toml", "--out", tmp_path / "out"], capsys)
+    words = ["compare", tmp_path / "experiment.toml", "--out", tmp_path / "out", "--set", "inner.clip=1.0"]
+    code, _, _ = run(words, capsys)
     assert code == 0
     folders = sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_dir())
     assert folders == ["everyone-lr=0.001", "everyone-lr=0.002", "pairs-lr=0.001", "pairs-lr=0.002"]
     page = (tmp_path / "out" / "report.html").read_text()
+    assert "--set inner.clip=1.0" in page, "the command that made it"
     assert "pairs lr=0.001" in page and "http://" not in page.replace("http://www.w3.org", "")
     for name in ("run.toml", "trace.jsonl", "metrics.jsonl", "sample.txt", "model", "checkpoints"):
         assert (tmp_path / "out" / "pairs-lr=0.001" / name).exists(), name
@@ -288,6 +290,7 @@ def test_compare_over_seeds_and_a_scale_draws_a_figure_and_continues_where_it_wa
     (tmp_path / "plain.toml").write_text(tomli_w.dumps(document()))
     refused(["compare", tmp_path / "plain.toml", "--scale", "paper"], capsys, "the file has no [scale.NAME]")
     refused(["compare", tmp_path / "experiment.toml", "--seeds", "0,x"], capsys, "--seeds got '0,x'")
+    refused(["compare", tmp_path / "experiment.toml", "--seeds", "0,1,0"], capsys, "with 0 more than once")
     (tmp_path / "wrong.toml").write_text(tomli_w.dumps(experiment | {"figure": {"x": "run.steps"}}))
     refused(["compare", tmp_path / "wrong.toml", "--out", tmp_path / "none"], capsys, "'pairs' sweeps run.local_steps")
     assert not (tmp_path / "none").exists(), "refused before the first run"
@@ -325,6 +328,7 @@ def test_topology_shows_gap_condition_stability_and_the_graph(capsys):
     assert code == 0
     for part in ("0.968", "1.029", "0.859", "0.744", "0 receives from 4"):
         assert part in out, (part, out)
+    refused(["topology", "ring", "--round", "-1"], capsys, "--round got -1; give a round, from 0 on")
     code, out, _ = run(["topology", "ring", "--workers", 8, "--set", "edge_weight=1.0"], capsys)
     assert code == 0 and "spectral gap" in out and "6.828" in out and "none" in out
     refused(["topology", "rnig"], capsys, "did you mean 'ring'")

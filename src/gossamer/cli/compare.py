@@ -76,6 +76,7 @@ def command(
         origins = trained(runs, folders, out, jobs=jobs, earlier=earlier, output=output)
         page, options = out / "report.html", {"--out": out, "--seeds": seeds, "--scale": scale}
         words = ["gossamer", "compare", file, *(word for one in options.items() if one[1] for word in one)]
+        words += [word for one in overrides for word in ("--set", one)]
         rows = write_pages(folders, page, None, command=shlex.join(map(str, words)))
         outcomes = [
             PointResult(run.method, run.at, run.seed, row, origins[run.label])

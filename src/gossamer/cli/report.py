@@ -72,7 +72,7 @@ def print_runs(
     for method, losses, mean, deviation in over_seeds(rows):
         if len(losses) > 1:
             each = ", ".join(f"{loss:.4f}" for loss in losses)
-            print(f"{method}: {mean:.4f} ± {deviation:.4f} over {len(losses)} seeds ({each})")
+            print(f"{method}: {mean:.4f}, standard deviation {deviation:.4f} over {len(losses)} seeds ({each})")
     for name, file in files.items():
         if file is not None:
             print(f"{name}: {file}")

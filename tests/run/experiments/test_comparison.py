@@ -65,6 +65,10 @@ def test_a_comparison_that_is_stopped_keeps_the_line_of_each_run_that_ended_and_
     )
     after = file.read_text().splitlines()
     assert after[:2] == before.splitlines()[::2] and len(after) == 4
+    (other,) = points(document(**asked, variant=rows[:1]), seeds=[5])
+    folder = {other.label: tmp_path / folder_name(other.label)}
+    train_all([other], folder, file, began=lambda run: None, told=lambda run, end: None)
+    assert file.read_text().splitlines()[:4] == after, "those of other seeds stay"
     for run in runs:
         here = found[run.label]
         assert here is not None and here["digest"] == digest(run.config) and (here["seconds"] or 0) > 0
@@ -92,6 +96,30 @@ def test_two_processes_train_one_run_after_the_other_with_the_losses_of_one_proc
 
     (alone, none), (together, two) = trained(1), trained(2)
     assert alone == together and len(alone) == 5 and not none and len(two) == 2
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_the_processes_of_a_quiet_comparison_are_quiet_too(tmp_path: Path, quiet: bool) -> None:
+    (tmp_path / "text.txt").write_text("All of it is one document of a text. " * 400)
+    asked = document(workers=2, run__steps=2, model__layers=1, data__source=str(tmp_path / "text.txt"))
+    (tmp_path / "two.toml").write_text(tomli_w.dumps(asked | {"variant": [{"label": "a"}]}))
+    words = [
+        sys.executable,
+        "-m",
+        "gossamer",
+        "compare",
+        tmp_path / "two.toml",
+        "--seeds",
+        "0,1",
+        "--jobs",
+        "2",
+        "--out",
+        tmp_path / "out",
+    ]
+    done = subprocess.run(
+        [*words, *(["--quiet"] if quiet else [])], check=True, capture_output=True, text=True, timeout=120
+    )
+    assert ("text of " not in done.stderr) == quiet, done.stderr
 
 
 @pytest.mark.usefixtures("forks")

@@ -50,7 +50,7 @@ def train_all(
     whole comparisons.
 
     Args:
-        file: gets a line of each run that has ended, in the order of their ends.
+        file: gets a line of each run that has ended, in the order of their ends, after what it has of other runs.
         jobs: at most so many runs at a time, each in its own process with its share of the cores; one runs here.
         resume: keep the finished runs; the others start again.
         reuse: a folder of `gossamer tune` or of another comparison, whose finished runs of these settings and seeds are copied.
@@ -59,8 +59,9 @@ def train_all(
     Returns: what each run was computed by; None of a finished run without a line.
     Raises: ConfigError when a finished run had other settings, or none is there to reuse; DataError for a line that is none.
     """
-    known = {place_in_experiment(one): one for one in read_results(file)} if resume and file.exists() else {}
-    kept, origins = list[PointResult](), dict[str, Origin | None]()
+    known = {place_in_experiment(one): one for one in read_results(file)} if file.exists() else {}
+    asked = {place_in_experiment(run) for run in runs}
+    kept, origins = [one for place, one in known.items() if place not in asked], dict[str, Origin | None]()
     trunks = dict(zip((run.label for run in runs), shared_trunks([run.config for run in runs]), strict=True))
     for run in runs if resume else ():
         if trunks[run.label] and stands_at_its_trunk(run.config, folders[run.label]):

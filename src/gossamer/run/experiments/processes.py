@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from gossamer.errors import GossamerError, PairingError, TrainingError
+from gossamer.record.progress import is_quiet, quieted
 from gossamer.run.config.run_file import RunConfig
 from gossamer.run.experiments.shared_start import anneal
 from gossamer.run.simulated.simulate import simulate
@@ -52,7 +53,7 @@ class _Lane:
     def __init__(self, number: int, lanes: int) -> None:
         context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
         self.link, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(target=_work, args=(theirs, number, lanes), daemon=True)
+        self.process: BaseProcess = context.Process(target=_work, args=(theirs, number, lanes, is_quiet()), daemon=True)
         self.process.start()
         theirs.close()
         self.key: Hashable = None
@@ -169,7 +170,7 @@ class Apart:
             self._began(key)
 
 
-def _work(link: Connection, lane: int, lanes: int) -> None:
+def _work(link: Connection, lane: int, lanes: int, quiet: bool) -> None:
     """A process that trains what it is sent, until nobody sends any more."""
     end_with_parent()  # also amid a run
     gc.freeze()  # what was imported is shared with the others, and not collected
@@ -180,7 +181,7 @@ def _work(link: Connection, lane: int, lanes: int) -> None:
     kept = _Kept()
     log.addHandler(kept)
     log.propagate = False
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError), quieted(quiet):
         while True:
             config, folder = link.recv()
             kept.sentences.clear()

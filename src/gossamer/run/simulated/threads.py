@@ -60,7 +60,9 @@ class Lanes:
 def _warn_of_others(cores: int) -> None:
     """Warns where other processes keep the cores of this one busy."""
     if (busy := _busy_cores()) > cores / 4:
-        log.warning(f"other processes keep {busy:.1f} of {cores} cores busy; this run will be slower")
+        log.warning(
+            f"other processes keep {busy:.1f} of {cores} core{'s' if cores > 1 else ''} busy; this run will be slower"
+        )
 
 
 def _busy_cores(window_s: float = 0.1) -> float:
