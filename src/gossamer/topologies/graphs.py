@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 
 from gossamer.errors import ConfigError
 from gossamer.settings.options import Count, Share, factory
@@ -255,10 +256,12 @@ def _links(n: int, edges: Sequence[Sequence[float]]) -> dict[tuple[int, int], fl
 def edges_of(graph: object) -> tuple[int, list[list[float]]]:
     """How many nodes a graph of networkx, or a list of edges, has, and its edges with the nodes numbered in their order.
 
+    Nodes that are the numbers from 0 on keep them.
+
     >>> edges_of([("a", "b"), ("b", "c")])
     (3, [[0, 1], [1, 2]])
 
-    Raises: ConfigError for anything else, and for a directed graph.
+    Raises: ConfigError for anything else, for a directed graph, and for a list that leaves a number out.
     """
     if hasattr(graph, "is_directed") and graph.is_directed():  # pyright: ignore[reportAttributeAccessIssue]
         raise ConfigError(
@@ -276,6 +279,15 @@ def edges_of(graph: object) -> tuple[int, list[list[float]]]:
             f"topology got a {type(graph).__name__}, which is no graph ({error}); give a topology, its name, a networkx graph "
             "or a list of edges (i, j)"
         ) from None
+    if all(isinstance(node, Integral) for node in nodes):
+        numbers = sorted(nodes)
+        if numbers == [*range(len(nodes))]:
+            nodes = numbers
+        elif not hasattr(graph, "nodes"):
+            raise ConfigError(
+                f"topology got edges between {', '.join(map(str, numbers[:9]))}{', …' if len(numbers) > 9 else ''}; number the "
+                "workers from 0 on, without a gap"
+            )
     place = {node: i for i, node in enumerate(nodes)}
     return len(nodes), [[place[a], place[b], *weight] for a, b, *weight in edges]
 

@@ -23,6 +23,7 @@ from gossamer.run.config.document import load_run
 from gossamer.run.config.user_parts import own_parts
 from gossamer.run.simulated import threads as lanes
 from gossamer.topologies import graph, ring
+from gossamer.topologies.graphs import edges_of
 from gossamer.transport.processes.local import run_local
 
 N, H, ROUNDS, SEED = 3, 3, 4, 5
@@ -264,6 +265,25 @@ def test_a_temporary_record_goes_with_its_simulation():
     assert not folder.exists()
 
 
+def test_a_temporary_record_goes_with_a_simulation_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(TrainingError, match="nan"):
+        simulated(loss=lambda model, given: model(given[0]).sum() * math.nan)
+    with pytest.raises(ConfigError, match="until got -1"):
+        simulated(until=-1)
+    assert not [*tmp_path.glob("gossamer-*")]
+
+
+def test_what_a_simulation_does_not_have_is_told_with_what_it_has():
+    run = simulated(rounds=1)
+    with pytest.raises(KeyError, match="unknown column 'los'; did you mean 'loss'"):
+        run.validation["los"]
+    assert run.validation.get("los") is None
+    for worker in (-1, 3):
+        with pytest.raises(ConfigError, match=f"worker {worker}, but the run keeps the models of 0 to 2"):
+            run.model(worker)
+
+
 def test_everything_has_a_default():
     run = gossamer.simulate(
         workers=2, local_steps=1, rounds=1, settings={"model.size": "0.2m", "data.seq_len": 8, "data.max_bytes": 10**5}
@@ -306,6 +326,7 @@ def test_a_graph_is_a_topology():
     of_edges, of_graph = (simulated(topology=one, workers=4) for one in (edges, networkx.cycle_graph(4)))
     assert of_edges.config.workers == 4
     assert of_edges.loss == of_graph.loss == simulated(topology=ring(4), workers=4).loss
+    assert edges_of(networkx.Graph([(0, 2), (2, 1)])) == edges_of([(0, 2), (2, 1)]) == (3, [[0, 2], [2, 1]])
     weighted = networkx.Graph([("a", "b", {"weight": 0.5}), ("b", "c", {"weight": 0.25})])
     assert simulated(topology=weighted).config.topology.options["edges"] == [[0, 1, 0.5], [1, 2, 0.25]]
     assert graph(3, edges=[(0, 1, 0.5), (1, 2, 0.25)]).mixing(0).rows[1] == ((0, 0.5), (1, 0.25), (2, 0.25))
@@ -344,6 +365,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "an unknown keyword": ({"worker": 3}, ConfigError, "did you mean 'workers'"),
     "an unknown key": ({"settings": {"inner.lrr": 1.0}}, ConfigError, "did you mean 'lr'"),
     "a wrong type": ({"workers": "3"}, ConfigError, "workers is a str"),
+    "a worker left out": ({"topology": [(0, 1), (1, 7)]}, ConfigError, "between 0, 1, 7; number the workers from 0"),
     "no graph": ({"topology": 5}, ConfigError, "which is no graph"),
     "a loss that is not finite": ({"loss": lambda model, given: model(given[0]).sum() * math.nan}, TrainingError, "nan"),
 }  # fmt: skip

@@ -1,8 +1,9 @@
 """Simulating a run: all workers in one process, in rounds or over virtual time."""
 
 import os
+import shutil
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Unpack
@@ -75,11 +76,15 @@ def simulate(
     """
     config, parts = run_and_parts(run, given)
     resolved, folder = resolve(config, parts), Path(mkdtemp(prefix="gossamer-")) if out is None else Path(out)
-    with Terminal() if progress else nullcontext() as terminal, holding(folder, None):
+    with ExitStack() as unless_ended, Terminal() if progress else nullcontext() as terminal, holding(folder, None):
+        if out is None:
+            unless_ended.callback(shutil.rmtree, folder, ignore_errors=True)
         if terminal is not None:
             terminal.follow(config.name, folder, config.record.print_every)
         simulation = Simulation(config, engine_of(resolved, folder, resume=resume), temporary=out is None)
-        return simulation.go_on(until)
+        simulation.go_on(until)
+        unless_ended.pop_all()
+        return simulation
 
 
 def _must_fit(config: ResolvedRun) -> None:

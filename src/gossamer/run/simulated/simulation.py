@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor, nn
 
 from gossamer.data.corpus import text_fingerprint
-from gossamer.errors import CheckpointError, ConfigError, MissingPackageError
+from gossamer.errors import CheckpointError, ConfigError, MissingPackageError, choose
 from gossamer.record.folder import read_metrics
 from gossamer.record.logs.trace import Trace, read_trace
 from gossamer.report.page.page import write_pages
@@ -72,6 +72,8 @@ class Columns(Mapping[str, list[Any]]):
         self._columns = {name: [line.get(name) for line in lines] for name in names}
 
     def __getitem__(self, name: str) -> list[Any]:
+        if name not in self._columns:
+            raise KeyError(choose("column", name, self._columns))
         return self._columns[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -188,6 +190,8 @@ class Simulation(RecordedRun):
         Raises: TrainingError when a number is not finite; UserCodeError when code of the user's fails; KeyboardInterrupt when it
             was asked to stop.
         """
+        if until is not None and until < 0:
+            raise ConfigError(f"until got {until}; give the number of rounds to stop after, of {self.config.rounds}")
         last = self.config.rounds if until is None else min(until, self.config.rounds)
         with self._engine.opened():
             while self._engine.finished < last:
@@ -243,10 +247,15 @@ class Simulation(RecordedRun):
     def model(self, worker: int) -> nn.Module:
         """A new model with the parameters and buffers of one worker (or the server's), in evaluation mode. Cost: one model.
 
-        Experts that the worker does not hold are zeros, so that tokens skip them.
+        Experts that the worker does not hold are zeros, so that tokens skip them. Raises: ConfigError without such a worker.
         """
         engine = self._engine
-        return model_with(engine.config, engine.task, engine.models()[worker], engine.buffers()[worker])
+        models = engine.models()
+        if not 0 <= worker < len(models):
+            raise ConfigError(
+                f"model got worker {worker}, but the run keeps the models of 0 to {len(models) - 1}; name one of them"
+            )
+        return model_with(engine.config, engine.task, models[worker], engine.buffers()[worker])
 
     def __repr__(self) -> str:
         figures = "" if self._result is None else f", loss {self.loss:.4f}"
