@@ -186,7 +186,7 @@ def test_a_disk_that_refuses_is_named_by_whatever_writes_there(tmp_path: Path) -
         lambda: simulate(tiny(run__steps=2), tmp_path / "file" / "run"),
     ):
         with pytest.raises(
-            DiskError, match=r"^'.*' could not be written \(.*\); name another with --out, or let this one be written$"
+            DiskError, match=r"^'.*' could not be written \(.*\); name another place, or let this one be written$"
         ):
             write()
 

@@ -51,6 +51,18 @@ def test_without_a_terminal_each_evaluation_has_a_line_and_silence_lasts_30_s_at
     assert end.startswith("a [bold]: round 2 of "), "the end has a line"
 
 
+def test_the_line_of_an_earlier_round_has_no_bytes_or_rates_of_a_later_one(tmp_path: Path) -> None:
+    out, clock = StringIO(), Clock()
+    with RunFolder(tmp_path / "a", RUN_TOML) as run, plain(out, clock) as terminal:
+        terminal.follow("a", tmp_path / "a")
+        for r in (0, 1):
+            write_round(run, r)
+        terminal.look()
+    first, second = out.getvalue().splitlines()
+    assert re.fullmatch(r"a: round 1 of 4  loss [\d.]+  val [\d.]+  disagreement [\d.]+", first), first
+    assert second.startswith("a: round 2 of 4  loss ") and "  sent " in second, second
+
+
 def test_runs_that_train_side_by_side_are_told_of_until_each_has_ended(tmp_path: Path) -> None:
     out, clock = StringIO(), Clock()
     with (

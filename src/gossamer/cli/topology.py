@@ -5,6 +5,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from gossamer.cli.output import Json, print_json, uncollected
+from gossamer.errors import ConfigError
 
 __all__ = ["command"]
 
@@ -31,6 +32,8 @@ def command(
     from gossamer.topologies import make_topology
     from gossamer.topologies.draw import draw_round
 
+    if round < 0:
+        raise ConfigError(f"--round got {round}; give a round, from 0 on")
     topology = make_topology(name, workers, seed=seed, **parse_overrides([*overrides]))
     with uncollected():
         found = outlook(topology, alpha=alpha, gamma=momentum)

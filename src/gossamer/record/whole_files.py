@@ -40,7 +40,7 @@ def writing(path: Path) -> Iterator[None]:
         instead = (
             "free some space, then go on with --resume, or name another folder with --out"
             if error.errno in _FULL
-            else "name another with --out, or let this one be written"
+            else "name another place, or let this one be written"
         )
         raise DiskError(f"'{path}' could not be written ({error.strerror or error}); {instead}") from None
 

@@ -195,7 +195,8 @@ class _Shown:
         else:
             found, rounds = [], run.file.rounds
             for round, figures in self._evaluations(over=over):
-                found.append(f"{self.label}: round {round + 1} of {rounds}  {_words({**self.cells, **figures})}")
+                now = self.cells if round + 1 == run.done else {}  # rates and bytes are not those of an earlier round
+                found.append(f"{self.label}: round {round + 1} of {rounds}  {_words({**now, **figures})}")
                 self._told, self._evaluated = max(self._told, round + 1), round
             passed = self._every > 0 and self._seen // self._every > self._told // self._every
             if (over and run.done > self._told) or (not found and (late or passed)):
@@ -219,6 +220,7 @@ class _Shown:
         # Measured seconds of a real run; those of a simulation are priced, and nothing here has waited for them.
         clock = None if None in run.spent_s else next(iter(run.spent_s), None)
         spent, where = run.spent_s.get(clock), "in exchange" if clock is None else f"priced exchange on {clock}"
+        waited = 0.0 if spent is None else float(spent[:, 1:3].sum()) / workers
         words = standings(run, time.time())
         return {
             "round": f"{done}/{rounds}",
@@ -227,7 +229,7 @@ class _Shown:
             "disagreement": _number(_known(newest.get("disagreement"))),
             "tokens/s": _number(per_s or math.nan),
             "sent": _size(float(np.nansum(run.sent.values())) / workers) if run.sent.rows else _UNKNOWN,
-            where: _time(math.nan if spent is None else float(spent[:, 1:3].sum()) / workers),
+            where: _time(waited or math.nan),  # none at all in a simulation without a network
             "workers": _counted(words) if done else _UNKNOWN,
             "left": _time(left_s) if done < rounds else _UNKNOWN,
         }

@@ -475,7 +475,7 @@ def _none_counts(store: Store, choice: ChosenRound) -> CheckpointError:
             FaultKind.FOREIGN,
         )
     sound = [f"that of worker {owner} after round {max(one.whole)}" for owner, one in kept.items() if one.whole]
-    only = f"only {' and '.join(sound)} is" if sound else "none is"
+    only = f", only {' and '.join(sound)} is" if sound else ""
     instead = "bring sound files back, and the checkpoint folders of all machines together"
     if sound and _may_be_elastic(config):
         instead += f", go on from what is sound with gossamer train --resume {store.folder} --set run.elastic=true"
@@ -483,7 +483,7 @@ def _none_counts(store: Store, choice: ChosenRound) -> CheckpointError:
         instead += ", name a middle stage that is lost and the round in pipeline.lost, so that it goes on from what others have"
     whose = "" if len(kept) == 1 else f" for all {len(kept)} workers"
     return CheckpointError(
-        f"no checkpoint of {where} is sound{whose} ({whys}), {only}; {instead}, or start again with another --out"
+        f"no checkpoint of {where} is sound{whose} ({whys}){only}; {instead}, or start again with another --out"
     )
 
 
