@@ -103,19 +103,8 @@ def test_the_processes_of_a_quiet_comparison_are_quiet_too(tmp_path: Path, quiet
     (tmp_path / "text.txt").write_text("All of it is one document of a text. " * 400)
     asked = document(workers=2, run__steps=2, model__layers=1, data__source=str(tmp_path / "text.txt"))
     (tmp_path / "two.toml").write_text(tomli_w.dumps(asked | {"variant": [{"label": "a"}]}))
-    words = [
-        sys.executable,
-        "-m",
-        "gossamer",
-        "compare",
-        tmp_path / "two.toml",
-        "--seeds",
-        "0,1",
-        "--jobs",
-        "2",
-        "--out",
-        tmp_path / "out",
-    ]
+    asking = ["compare", tmp_path / "two.toml", "--out", tmp_path / "out", "--seeds", "0,1", "--jobs", "2"]
+    words = [sys.executable, "-m", "gossamer", *asking]
     done = subprocess.run(
         [*words, *(["--quiet"] if quiet else [])], check=True, capture_output=True, text=True, timeout=120
     )
