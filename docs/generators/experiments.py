@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from generators.annealed import Branch, annealed_page, branches, drawn_branches
+from generators.effective_step import EFFECTIVE_STEP, effective_step_page
 from generators.fresh import FRESH, fresh_table
 from generators.gains import Gain, drawn_gains, gains, gains_page, is_map
 from generators.leaderboard import LEADERBOARD, Standing, drawn_standings, leaderboard_table, standings
@@ -27,7 +28,9 @@ from gossamer.run.experiments.tune import contenders, searched
 __all__ = ["FOLDERS", "drawn", "outcome_files", "page"]
 
 FOLDERS = ("", "paper", "evidence")
-_OTHERWISE = (FRESH, "equal_warmup")
+_COMPARED = {FRESH: fresh_table, EFFECTIVE_STEP: effective_step_page}
+"""What a page says of those that compare as they were registered."""
+_OTHERWISE = (*_COMPARED, "equal_warmup")
 """Registered experiments that compare something else than momentum with none."""
 _HOUR = 3600
 
@@ -52,7 +55,7 @@ def page(outcomes: Path) -> str:
     else:
         runs, asked = points(document, seeds=seeds, scale=scale), figure(document)
         found = _in_order(outcomes, runs)
-        compared = fresh_table(found) if file.stem == FRESH else ""
+        compared = _COMPARED[file.stem](found) if file.stem in _COMPARED else ""
         cells = _cells(file, runs, found)
         at_ends = [] if asked is not None else _branches(found, runs)
         parts.append(_said(lines, len(runs)))

@@ -11,7 +11,19 @@ from typing import Any
 import pytest
 import scipy
 
-from generators import annealed, casts, claims, experiments, fresh, gains, leaderboard, local_steps, sources, verdicts
+from generators import (
+    annealed,
+    casts,
+    claims,
+    effective_step,
+    experiments,
+    fresh,
+    gains,
+    leaderboard,
+    local_steps,
+    sources,
+    verdicts,
+)
 from generators.verdicts import Arm
 from gossamer.data.corpus import open_corpus, text_fingerprint
 from gossamer.errors import DataError
@@ -754,6 +766,29 @@ def test_fresh_seeds_are_compared_as_registered_over_those_that_all_arms_have() 
     assert len(rows) == 9 and rows[0].startswith("| momentum, everyone | DiLoCo | averaging, everyone | 3 | -0.0530 ± ")
     assert rows[0].endswith("| lower |") and rows[6].split("|")[5].strip().startswith("+0.0318")
     assert fresh.fresh_table(ended[3:]) == "", "an arm is missing"
+
+
+def test_momentum_is_compared_with_none_at_an_equal_effective_step_where_none_is_lowest() -> None:
+    runs = points(load_document(CONFIGS / "effective_step.toml"), seeds=[5, 6, 7])
+
+    def ended(gain: float) -> list[PointResult]:
+        found = list[PointResult]()
+        for run in runs:
+            eta, gamma = (run.config.rule.options[key] for key in ("lr", "momentum"))
+            chance = 0.0001 * run.seed * (-1) ** run.seed
+            loss = 2 + abs(eta / (1 - gamma) - 1.4) - (gain + chance) * gamma
+            found.append(PointResult(run.method, {}, run.seed, {"loss": loss}))
+        return found
+
+    for gain, said in ((0.1, "more than a larger step"), (0.0, "a larger step only"), (-0.1, "open")):
+        assert effective_step.verdict(effective_step.by_arm(ended(gain)), "two peers") == (1.4, said)
+        page = effective_step.effective_step_page(ended(gain))
+        assert f"With everyone, γ = 0 is lowest at a step of 1.4; over 3 seeds momentum is there: {said}." in page
+    assert "| 1.4 | 0.5 | +0.0501 ± " in page
+    diverged = PointResult("everyone, step 2.8, γ = 0.0", {}, 5, {"loss": None})
+    page = effective_step.effective_step_page([*ended(0.1), diverged])
+    assert "| 2.8 | – | " in page and "| 2.8 | 0.3 | -0.0300 ± " in page, "of the two other seeds"
+    assert effective_step.effective_step_page(ended(0.1)[1:3]) == "", "an arm is missing"
 
 
 def test_the_fresh_seeds_chose_no_setting_and_their_settings_are_those_that_were_chosen() -> None:
