@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from numbers import Integral
+from typing import Any
 
 from gossamer.errors import ConfigError
 from gossamer.settings.options import Count, Share, factory
@@ -279,17 +280,21 @@ def edges_of(graph: object) -> tuple[int, list[list[float]]]:
             f"topology got a {type(graph).__name__}, which is no graph ({error}); give a topology, its name, a networkx graph "
             "or a list of edges (i, j)"
         ) from None
-    if all(isinstance(node, Integral) for node in nodes):
-        numbers = sorted(nodes)
-        if numbers == [*range(len(nodes))]:
-            nodes = numbers
-        elif not hasattr(graph, "nodes"):
-            raise ConfigError(
-                f"topology got edges between {', '.join(map(str, numbers[:9]))}{', …' if len(numbers) > 9 else ''}; number the "
-                "workers from 0 on, without a gap"
-            )
-    place = {node: i for i, node in enumerate(nodes)}
+    place = {node: i for i, node in enumerate(_as_numbered(nodes, listed=not hasattr(graph, "nodes")))}
     return len(nodes), [[place[a], place[b], *weight] for a, b, *weight in edges]
+
+
+def _as_numbered(nodes: list[Any], *, listed: bool) -> list[Any]:
+    """Nodes in the order of their numbers where those are 0 to n - 1. Raises: ConfigError for a list that leaves one out."""
+    if not all(isinstance(node, Integral) for node in nodes):
+        return nodes
+    numbers = sorted(nodes)
+    if numbers == [*range(len(nodes))]:
+        return numbers
+    if listed:
+        some = f"{', '.join(map(str, numbers[:9]))}{', …' if len(numbers) > 9 else ''}"
+        raise ConfigError(f"topology got edges between {some}; number the workers from 0 on, without a gap")
+    return nodes
 
 
 def _most_square(m: int) -> int:
