@@ -83,6 +83,7 @@ _GENERATED: dict[str, Callable[[], str]] = {
     "claims": claims_page,
     "leaderboard": leaderboard_page,
     "fresh": fresh_page,
+    "fresh prose": lambda: fresh_page("-prose"),
     "local steps": lambda: local_steps_table(lengths()),
     "equal bytes": lambda: equal_bytes_table(lengths()),
     "cells": lambda: gains_page(

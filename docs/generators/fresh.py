@@ -49,6 +49,6 @@ def fresh_table(ended: Iterable[PointResult]) -> str:
     return markdown_lines([heads, ["---", "---", "---", *["---:"] * (len(heads) - 3)], *rows]) if seeds else ""
 
 
-def fresh_page() -> str:
-    """The table of the committed outcomes on source code."""
-    return fresh_table(read_results(RESULTS / "evidence" / f"{FRESH}.jsonl"))
+def fresh_page(text: str = "") -> str:
+    """The table of the committed outcomes on source code, or on another text."""
+    return fresh_table(read_results(RESULTS / "evidence" / f"{FRESH}{text}.jsonl"))
