@@ -44,6 +44,17 @@ def test_a_second_process_is_refused_until_the_first_has_ended_and_others_are_no
         pass
 
 
+def test_a_process_that_writes_for_all_workers_and_one_of_a_worker_refuse_each_other(tmp_path: Path) -> None:
+    for first, second in ((3, None), (None, 3)):
+        with (
+            holding(tmp_path, first),
+            pytest.raises(ConfigError, match=f"as process {os.getpid()} on"),
+            holding(tmp_path, second),
+        ):
+            pass
+    must_be_idle(tmp_path)
+
+
 def test_one_that_ends_before_it_has_written_anything_leaves_no_folder_behind(tmp_path: Path) -> None:
     def fails_after(*written: str) -> None:
         with holding(tmp_path / "run", None):
@@ -95,6 +106,8 @@ def test_a_run_under_way_is_not_resumed_a_second_time_and_goes_on(kind: str, tmp
         code, said = run("train", *words, "--local", 3)
         assert code == 2 and f"the run in '{folder}' is under way, as process " in said, said
         assert len(said.splitlines()) == 1, said
+    code, said = run("simulate", "--resume", folder)
+    assert code == 2 and f"the run in '{folder}' is under way, as process " in said, said
     saves_after(max(rounds(folder / "checkpoints", owner)) + 8, folder, owner)
     os.kill(first.pid, signal.SIGTERM)
     code, said = first.finish()
@@ -112,6 +125,13 @@ def test_a_worker_on_its_own_machine_refuses_to_train_what_another_process_here_
         assert code == 0, said
     with holding(tmp_path / "simulated", None):
         code, said = run("simulate", "--resume", tmp_path / "simulated")
+        assert code == 2 and f"as process {os.getpid()} on" in said, said
+
+
+def test_a_replay_refuses_a_folder_that_another_process_writes(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(dump(single()))
+    with holding(tmp_path / "again", None):
+        code, said = run("simulate", tmp_path / "run.toml", "--out", tmp_path / "again", "--replay", tmp_path)
         assert code == 2 and f"as process {os.getpid()} on" in said, said
 
 

@@ -44,9 +44,11 @@ def command(
             if replay is None:
                 train_here(config, parts, folder, resume=resumed)
             else:
+                from gossamer.record.locks import holding
                 from gossamer.run.replay.replay import replay as repeat
 
-                repeat(lambda real: resolve(config, parts, real=real), folder, replay)
+                with holding(folder, None):
+                    repeat(lambda real: resolve(config, parts, real=real), folder, replay)
         page, runs = folder / "report.html", {config.name: folder}
         rows = write_pages(runs, page, config.network, command=f"gossamer report {quote(str(folder))}")
         print_runs(runs, rows, page, json=output.json)

@@ -1,7 +1,8 @@
 """Who trains in a run folder now: each process holds a lock there, so that no second one cuts what the first still writes.
 
-The lock of a process is free as soon as that has ended, however it ended; its file `.lock-003` stays. Where the system or the
-file system has no locks, nobody is refused.
+Workers of one run are there together, each with its own lock; one process that writes for all of them is there alone. The lock
+of a process is free as soon as that has ended, however it ended; its file `.lock-003` stays. Where the system or the file system
+has no locks, nobody is refused.
 """
 
 import contextlib
@@ -9,7 +10,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -53,6 +54,10 @@ def holding(
                 file.flush()
         elif strict:
             raise _under_way(folder, file)
+        if strict:
+            # With the own lock in hand: of two that come at once, one at least sees the other.
+            others = [one for one in _locks(folder) if one != path] if worker is None else [folder / _NAME]
+            _must_be_free(folder, others)
         try:
             yield
         except BaseException:
@@ -66,9 +71,18 @@ def holding(
 
 def must_be_idle(folder: Path) -> None:
     """Refuses a run folder in which any process trains, before others are started that would each say so. Raises: ConfigError."""
-    for path in sorted(folder.glob(f"{_NAME}*")):
+    _must_be_free(folder, _locks(folder))
+
+
+def _locks(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"{_NAME}*"))
+
+
+def _must_be_free(folder: Path, locks: Iterable[Path]) -> None:
+    """Raises ConfigError where another process holds one of these locks, which may not be there."""
+    for path in locks:
         with contextlib.suppress(FileNotFoundError, PermissionError), path.open("rb") as file:
-            if _taken(file, ENDING_S) is False:
+            if _taken(file, ENDING_S, shared=True) is False:
                 raise _under_way(folder, file)
 
 
@@ -78,19 +92,22 @@ def trains_here(folder: Path, worker: int) -> bool | None:
     free: list[bool] = []
     for path in (path for name in (own, f"{own}-*") for path in folder.glob(name)):
         with contextlib.suppress(OSError), path.open("rb") as file:
-            if (taken := _taken(file, 0.0)) is False:
+            if (taken := _taken(file, 0.0, shared=True)) is False:
                 return True
             # The lock of another machine's process may not be seen here, and a folder that was copied has none.
             free.append(bool(taken) and file.read(200).decode(errors="replace").endswith(f" on {socket.gethostname()}"))
     return False if free and all(free) else None
 
 
-def _taken(file: BinaryIO, patience_s: float) -> bool | None:
-    """Takes the lock of a file, until it is closed; False where another process keeps it so long, None without locks."""
+def _taken(file: BinaryIO, patience_s: float, *, shared: bool = False) -> bool | None:
+    """Takes the lock of a file, until it is closed; False where another process keeps it so long, None without locks.
+
+    Args: `shared` is for those that only look, so that they do not take each other for one that trains.
+    """
     until = time.monotonic() + patience_s
     while fcntl is not None:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= until:
                 return False
