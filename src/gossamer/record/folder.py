@@ -234,6 +234,11 @@ class RunFolder:
         _cut(self.path / _EVALUATED, round or -1)
         if self.worker is None:
             _cut(self.path / STAGES_FILE, round)
+        # A simulation goes on from the checkpoints of real workers, and these from its own, and what the others have written of a
+        # round that is trained again would stand there twice. All workers cut the file of a simulation to the same content.
+        for kind, first in {"trace": round * self._traced_per_round, "seconds": round, "metrics": round or -1}.items():
+            for path in self.path.glob(f"{kind}-[0-9]*.jsonl" if self.worker is None else f"{kind}.jsonl"):
+                _cut(path, first)
         return _cut(self._metrics_path, round or -1, self._void)  # who starts again validates its initial values again
 
     def write_text(self, name: str, text: str) -> None:

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from commands import run
 from gossamer.cli import main
 from gossamer.errors import CheckpointError, ConfigError, DataError
 from gossamer.record import checkpoint
 from gossamer.record.branches import read_branches
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import read_metrics
+from gossamer.record.logs.trace import read_trace
 from gossamer.run.bookkeeping.evaluate import evaluate
 from gossamer.run.bookkeeping.resume import lineage
 from gossamer.run.config.resolve import settings_of
@@ -134,6 +136,29 @@ def test_a_branch_that_was_stopped_before_its_first_checkpoint_is_still_known(tm
 def test_a_lineage_counts_earlier_settings_up_to_their_last_round() -> None:
     line = Lineage("now", (("old", 3),))
     assert line.owns("now", 9) and line.owns("old", 3) and not line.owns("old", 4) and not line.owns("else", 1)
+
+
+@pytest.mark.parametrize("first", ["train", "simulate"])
+def test_a_round_that_the_other_verb_trains_again_is_recorded_once(first: str, tmp_path: Path) -> None:
+    config, folder = single(), tmp_path / "run"
+    (tmp_path / "run.toml").write_text(dump(config))
+    more = {"train": ["--local", 3], "simulate": []}
+    second = "simulate" if first == "train" else "train"
+    code, said = run(first, tmp_path / "run.toml", "--out", folder, *more[first])
+    assert code == 0, said
+    # As of one that was killed before it had saved: what it has recorded of its last rounds is trained again.
+    shutil.rmtree(folder / "checkpoints" / f"round-{config.rounds:06}")
+    code, said = run(second, "--resume", folder, *more[second])
+    assert code == 0, said
+    trained = [(line["round"], line["worker"]) for line in read_metrics(folder) if line["kind"] == "train"]
+    assert trained == [(r, i) for r in range(config.rounds) for i in range(3)]
+    assert len(read_trace(folder).compute_s) == config.rounds
+    assert same(parameters(folder, config), parameters(simulated(tmp_path / "whole", config), config))
+
+
+def simulated(folder: Path, config: RunConfig) -> Path:
+    simulate(config, folder)
+    return folder
 
 
 def test_more_steps_go_on_where_a_run_had_ended_and_fewer_than_it_has_are_refused(tmp_path: Path) -> None:
