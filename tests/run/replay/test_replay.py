@@ -55,6 +55,12 @@ def assert_replayed(real, config, folder):
         assert owner < config.workers or newest == config.rounds
         assert same(saved(real, config, owner, newest), saved(folder, config, owner, newest)), owner
     assert losses(real) == losses(folder)
+    assert absences(real, config.workers) == absences(folder)
+
+
+def absences(folder, who=None):
+    """Who was lost and who came back, as a server writes it, and its replay for all."""
+    return [event for event in events(folder, who) if event["event"] in ("leave", "return")]
 
 
 RUNS = {

@@ -144,9 +144,11 @@ class _Server(Actor[ServerInput]):
             # One that was asked to leave has saved first; of one that died no process has restored such a checkpoint.
             if worker not in self._joins and (worker, self._workers[worker].over) in self._restored:
                 self._workers[worker].save()
+            # Why it left is not recorded. Whether that was a loss follows, as a server tells it, from what it was told last.
+            reason = None if worker not in self._joins and self._workers[worker].is_done else ""
             del self._workers[worker]
             self._joins.pop(worker, None)
-            self._receive(session.leave(worker, None, now_s), now_s)
+            self._receive(session.leave(worker, reason, now_s), now_s)
 
     def _join(self, item: ServerInput) -> None:
         worker, owned = item.worker, [item.checkpoint] if item.checkpoint else []

@@ -88,6 +88,11 @@ class ServedWorker:
         """The rounds that are over, as the server said last."""
         return min(self._terms.round, self.config.rounds)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the server has said that nothing is left for it to train."""
+        return not self._terms.go
+
     def owned(self) -> list[int]:
         """The newest rounds of which it has a sound checkpoint; it says which are damaged."""
         found = checkpoint.generation_faults(self._store, self.index, self._lineage)

@@ -86,10 +86,11 @@ class ServerSession:
         return self.push(worker, *content, now_s)
 
     def leave(self, worker: int, reason: str | None, now_s: float) -> list[Reply]:
-        """A worker is gone, because of a reason; None for one to which nothing was left to train."""
+        """A worker is gone, because of a reason, empty in a replay; None for one to which nothing was left to train."""
         self.records.write("leave", now_s, worker=worker)
-        if reason is not None:
+        if reason:
             log.warning("worker %d is gone (%s); the others go on", worker, reason)
+        if reason is not None:
             self.records.enter(Absence(now_s, worker, "leave"))
         self._joined.pop(worker, None)
         return self._perform(self.core.leave(worker, now_s))

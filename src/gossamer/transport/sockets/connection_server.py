@@ -258,7 +258,7 @@ class ConnectionServer:
             peer = item.arrival.peer
             if (current := self._connections.get(peer)) is not None:
                 current.refuse(why := f"worker {peer} reconnected; this connection is closed")
-                self._drop(current, why, now_s)
+                self._drop(current, None if current.done else why, now_s)
             # Made in this thread: what its own threads hear of it comes into the queue after it is known here.
             self._connections[peer] = _WorkerConnection(item.arrival, self._owner)
             self._send(self._session.join(peer, item.hello, now_s))
