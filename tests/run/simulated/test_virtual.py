@@ -349,6 +349,24 @@ def test_a_checkpoint_that_does_not_fit_an_asynchronous_run_is_refused(tmp_path)
             simulate(config, tmp_path, resume=True)
 
 
+def test_a_simulation_that_cannot_go_on_from_what_real_workers_saved_removes_none_of_it(tmp_path):
+    config = timed(run__wait=False, run__checkpoint_every=2)
+    simulate(config, tmp_path, until=2)
+    store, line = tmp_path / "checkpoints", digest(config)
+    for worker, saved in ((0, [1, 2]), (1, [1, 2]), (2, [1])):  # the last is behind
+        state = checkpoint.load(store, 2, worker, line)
+        for path in store.glob(f"round-*/worker-{worker:03}.*"):
+            path.unlink()
+        for round in saved:
+            checkpoint.save(store, round, worker, {"x": state["x"]}, digest=line)
+    for again in (True, "auto"):
+        with pytest.raises(
+            CheckpointError, match=r"checkpoints of real processes, and .* with gossamer train --resume"
+        ):
+            simulate(config, tmp_path, resume=again)
+    assert [checkpoint.rounds(store, worker) for worker in range(3)] == [[1, 2], [1, 2], [1]]
+
+
 def test_list_names_servers_and_pairs(capsys):
     assert main(["list"]) == 0
     out = capsys.readouterr().out

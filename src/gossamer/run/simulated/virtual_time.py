@@ -71,13 +71,13 @@ class Events:
         """Of all but the learners: a server computes and is scored on the host, as real ones are."""
         probe = Probe(config, self.task, self._device)
         self._pending: deque[Record] = deque()
-        newest, line = _found(config, folder, auto=resume == "auto") if resume else (0, config.line)
+        newest, line, saved = _found(config, folder, auto=resume == "auto") if resume else (0, config.line, None)
         save = saver(line, folder, lambda: _snapshots(self._run, config.workers, self._state()))
         self._journal = Journal(config, lambda: self._record, lambda: self._assessed(probe), save)
         self._events = EventJournal(self._journal, lambda: self._log, EventSeconds(config.workers, self._name))
         self._busy_s, self.finished, self._cut = 0.0, newest, newest if resume else None
-        if newest:
-            self._restore(checkpoint.load(folder / "checkpoints", newest, config.owners[0], line))
+        if saved is not None:
+            self._restore(saved)
         self._tokens_before = self._events.tokens
 
     @contextmanager
@@ -171,8 +171,11 @@ _Loop = ServerRun | PairRun | GossipRun
 _RECORDS: dict[str, type[Record]] = {kind.__name__: kind for kind in (Absence, Phase, Transfer, Relay, Update)}
 
 
-def _found(config: RunSettings, folder: Path, *, auto: bool) -> tuple[int, Lineage]:
-    """The round to go on from, 0 to start, and whose checkpoints count. Raises CheckpointError and ConfigError."""
+def _found(config: RunSettings, folder: Path, *, auto: bool) -> tuple[int, Lineage, Any]:
+    """The round to go on from, 0 to start, whose checkpoints count, and what that of the round holds; None at the start.
+
+    Raises: CheckpointError and ConfigError.
+    """
     store, past = Store(config, folder), history(config, folder)
     if "run.steps" in past.changes:
         raise ConfigError(
@@ -185,9 +188,16 @@ def _found(config: RunSettings, folder: Path, *, auto: bool) -> tuple[int, Linea
     )  # fmt: skip
     if choice.round == config.rounds:
         say(ended(folder, choice.round))
+    saved = checkpoint.load(store.path, choice.round, config.owners[0], past.lineage) if choice.round else None
+    # Before anything newer goes: real workers, each of which goes on from its own newest round, would miss it.
+    if saved is not None and "run" not in saved:
+        raise CheckpointError(
+            f"'{folder}' holds checkpoints of real processes, and an asynchronous simulation goes on from its own alone; go on "
+            f"with gossamer train --resume {folder}, or repeat it with --replay"
+        )
     for each in config.owners:
         checkpoint.rewind(store.path, choice.round, each, aside=choice.damaged)
-    return choice.round, past.go_on(folder, choice.round)
+    return choice.round, past.go_on(folder, choice.round), saved
 
 
 def _reported(record: Record) -> Record:
