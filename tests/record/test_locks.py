@@ -152,3 +152,10 @@ def test_a_simulation_under_way_is_not_resumed_from_python(tmp_path: Path) -> No
     with holding(tmp_path, None), pytest.raises(ConfigError, match="is under way"):
         simulate(single(), tmp_path, resume=True)
     assert simulate(single(), tmp_path, resume=True).over
+
+
+def test_a_simulation_in_python_does_not_go_on_while_another_process_has_its_folder(tmp_path: Path) -> None:
+    run_here = simulate(single(), tmp_path, until=1)
+    with holding(tmp_path, None), pytest.raises(ConfigError, match="is under way"):
+        run_here.go_on()
+    assert run_here.rounds == 1 and run_here.go_on().over

@@ -66,7 +66,7 @@ def train_here(config: "RunConfig", parts: "UserParts", folder: Path, *, resume:
     with holding(folder, None):
         simulation = Simulation(config, engine_of(resolve(config, parts), folder, resume=resume))
         with leaving() as asked:
-            simulation.go_on(asked=asked.is_set)
+            simulation.go_on(asked=asked.is_set, is_held=True)
 
 
 def _say_what_it_is_not(file: Path | None) -> None:

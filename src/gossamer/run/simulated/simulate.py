@@ -82,7 +82,7 @@ def simulate(
         if terminal is not None:
             terminal.follow(config.name, folder, config.record.print_every)
         simulation = Simulation(config, engine_of(resolved, folder, resume=resume), temporary=out is None)
-        simulation.go_on(until)
+        simulation.go_on(until, is_held=True)
         unless_ended.pop_all()
         return simulation
 

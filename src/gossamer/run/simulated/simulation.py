@@ -3,7 +3,7 @@
 import shutil
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gossamer.data.corpus import text_fingerprint
 from gossamer.errors import CheckpointError, ConfigError, MissingPackageError, choose
 from gossamer.record.folder import read_metrics
+from gossamer.record.locks import holding
 from gossamer.record.logs.trace import Trace, read_trace
 from gossamer.report.page.page import write_pages
 from gossamer.run.bookkeeping.evaluate import Result, mean_buffers, model_with, union_of
@@ -183,17 +184,21 @@ class Simulation(RecordedRun):
         """Whether all rounds are over."""
         return self.rounds >= self.config.rounds
 
-    def go_on(self, until: int | None = None, *, asked: Callable[[], bool] = lambda: False) -> "Simulation":
+    def go_on(
+        self, until: int | None = None, *, asked: Callable[[], bool] = lambda: False, is_held: bool = False
+    ) -> "Simulation":  # fmt: skip
         """Trains on, until so many rounds are over, or to the end; returns itself.
 
-        Args: `asked` is asked after each round whether to save and to stop there.
-        Raises: TrainingError when a number is not finite; UserCodeError when code of the user's fails; KeyboardInterrupt when it
-            was asked to stop.
+        Args:
+            asked: is asked after each round whether to save and to stop there.
+            is_held: whether the caller has the lock of the run folder, which is taken otherwise.
+        Raises: TrainingError when a number is not finite; UserCodeError when code of the user's fails; ConfigError when another
+            process trains in the folder; KeyboardInterrupt when it was asked to stop.
         """
         if until is not None and until < 0:
             raise ConfigError(f"until got {until}; give the number of rounds to stop after, of {self.config.rounds}")
         last = self.config.rounds if until is None else min(until, self.config.rounds)
-        with self._engine.opened():
+        with nullcontext() if is_held else holding(self.folder, None), self._engine.opened():
             while self._engine.finished < last:
                 self._engine.advance()
                 if asked() and self._engine.finished < last:
