@@ -183,6 +183,30 @@ def test_the_processes_of_a_comparison_that_is_killed_end_with_it(tmp_path: Path
         time.sleep(0.1)
 
 
+def test_a_run_that_is_trained_again_loses_its_run_file_last_so_that_a_kill_amid_that_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (one,) = points({**document(run__steps=2), "variant": [{"label": "a"}]})
+    folder, removed, unlink = tmp_path / "a", list[str](), os.unlink
+    for name in ("run.toml", "a.jsonl", "z.jsonl", "checkpoints/round-000001/worker-000.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+
+    def noted(path: Any, *, dir_fd: int | None = None) -> None:
+        removed.append(Path(path).name)
+        unlink(path, dir_fd=dir_fd)
+
+    with monkeypatch.context() as patched, Apart(1) as apart:
+        patched.setattr(os, "unlink", noted)
+        patched.setattr(
+            "gossamer.run.experiments.processes.simulate", lambda config, folder: folder.resolve(strict=True)
+        )
+        apart.add("a", one.config, folder)
+        with pytest.raises(FileNotFoundError):
+            apart.ended()
+    assert {"a.jsonl", "z.jsonl", "worker-000.json"} == {*removed[:-1]} and removed[-1] == "run.toml"
+
+
 def test_the_commit_is_that_of_the_checkout_and_that_of_an_installed_package_is_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -210,7 +210,13 @@ def _share(cores: Sequence[int], lane: int, lanes: int) -> Sequence[int]:
 
 def _trained(config: RunConfig, folder: Path, trunk: Path | None = None, *, warns: bool = False) -> RunEnd:
     """Trains a run from its start."""
-    if (folder / "run.toml").exists():  # nothing but a run is ours to remove
+    if (mark := folder / "run.toml").exists():  # nothing but a run is ours to remove
+        # The mark goes last: what a kill leaves of a run without it could neither be removed by the next process nor be resumed.
+        for path in sorted(folder.iterdir()):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path != mark:
+                path.unlink()
         shutil.rmtree(folder)
     began, level = time.perf_counter(), log.level
     if not warns:
