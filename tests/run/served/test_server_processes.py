@@ -587,6 +587,7 @@ def test_a_server_that_gets_sigterm_saves_after_its_round_and_goes_on_from_it(tm
     os.kill(launcher.pid if whom == "launcher" else pids["serve"], signal.SIGTERM)  # the system cuts the server's name
     code, output = launcher.finish()
     assert code == 130 and "stopped after round" in output and "Traceback" not in output, output
+    assert "which has not ended by itself" not in output, "its workers were asked to leave"
     [stopped] = checkpoint.rounds(real / "checkpoints", config.workers)
     assert f"stopped after round {stopped} of {config.rounds}, and saved; resume with --resume {real}" in output
     assert 0 < stopped < 40

@@ -187,6 +187,8 @@ def run_served(
             log.warning("the server is asked to save and to end after its round; stop once more to end it at once")
             server.terminate()
             server.join()
+            _ask_to_leave(workers)  # as below
+            _wait(workers, time.monotonic() + grace_s)
             raise
         deadline = time.monotonic() + grace_s
         if code == STOPPED:
@@ -195,8 +197,7 @@ def run_served(
             again = shlex.join(["gossamer", *resume, *at])
             log.warning("the server ended with code %d; its workers try again; resume it with %s", _shown(code), again)
             deadline = math.inf
-        while any(worker.exitcode is None for worker in workers) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        _wait(workers, deadline)
         if code < 0 and all(worker.exitcode == 0 for worker in workers):
             return 0
         return _shown(code)
@@ -304,6 +305,12 @@ def _enter(
     # Once one process was stopped, the launcher asks all: the exception of that signal amid Python's shutdown would be code 1.
     signal.signal(signal.SIGTERM, lambda *_: None)
     sys.exit(code)
+
+
+def _wait(workers: Sequence[BaseProcess], deadline: float) -> None:
+    """Waits until all have ended, or this time on the clock of `time.monotonic` has come."""
+    while any(worker.exitcode is None for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _ask_to_leave(workers: Sequence[BaseProcess]) -> None:
