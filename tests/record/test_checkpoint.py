@@ -187,6 +187,17 @@ def test_two_generations_of_each_worker_are_kept(tmp_path: Path) -> None:
     }
 
 
+def test_a_checkpoint_that_another_removes_as_it_is_written_is_told_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "checkpoints"
+    monkeypatch.setattr(
+        checkpoint, "sync_folder", lambda folder: shutil.rmtree(store / "round-000002") if folder == store else None
+    )
+    with pytest.raises(CheckpointError, match=r"worker 3 at round 2 is not in .* any more as it was written there"):
+        save(store, 2, 3, {"x": torch.ones(2)}, digest="d")
+
+
 def test_a_worker_ahead_keeps_all_since_the_round_that_the_slowest_owns(tmp_path: Path) -> None:
     for round in (10, 20, 30, 40, 50):
         save(tmp_path, round, 0, round, digest=DIGEST, since=20)

@@ -141,6 +141,11 @@ def save(
         sync_folder(folder)
         before = (r for r in reversed(_rounds(folder)) if r <= round)
         kept = [*itertools.islice((r for r in before if _fault(folder, r, worker, digest) is None), keep)]
+        if not kept:
+            raise CheckpointError(
+                f"the checkpoint of worker {worker} at round {round} is not in '{folder}' any more as it was written there; look "
+                "who else writes in that folder, then resume"
+            )
         oldest = min(kept) if since is None else min(since, *kept)
         _forget(folder, worker, [r for r in _rounds(folder) if r < oldest])
     except OSError as error:
