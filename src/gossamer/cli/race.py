@@ -101,6 +101,7 @@ def race(
     Raises: ConfigError for minutes in which nothing fits, and a folder that exists; as `simulate`, but for runs that diverge.
     """
     from gossamer.models.sizes import ModelConfig, parameter_count
+    from gossamer.record.locks import holding
     from gossamer.report.page.page import write_pages
     from gossamer.report.results import read_results
     from gossamer.run.config.experiment_file import points
@@ -121,7 +122,8 @@ def race(
     if asked.resume:
         text, left = opened_race(folder, some), dict[str, str]()
     else:
-        text, left = _begun(made, some, folder, 60 * asked.race, jobs)
+        with holding(folder, None):  # a second race that begins now would write its file over that of the first
+            text, left = _begun(made, some, folder, 60 * asked.race, jobs)
     by_label = {label_of(one): one for one in some}
     raced = {label: by_label[label] for label in (row["label"] for row in text["variant"])}
     left = {label: left.get(label, "it is not in the race that goes on") for label in by_label if label not in raced}

@@ -23,8 +23,9 @@ from gossamer.record.folder import read_metrics
 from gossamer.record.logs.trace import read_trace
 from gossamer.run.bookkeeping.evaluate import evaluate
 from gossamer.run.bookkeeping.resume import lineage
+from gossamer.run.config.document import with_settings
 from gossamer.run.config.resolve import settings_of
-from gossamer.run.config.run_file import RunConfig, digest, dump
+from gossamer.run.config.run_file import RunConfig, digest, dump, parse
 from gossamer.run.simulated.simulate import simulate
 from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.run.worker.task import task_of
@@ -154,6 +155,20 @@ def test_a_round_that_the_other_verb_trains_again_is_recorded_once(first: str, t
     assert trained == [(r, i) for r in range(config.rounds) for i in range(3)]
     assert len(read_trace(folder).compute_s) == config.rounds
     assert same(parameters(folder, config), parameters(simulated(tmp_path / "whole", config), config))
+
+
+@pytest.mark.parametrize("kind", ["a server", "without waiting"])
+def test_real_processes_refuse_to_go_on_from_a_simulation_over_virtual_time(kind: str, tmp_path: Path) -> None:
+    links = {"uplink_bps": 1e8, "downlink_bps": 1e8, "step_s": 0.1}
+    settings = document(model__layers=1, run__checkpoint_every=1) | {"network": {"even": links}}
+    more = {"server.name": "heloco"} if kind == "a server" else {"run.wait": False}
+    config = parse(with_settings(settings, more))
+    simulate(config, tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints" / f"round-{config.rounds:06}")
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    code, said = run("train", "--resume", tmp_path, "--local", 3)
+    assert code == 2 and "of a simulation over virtual time" in said and "gossamer simulate --resume" in said, said
+    assert "Traceback" not in said and (tmp_path / "metrics.jsonl").read_bytes() == before, said
 
 
 def simulated(folder: Path, config: RunConfig) -> Path:

@@ -87,6 +87,10 @@ def state_of(content: Any, after: int, limits: Limits) -> AsyncState:
                 and all(slot < limits.workers and steps <= limits.steps for slot, steps in [(worker, 0), *held.items()])
             ):
                 return AsyncState(after, phases, (worker, life, events), dict(held), content)
+    if isinstance(content, dict) and content and content.keys() <= {"run", "x"}:
+        raise CheckpointError(
+            f"a state after round {after} is of a simulation over virtual time, which gossamer simulate --resume goes on with"
+        )
     found = sorted(map(str, content)) if isinstance(content, dict) else content
     raise CheckpointError(
         f"a state after round {after} holds {found!r:.80}, and a worker that waits for nobody needs its local phases, their "

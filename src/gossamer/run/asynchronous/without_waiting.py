@@ -221,7 +221,8 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
     def _steps(self, number: int, *, begun: bool) -> int:
         """Inner steps of all workers in the local phases that are over, or have `begun`, this worker's own being `number`.
 
-        Two workers may both begin the last phase that is left, as news takes time: a run has at most a phase of each too many.
+        Two workers may both begin the last phase that is left, as news takes time: a run has at most a phase of each too many. A
+        worker that dies or is asked to leave amid the last phases, when the others have stopped, leaves its own out.
         """
         steps = number * self._local_steps
         for slot, one in self.transport.phases().items():

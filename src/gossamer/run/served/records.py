@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gossamer.clock import Record
+from gossamer.errors import CheckpointError
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.logs.arrivals import ArrivalWriter, ServerInput
@@ -163,10 +164,18 @@ def open_files(
 
 
 def restored(config: RunSettings, folder: Path, start: int | None) -> dict[str, Any]:
-    """The server's checkpoint of a round, empty where there is none to restore, without those of later rounds."""
+    """The server's checkpoint of a round, empty where there is none to restore; those of later rounds are removed.
+
+    Raises: CheckpointError for one that is damaged or of a simulation.
+    """
     if start is None:
         return {}
     store, n = folder / "checkpoints", config.workers
     saved: dict[str, Any] = checkpoint.load(store, start, n, lineage(config, folder)) if start else {}
+    if "run" in saved:
+        raise CheckpointError(
+            f"'{folder}' holds checkpoints of a simulation over virtual time, from which no real server goes on; go on with "
+            f"gossamer simulate --resume {folder}"
+        )
     checkpoint.rewind(store, start, n)
     return saved

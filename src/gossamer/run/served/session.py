@@ -149,8 +149,8 @@ def open_session(
         new one.
     """
     n = config.workers
+    saved = restored(config, folder, start)  # before its files are cut to the round of that checkpoint
     with open_files(config, folder, start, replays=replays) as files:
-        saved = restored(config, folder, start)
         begin_s = saved.get("time_s", 0.0)
         layout, spans = arrange(layout_of(probe.model), *config.fragments)
         core = ServerCore(
