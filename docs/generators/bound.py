@@ -51,6 +51,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from generators import effective_step
 from generators.claims import claims_page, committed
 from generators.fresh import fresh_page
 from generators.gains import gains, gains_page
@@ -84,6 +85,9 @@ _GENERATED: dict[str, Callable[[], str]] = {
     "leaderboard": leaderboard_page,
     "fresh": fresh_page,
     "fresh prose": lambda: fresh_page("-prose"),
+    "effective step, losses": lambda: effective_step.losses_table(effective_step.committed_arms()),
+    "effective step, everyone": lambda: effective_step.compared(effective_step.committed_arms(), "everyone"),
+    "effective step, two peers": lambda: effective_step.compared(effective_step.committed_arms(), "two peers"),
     "local steps": lambda: local_steps_table(lengths()),
     "equal bytes": lambda: equal_bytes_table(lengths()),
     "cells": lambda: gains_page(

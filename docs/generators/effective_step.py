@@ -10,16 +10,7 @@ from gossamer.report.paired import effect_cells, effect_heads
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines
 
-__all__ = [
-    "EFFECTIVE_STEP",
-    "GRAPHS",
-    "by_arm",
-    "committed_arms",
-    "compared",
-    "effective_step_page",
-    "means",
-    "verdict",
-]
+__all__ = ["EFFECTIVE_STEP", "by_arm", "committed_arms", "compared", "effective_step_page", "losses_table", "verdict"]
 
 EFFECTIVE_STEP = "effective_step"
 """The stem of the file."""
@@ -54,20 +45,24 @@ def committed_arms() -> Arms:
 def effective_step_page(ended: Iterable[PointResult]) -> str:
     """All tables, and what follows from them, as Markdown."""
     arms = by_arm(ended)
-    parts = list[str]()
+    parts = [losses_table(arms)] if arms else []
     for graph in GRAPHS if arms else ():
         step, found = verdict(arms, graph)
         seeds = len(arms[graph, step, 0.0])
         said = f"With {graph}, γ = 0 is lowest at a step of {step:g}; over {seeds} seeds momentum is there: {found}.\n"
-        parts += [means(arms, graph), compared(arms, graph), said]
+        parts += [compared(arms, graph), said]
     return "\n".join(parts)
 
 
-def means(arms: Arms, graph: str) -> str:
-    """Mean losses of a graph: a row for each step, a column for each γ."""
-    heads = ["η/(1 − γ)", *(f"γ = {gamma:g}" for gamma in _MOMENTA)]
-    rows = [[f"{step:g}", *(_text(arms[graph, step, gamma]) for gamma in _MOMENTA)] for step in _STEPS]
-    return markdown_lines([heads, ["---:"] * len(heads), *rows])
+def losses_table(arms: Arms) -> str:
+    """Mean losses: a row for each graph and step, a column for each γ."""
+    heads = ["", "η/(1 − γ)", *(f"γ = {gamma:g}" for gamma in _MOMENTA)]
+    rows = [
+        [graph, f"{step:g}", *(_text(arms[graph, step, gamma]) for gamma in _MOMENTA)]
+        for graph in GRAPHS
+        for step in _STEPS
+    ]
+    return markdown_lines([heads, ["---", *["---:"] * (len(heads) - 1)], *rows])
 
 
 def compared(arms: Arms, graph: str) -> str:

@@ -127,7 +127,7 @@ def choose(what: str, got: str, allowed: Iterable[str]) -> str:
 def nearest(got: str, names: Iterable[str]) -> str | None:
     """The name that is most like the given one, whatever its case; None where none is."""
     folded = {name.casefold(): name for name in names}
-    near = difflib.get_close_matches(got.casefold(), folded, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(got.casefold(), folded, n=1, cutoff=0.5)
     return folded[near[0]] if near else None
 
 

@@ -101,7 +101,6 @@ def race(
     Raises: ConfigError for minutes in which nothing fits, and a folder that exists; as `simulate`, but for runs that diverge.
     """
     from gossamer.models.sizes import ModelConfig, parameter_count
-    from gossamer.record.locks import holding
     from gossamer.report.page.page import write_pages
     from gossamer.report.results import read_results
     from gossamer.run.config.experiment_file import points
@@ -122,8 +121,7 @@ def race(
     if asked.resume:
         text, left = opened_race(folder, some), dict[str, str]()
     else:
-        with holding(folder, None):  # a second race that begins now would write its file over that of the first
-            text, left = _begun(made, some, folder, 60 * asked.race, jobs)
+        text, left = _begun(made, some, folder, 60 * asked.race, jobs)
     by_label = {label_of(one): one for one in some}
     raced = {label: by_label[label] for label in (row["label"] for row in text["variant"])}
     left = {label: left.get(label, "it is not in the race that goes on") for label in by_label if label not in raced}
@@ -160,21 +158,30 @@ def _begun(
     made: "RunPlan", some: "Sequence[Candidate]", folder: Path, seconds: float, jobs: int
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Writes a race that fits the seconds into its folder; returns its experiment file, and whom it leaves out and why."""
+    from gossamer.record.locks import holding
     from gossamer.run.config.experiment_file import points
     from gossamer.run.config.resolve import resolve
-    from gossamer.run.experiments.race import FILE, courses, document, written_race
+    from gossamer.run.experiments.race import courses, document, written_race
 
-    if (folder / FILE).exists() or (folder / "run.toml").exists():
-        raise ConfigError(
-            f"'{folder}' already has a run or a race; go on with --resume, name another --race-folder, or remove it"
-        )
+    _must_be_new(folder)
     with working("timing an inner step"):
         course = _fitting(courses(made, some), made, seconds, jobs)
     text = document(course, made, made.options.source)
     for run in points(text):
         resolve(run.config)
-    written_race(folder, course, made, text)
+    with holding(folder, None):
+        _must_be_new(folder)  # still: a second race that has begun meanwhile goes by its own file
+        written_race(folder, course, made, text)
     return text, dict(course.left)
+
+
+def _must_be_new(folder: Path) -> None:
+    from gossamer.run.experiments.race import FILE
+
+    if (folder / FILE).exists() or (folder / "run.toml").exists():
+        raise ConfigError(
+            f"'{folder}' already has a run or a race; go on with --resume, name another --race-folder, or remove it"
+        )
 
 
 def _fitting(ways: "Sequence[Course]", made: "RunPlan", seconds: float, jobs: int) -> "Course":

@@ -41,8 +41,11 @@ def command(
     from gossamer.run.experiments.tune import contenders, tune, tuned_file
 
     jobs = runs_at_a_time(jobs)
-    if any(one.partition("=")[0].strip() == "seed" for one in overrides):
-        raise ConfigError("--set got seed, but the runs of a search have those of tune.seeds; set tune.seeds")
+    for one in overrides:
+        if one.partition("=")[0].strip() == "seed":
+            raise ConfigError(
+                f"--set got '{one}', but the runs of a search have the seeds of tune.seeds; set tune.seeds"
+            )
     with experiment_and_folder(file, overrides, out, scale, "with a [tune] table") as (document, out):
         methods = contenders(document, scale=scale)
         check_experiment(method.config for method in methods)
