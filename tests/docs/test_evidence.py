@@ -791,6 +791,16 @@ def test_momentum_is_compared_with_none_at_an_equal_effective_step_where_none_is
     assert effective_step.effective_step_page(ended(0.1)[1:3]) == "", "an arm is missing"
 
 
+def test_what_the_page_says_of_a_larger_step_follows_from_the_outcomes() -> None:
+    arms, page = effective_step.committed_arms(), page_of_evidence()
+    for graph in effective_step.GRAPHS:
+        assert effective_step.verdict(arms, graph) == (1.4, "open")
+        mine = {arm[1:]: statistics.fmean(losses) for arm, losses in arms.items() if arm[0] == graph}
+        assert min(mine, key=mine.__getitem__) == (2.8, 0.7)
+        assert min((gamma for step, gamma in mine if step == 2.0), key=lambda gamma: mine[2.0, gamma]) == 0.5
+    assert "momentum is *open* with both graphs" in " ".join(page.split())
+
+
 def test_the_fresh_seeds_chose_no_setting_and_their_settings_are_those_that_were_chosen() -> None:
     assert min(one.seed for one in read_results(FIRST_STAGE / "fresh.jsonl")) >= 5
     ours = {run.method: given(run) for run in points(load_document(CONFIGS / "fresh.toml"))}
