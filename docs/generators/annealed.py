@@ -21,26 +21,29 @@ class Branch(NamedTuple):
     seed: int
     rounds: int
     share: float
-    """Its priced time over that of the target's longest run with this seed."""
+    """Its priced time over that of the target's run with this seed."""
     above: float
     """Its loss minus that run's."""
 
 
-def branches(runs: Sequence[Point], ended: Sequence[PointResult], target: str) -> list[Branch]:
-    """The runs that have ended, beside the longest of the target's that has; of the seeds for which there is one.
+def branches(
+    runs: Sequence[Point], ended: Sequence[PointResult], target: str, steps: int | None = None
+) -> list[Branch]:
+    """The runs that have ended, beside the target's of so many steps, or its longest; of the seeds for which there is one.
 
     Args: `runs` are all runs of the file, with the seeds of `ended`.
     """
     rounds = {place_in_experiment(run): run.config.rounds for run in runs}
     known = [(rounds[place], one) for one in ended if (place := place_in_experiment(one)) in rounds]
-    longest = max((length for length, one in known if one.method == target), default=0)
-    ends = {one.seed: one for length, one in known if one.method == target and length == longest}
+    asked = {run.config.rounds for run in runs if run.method == target and run.config.run.steps == steps}
+    length = max(asked or {own for own, one in known if one.method == target}, default=0)
+    ends = {one.seed: one for own, one in known if one.method == target and own == length}
     return [
         Branch(
-            one.method, network, one.seed, length, one.row["wall_s"][network] / ends[one.seed].row["wall_s"][network],
+            one.method, network, one.seed, own, one.row["wall_s"][network] / ends[one.seed].row["wall_s"][network],
             one.row["loss"] - ends[one.seed].row["loss"],
         )
-        for length, one in known
+        for own, one in known
         if one.seed in ends and one.row["loss"] is not None and ends[one.seed].row["loss"] is not None
         for network in one.row["wall_s"]
     ]  # fmt: skip
@@ -69,37 +72,44 @@ def shares_between(found: Sequence[Branch], method: str, network: str) -> dict[i
 
 def annealed_page(found: Sequence[Branch], target: str) -> str:
     """The branches as Markdown: how far above the target each length ends, and when each method with several is first as low."""
-    last = max(one.rounds for one in found if one.method == target)
-    several = len({(one.method, one.rounds) for one in found}) > len({one.method for one in found})
+    networks, methods = (
+        list(dict.fromkeys(column)) for column in zip(*((o.network, o.method) for o in found), strict=True)
+    )
+    last = next(one.rounds for one in found if one.method == target and (one.share, one.above) == (1.0, 0.0))
     parts = [f"Beside {target} after {last} rounds, which are annealed as all others.\n"]
-    for network in dict.fromkeys(one.network for one in found):
-        firsts, rows = list[list[str]](), list[list[str]]()
-        for method in dict.fromkeys(one.method for one in found):
-            shares = time_shares(found, method, network)
-            reached = [share for share in shares.values() if share is not None]
-            whole = (
-                f"{statistics.fmean(reached):.3f}"
-                if len(reached) == len(shares)
-                else f"{len(reached)} of {len(shares)} seeds"
-            )
-            between = shares_between(found, method, network).values()
-            joined = ", ".join(DASH if one is None else f"{one:.3f}" for one in between)
-            each = ", ".join(DASH if one is None else f"{one:.3f}" for one in shares.values())
-            firsts.append([method, each, whole, joined])
-            mine = [one for one in found if (one.method, one.network) == (method, network)]
-            for rounds in sorted({one.rounds for one in mine}):
-                here = sorted((one for one in mine if one.rounds == rounds), key=lambda one: one.seed)
-                each, mean = ", ".join(f"{one.above:+.4f}" for one in here), statistics.fmean(one.above for one in here)
-                share = statistics.fmean(one.share for one in here)
-                rows.append([method, str(rounds), f"{share:.3f}", each, f"{mean:+.4f}"])
+    if len({(one.method, one.rounds) for one in found}) > len(methods):
         first = f"first annealed as low as {target}, over its time; each seed"
-        heads = [f"on {network}", first, "mean share", "between lengths, each seed"]
-        if several:
-            parts.append(markdown_lines([heads, ["---", "---:", "---:", "---:"], *firsts]))
-        above = f"annealed loss above {target}'s last; each seed"
-        heads = [f"method on {network}", "rounds", f"time over {target}'s", above, "mean"]
-        parts.append(markdown_lines([heads, ["---", *["---:"] * 4], *rows]))
+        for network in networks:
+            heads = [f"on {network}", first, "mean share", "between lengths, each seed"]
+            rows = [_first(found, method, network) for method in methods]
+            parts.append(markdown_lines([heads, ["---", "---:", "---:", "---:"], *rows]))
+    over = [f"time over {target}'s" + (f" on {network}" if len(networks) > 1 else "") for network in networks]
+    heads = ["method", "rounds", *over, f"annealed loss above {target}'s after {last} rounds; each seed", "mean"]
+    rows = list[list[str]]()
+    for method in methods:
+        mine = [one for one in found if one.method == method]
+        for rounds in sorted({one.rounds for one in mine}):
+            here = sorted((one for one in mine if one.rounds == rounds), key=lambda one: one.seed)
+            shares = [statistics.fmean(one.share for one in here if one.network == network) for network in networks]
+            above = [one.above for one in here if one.network == networks[0]]
+            each, mean = ", ".join(f"{one:+.4f}" for one in above), statistics.fmean(above)
+            rows.append([method, str(rounds), *(f"{share:.3f}" for share in shares), each, f"{mean:+.4f}"])
+    parts.append(markdown_lines([heads, ["---", *["---:"] * (len(heads) - 1)], *rows]))
     return "\n".join(parts)
+
+
+def _first(found: Sequence[Branch], method: str, network: str) -> list[str]:
+    """When a method is first as low as the target, among its lengths and between them."""
+    shares = time_shares(found, method, network)
+    reached = [share for share in shares.values() if share is not None]
+    whole = (
+        f"{statistics.fmean(reached):.3f}" if len(reached) == len(shares) else f"{len(reached)} of {len(shares)} seeds"
+    )
+    each, joined = (
+        ", ".join(DASH if one is None else f"{one:.3f}" for one in some.values())
+        for some in (shares, shares_between(found, method, network))
+    )
+    return [method, each, whole, joined]
 
 
 def drawn_branches(found: Sequence[Branch], target: str) -> bytes:

@@ -12,6 +12,7 @@ from typing import Any
 
 from generators.annealed import Branch, annealed_page, branches, drawn_branches
 from generators.effective_step import EFFECTIVE_STEP, effective_step_page
+from generators.equal_terms import STRAGGLER_CODECS, drawn_shares, equal_terms_page
 from generators.fresh import FRESH, fresh_table
 from generators.gains import Gain, drawn_gains, gains, gains_page, is_map
 from generators.leaderboard import LEADERBOARD, Standing, drawn_standings, leaderboard_table, standings
@@ -30,7 +31,7 @@ __all__ = ["FOLDERS", "drawn", "outcome_files", "page"]
 FOLDERS = ("", "paper", "evidence")
 _COMPARED = {FRESH: fresh_table, EFFECTIVE_STEP: effective_step_page}
 """What a page says of those that compare as they were registered."""
-_OTHERWISE = (*_COMPARED, "equal_warmup")
+_OTHERWISE = (*_COMPARED, STRAGGLER_CODECS, "equal_warmup")
 """Registered experiments that compare something else than momentum with none."""
 _HOUR = 3600
 
@@ -55,9 +56,10 @@ def page(outcomes: Path) -> str:
     else:
         runs, asked = points(document, seeds=seeds, scale=scale), figure(document)
         found = _in_order(outcomes, runs)
-        compared = _COMPARED[file.stem](found) if file.stem in _COMPARED else ""
         cells = _cells(file, runs, found)
-        at_ends = [] if asked is not None else _branches(found, runs)
+        at_ends = [] if asked is not None else _branches(found, runs, document)
+        compared = _COMPARED[file.stem](found) if file.stem in _COMPARED else ""
+        compared = equal_terms_page(at_ends) if file.stem == STRAGGLER_CODECS else compared
         parts.append(_said(lines, len(runs)))
         if ranked := _ranked(outcomes, found):
             parts.append(leaderboard_table(ranked))
@@ -88,8 +90,8 @@ def drawn(outcomes: Path) -> bytes | None:
         return draw_figure(found, asked) if _has_target(found, asked) else None
     if ranked := _ranked(outcomes, found):
         return drawn_standings(ranked)
-    if at_ends := _branches(found, runs):
-        return drawn_branches(at_ends, runs[0].method)
+    if at_ends := _branches(found, runs, document):
+        return drawn_shares(at_ends) if file.stem == STRAGGLER_CODECS else drawn_branches(at_ends, runs[0].method)
     return drawn_gains(cells) if is_map(cells := _cells(file, runs, found)) else None
 
 
@@ -107,11 +109,11 @@ def _cells(file: Path, runs: Sequence[Point], found: Sequence[PointResult]) -> l
     return cells if len({*places}) == len(places) else []
 
 
-def _branches(found: Sequence[PointResult], runs: Sequence[Point]) -> list[Branch]:
-    """The annealed runs of an experiment whose variants differ in their lengths; the first variant is the target."""
+def _branches(found: Sequence[PointResult], runs: Sequence[Point], document: Mapping[str, Any]) -> list[Branch]:
+    """The annealed runs of variants that differ in their lengths; the target is the first, of as many steps as the file says."""
     if any(run.config.inner.schedule != "wsd" for run in runs) or len({run.config.rounds for run in runs}) < 2:
         return []
-    return branches(runs, found, runs[0].method)
+    return branches(runs, found, runs[0].method, document["run"]["steps"])
 
 
 def _is_tuning(lines: Sequence[Any]) -> bool:

@@ -16,6 +16,7 @@ from generators import (
     casts,
     claims,
     effective_step,
+    equal_terms,
     experiments,
     fresh,
     gains,
@@ -326,6 +327,9 @@ def test_annealed_branches_stand_at_their_share_of_the_time_in_which_the_target_
     )
     assert annealed.drawn_branches(found, "DiLoCo").endswith(b"</svg>\n")
     assert page.startswith("Beside DiLoCo after 6 rounds")
+    beside = annealed.branches(runs, [outcome(run) for run in runs], "DiLoCo", 8)
+    assert {one.share for one in beside if one.method == "DiLoCo"} == {1.0, 1.5}, "the target's runs of 8 steps"
+    assert annealed.annealed_page(beside, "DiLoCo").startswith("Beside DiLoCo after 4 rounds")
     shorter = annealed.branches(runs, [outcome(run) for run in runs if run.config.rounds != 6 or run.seed], "DiLoCo")
     assert {one.seed for one in shorter} == {1}, "the longest that has ended is that of one seed"
     never = [one for one in found if one.rounds < 8]
@@ -334,6 +338,36 @@ def test_annealed_branches_stand_at_their_share_of_the_time_in_which_the_target_
     assert annealed.branches(runs, [outcome(run) for run in runs if run.method == "pairs"], "DiLoCo") == []
     judged = claims._sooner(lambda stem: (runs, [outcome(run) for run in runs]) if "-" not in stem else ([], []))
     assert judged is not None and judged.verdict == "holds" and "pairs at 10 % -0.3958" in judged.effect
+
+
+def test_beside_a_slow_uplink_a_method_is_sooner_than_diloco_with_the_same_codec_after_holm_s_correction() -> None:
+    needs = {"DiLoCo, H = 30": 1.0, "DiLoCo, H = 60": 0.8, "DiLoCo, H = 120": 0.7, "pairs": 0.6}
+    found = [
+        annealed.Branch(f"{name}, {codec}", network, seed, rounds, share * price, above)
+        for name, target in needs.items()
+        for codec, price, cost in (("fp32", 1.0, 0.0), ("bf16", 0.5, 0.001))
+        for seed in range(5)
+        for network in ("tenth", "thirtieth")
+        for rounds, share in ((10, 0.5), (20, 1.5))
+        for above in (0.1 * (target - share) + 0.0001 * seed * (name == "pairs") + cost,)
+    ]
+    page = equal_terms.equal_terms_page(found)
+    assert "means of 5 seeds" in page
+    assert "| DiLoCo, H = 60, fp32 | 0.800 [0.800, 0.800] | 0.800 [0.800, 0.800] |" in page
+    pairs = "| pairs, fp32 | 0.602 [0.600, 0.604] | 0.602 [0.600, 0.604] |"
+    assert pairs in page
+    assert "| pairs | DiLoCo, H = 120 | -0.098 ± 0.002 sooner | -0.098 ± 0.002 sooner |" in page
+    assert "| DiLoCo, H = 60, bf16 | +0.0010 ± 0.0000 |" in page, "of DiLoCo the codec is all that differs"
+    assert "| pairs, bf16 | +0.0" not in page
+    assert equal_terms.drawn_shares(found).endswith(b"</svg>\n")
+
+    half = [one for one in found if one.seed < 4 or one.method != "pairs, bf16" or one.rounds == 10]
+    assert equal_terms.equal_terms_page(half) == equal_terms.equal_terms_page([one for one in found if one.seed < 4])
+    never = [one._replace(above=one.above + 1.0 * (one.method == "pairs, fp32" and one.seed == 3)) for one in found]
+    page = equal_terms.equal_terms_page(never)
+    assert "| pairs, fp32 | 4 of 5 seeds | 4 of 5 seeds |" in page and "| pairs | DiLoCo, H = 120 | – | – |" in page
+    tied = [one._replace(above=one.above + 0.01 * (one.seed % 2) * (one.method == "pairs, fp32")) for one in found]
+    assert "| pairs | DiLoCo, H = 120 | -0.058 ± 0.068 | -0.058 ± 0.068 |" in equal_terms.equal_terms_page(tied)
 
 
 def test_the_leaderboard_ranks_methods_at_equal_tokens_and_says_what_their_runs_take() -> None:
