@@ -31,7 +31,7 @@ from gossamer.transport.sockets.addresses import split as host_and_port
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import Endpoint
 from gossamer.transport.sockets.handshake import dial
-from gossamer.transport.sockets.header import WATCHER, LetterKind
+from gossamer.transport.sockets.header import NEWCOMER, WATCHER, LetterKind
 from gossamer.transport.sockets.letter import Letter, body_of, receive_letter, small
 from gossamer.transport.sockets.listener import Arrival, Listener, Refusals
 from tiny import limits
@@ -281,6 +281,90 @@ def test_a_worker_accepts_connections_again_after_it_had_no_file_descriptor_left
         listener.close()
         for arrival in came:
             arrival.channel.close()
+
+
+def test_a_worker_accepts_connections_again_after_it_had_no_thread_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, failed = threading.Thread.start, list[str]()
+
+    def once(self: threading.Thread) -> None:
+        if self.name == "gossamer arrival" and not failed:
+            failed.append(self.name)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with crew(2) as (transports, entries):
+        monkeypatch.setattr(threading.Thread, "start", once)
+        with socket.create_connection(host_and_port(entries[0].address), LIMIT_S) as first:
+            assert first.recv(32) == b""
+        with socket.create_connection(host_and_port(entries[0].address), LIMIT_S) as second:
+            assert len(second.recv(32)) == 32
+        until(lambda: not transports[0]._listener.busy)
+        assert together(transports, 0) == [{Outcome.MADE}] * 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_where_a_fault_of_its_own_ends_the_thread_that_writes_a_worker_loses_the_connection_and_opens_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dial, failed = elastic_transport.dial, list[int]()
+
+    def once(address: str, secret: bytes, *, me: int, **more: Any) -> Channel:
+        if not failed:
+            failed.append(me)
+            raise ZeroDivisionError("a fault")
+        return dial(address, secret, me=me, **more)
+
+    monkeypatch.setattr(elastic_transport, "dial", once)
+    with crew(2) as (transports, _):
+        together(transports, 0)
+        assert failed
+        links = [transport._links for transport in transports]
+        until(lambda: all(link.channel for one in links for several in one.values() for link in [*several]))
+        until(lambda: all(transport.members.alive(9) == {0, 1} for transport in transports))
+        assert together(transports, 9) == [{Outcome.MADE}] * 2
+
+
+def test_what_nobody_waits_for_any_more_does_not_leave() -> None:
+    """Over a link that is slower than its rounds: what counts there would come behind all payloads that do not."""
+    with crew(2, timeout_s=60.0, mute=1) as (transports, entries):
+        (transport,) = transports
+        transport.core.limit_s = 0.1
+        with hand_made(entries[0].address, entries[1], entries) as channel:
+            until_known(transport, entries[1])
+            for round in range(6):
+                ticket, like = Ticket(round), [torch.empty(1 << 22)]
+                transport.enter(round, lambda alive: [1], 15)
+                transport.expect(ticket, 1, like)
+                transport.post(ticket, 1, like)
+                transport.wait(ticket)
+                assert transport.collect(ticket) == {}
+                assert transport.outcomes()[ticket] == {1: Outcome.MISSED}
+            came = list[tuple[LetterKind, int]]()
+            while (LetterKind.DECLINE, 5) not in came:
+                letter = receive_letter(channel, RUN, transport.members.limits, lambda letter, size: True)
+                came.append((letter.kind, letter.ticket.round))
+        assert [kind for kind, _ in came].count(LetterKind.PAYLOAD) <= 1
+        assert {round for kind, round in came if kind == LetterKind.DECLINE} == {0, 1, 2, 3, 4, 5}
+
+
+def test_all_workers_may_fetch_their_states_from_one_address_at_once() -> None:
+    served, go_on = list[Channel](), threading.Event()
+
+    def host(channel: Channel) -> None:
+        served.append(channel)
+        assert go_on.wait(LIMIT_S)
+        channel.write(b"state")
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    me = SlotEntry(0, 0, 7, MemberStatus.ALIVE, 0, f"127.0.0.1:{listener.getsockname()[1]}")
+    transport = ElasticTransport(Members(limits(13), 0, [me]), Endpoint(listener, RUN, SECRET, LIMIT_S), host=host)
+    with contextlib.closing(transport), contextlib.ExitStack() as open_:
+        newcomers = [
+            open_.enter_context(dial(me.address, SECRET, run=RUN, me=NEWCOMER, timeout_s=LIMIT_S)) for _ in range(12)
+        ]
+        until(lambda: len(served) == 12)
+        go_on.set()
+        assert [one.read(5) for one in newcomers] == [b"state"] * 12
 
 
 def test_two_that_reach_the_others_and_not_each_other_hold_up_no_mean(monkeypatch: pytest.MonkeyPatch) -> None:

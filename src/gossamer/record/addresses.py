@@ -54,4 +54,5 @@ def read_addresses(folder: Path) -> list[Address]:
 def _is_sound(address: str, run: str, slot: str) -> bool:
     host, _, port = address.rpartition(":")
     forms = ((r"[!-~]{1,90}", host), (r"[0-9]{1,5}", port), (r"[0-9a-f]{16}", run), (r"[0-9]{1,9}", slot))
+    host.encode("idna")  # as whoever dials does, who would raise no OSError; a ValueError here too
     return all(re.fullmatch(form, text) for form, text in forms) and 0 < int(port) < 1 << 16

@@ -16,7 +16,7 @@ from collections.abc import Callable, Container, Sequence
 import torch
 from torch import Tensor
 
-from gossamer.errors import PeerError, RefusedError
+from gossamer.errors import GossamerError, PeerError, RefusedError
 from gossamer.transport import wire
 from gossamer.transport.contract import Delivery, Sound, Ticket, Wait
 from gossamer.transport.elastic.ask import View, look, show
@@ -37,6 +37,29 @@ log = logging.getLogger("gossamer")
 
 _FEW_S = 5.0
 """How long a round has no majority before it is told what it waits for."""
+
+
+class _Waiting:
+    """A letter that waits until those before it have left its connection, and may change until then."""
+
+    def __init__(self, letter: Letter) -> None:
+        self._letter: Letter | None = letter
+        self._lock = threading.Lock()
+
+    def __call__(self) -> Letter:
+        """The letter, which leaves now."""
+        with self._lock:
+            letter, self._letter = self._letter, None
+        assert letter is not None
+        return letter
+
+    def change(self, letter: Letter) -> bool:
+        """Lets another letter leave in its place; returns whether it was not too late."""
+        with self._lock:
+            if self._letter is None:
+                return False
+            self._letter = letter
+            return True
 
 
 class ElasticTransport:
@@ -92,13 +115,20 @@ class ElasticTransport:
         )
         self._links: dict[int, list[PeerConnection]] = {}
         self._like: dict[tuple[Ticket, int], list[Tensor]] = {}
+        self._posted: dict[tuple[Ticket, int], _Waiting] = {}
+        """Payloads of exchanges whose outcome is not collected yet."""
+        self._messages: dict[PeerConnection, _Waiting] = {}
+        """The last message on each connection, which may not have left."""
         self._outcomes: dict[Ticket, dict[int, Outcome]] = {}
         self._reasons: dict[int, str] = {}
         """Why the last connection with a worker was lost that none has replaced."""
         self._waits: deque[Wait] = deque(maxlen=1 << 14)
         self._deliveries: deque[Delivery] = deque(maxlen=1 << 14)
-        self._guests, self._accepted = ConnectionLimit(), ConnectionLimit(per_peer=4, total=4 * members.slots + 64)
-        """Newcomers and watchers by address, and the connections that workers have opened, by slot and address."""
+        # All workers may be behind one address: on one machine, behind one router, or of a mailbox.
+        self._guests = ConnectionLimit(per_peer=members.slots + 8, total=2 * members.slots + 64)
+        """Newcomers and watchers, by address."""
+        self._accepted = ConnectionLimit(per_peer=4, total=4 * members.slots + 64)
+        """The connections that workers have opened, by slot and address."""
         self.changed = threading.Condition(threading.RLock())
         """Held by whoever uses the core, which threads of all connections do; notified whenever a letter has come.
 
@@ -267,6 +297,11 @@ class ElasticTransport:
         """The frames of the exchanges that were made, by peer; forgets the ticket."""
         with self.changed:
             payloads, outcomes = self.core.collect(ticket)
+            for peer in outcomes:
+                if (waiting := self._posted.pop((ticket, peer), None)) is not None:
+                    # Over a link that is slower than its rounds payloads that nobody waits for would lie one behind the other, in
+                    # memory and in the way of all that counts.
+                    waiting.change(Letter(LetterKind.DECLINE, self.worker, ticket, round=max(self.core.round, 0)))
         self._outcomes[ticket] = outcomes
         likes = {peer: self._like.pop((ticket, peer)) for peer in outcomes}
         return {peer: wire.unpack_frames(payload.to(self._device), likes[peer]) for peer, payload in payloads.items()}
@@ -405,7 +440,21 @@ class ElasticTransport:
             if self._closed.is_set() or entry is None:
                 continue
             if (link := self._link_to(entry)) is not None:
-                link.send(letter)
+                self._send(link, letter)
+
+    def _send(self, link: PeerConnection, letter: Letter) -> None:
+        """Queues a letter; one that is large, so that it may still change."""
+        if letter.kind == LetterKind.PAYLOAD:
+            waiting = self._posted[letter.ticket, link.peer] = _Waiting(letter)
+            link.send(waiting)
+        elif letter.kind == LetterKind.MESSAGE:
+            # Whoever asks again has not got the answer to what it asked before, and shall get one, the newest.
+            before = self._messages.get(link)
+            if before is None or not before.change(letter):
+                waiting = self._messages[link] = _Waiting(letter)
+                link.send(waiting)
+        else:
+            link.send(letter)
 
     def _link_to(self, entry: SlotEntry) -> PeerConnection | None:
         """The connection with the process that fills a slot; opens one if there is none.
@@ -454,7 +503,7 @@ class ElasticTransport:
             )  # fmt: skip
             theirs = next((one for one in seen.entries if one.slot == seen.worker), None)
             there = theirs is not None and theirs.slot == self.worker and theirs.nonce != self.members.own.nonce
-        except (PeerError, OSError):
+        except (GossamerError, OSError):  # also an address that leads nowhere from here, as into a mailbox
             there = False
         with self.changed:
             if there:
@@ -553,6 +602,7 @@ class ElasticTransport:
         if link.channel is not None:
             self._accepted.release(link.channel)
         with self.changed:
+            self._messages.pop(link, None)
             with contextlib.suppress(ValueError):
                 self._links.get(link.peer, []).remove(link)
             entry = self.members.entries.get(link.peer)

@@ -21,6 +21,10 @@ def split(address: str) -> tuple[str, int]:
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not colon or not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 1 << 16:
         raise ValueError(f"'{address}' is no HOST:PORT")
+    try:
+        host.encode("idna")  # as whoever dials does; a name with two dots in a row is no OSError there
+    except UnicodeError:
+        raise ValueError(f"'{address}' is no HOST:PORT") from None
     return host, int(port)
 
 

@@ -113,6 +113,14 @@ class PeerConnection:
 
     def _write(self) -> None:
         try:
+            self._write_all()
+        except BaseException as error:
+            # A fault of this process; without this, letters would be queued for ever, for a thread that is gone.
+            self._end(f"{type(error).__name__}: {error}")
+            raise
+
+    def _write_all(self) -> None:
+        try:
             self.channel = channel = self._opened()
         except (OSError, GossamerError) as error:
             self._end(str(error))

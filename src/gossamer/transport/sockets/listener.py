@@ -159,9 +159,16 @@ class Listener:
             with self._lock:
                 self._busy += 1
             # In a thread of its own, as a stranger may take its time; how many there are is bounded in `_attend`.
-            threading.Thread(
+            thread = threading.Thread(
                 target=self._attend, args=(sock, str(address[0])), daemon=True, name="gossamer arrival"
-            ).start()
+            )
+            try:
+                thread.start()
+            except RuntimeError:  # no thread is left; who has come may come again, and the next one is accepted
+                sock.close()
+                with self._lock:
+                    self._busy -= 1
+                time.sleep(RETRY_S)
 
     def _attend(self, sock: socket.socket, host: str) -> None:
         try:
