@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from gossamer.transport.sockets.handshake import dial
 from gossamer.transport.sockets.header import LetterKind
 from gossamer.transport.sockets.letter import Letter, body_of, encode, receive_letter, send_letter
 from gossamer.transport.sockets.listener import Arrival, Listener, Refusals
+from gossamer.transport.sockets.tls import TlsSocket
 from tiny import limits
 
 pytest.importorskip("cryptography")
@@ -262,6 +264,53 @@ def test_who_is_listed_does_not_talk_to_a_listener_that_is_not(files: dict[str, 
         assert not opened.came
 
 
+@pytest.mark.parametrize("late", [True, False], ids=["expired", "not valid yet"])
+def test_who_shows_a_listed_certificate_out_of_its_time_is_told_so_and_to_set_the_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:
+            return datetime.now(tz) + timedelta(days=-20 * 365 if late else 20 * 365)
+
+    files = {"berlin": new_key("berlin", tmp_path / "berlin.pem")}
+    with monkeypatch.context() as changed:
+        changed.setattr("gossamer.transport.keys.datetime", Clock)
+        files["paris"] = new_key("paris", tmp_path / "paris.pem")
+    here, there = (Keys(files[name], peers_of(files, "berlin", "paris"), 2) for name in ("berlin", "paris"))
+    with contextlib.closing(Opened(here)) as opened:
+        with pytest.raises(RefusedError, match="has expired by the clock of" if late else "refused the key") as caught:
+            dial(opened.address, b"", run=RUN, me=1, timeout_s=TIMEOUT_S, keys=there)
+        assert caught.value.kind == "key"
+        until(lambda: opened.refusals.counts == {"127.0.0.1: key": 1})
+    told = r"does not hold at \d{4}-.* UTC, which is the time on .* set the clock"
+    with contextlib.closing(Opened(there)) as opened, pytest.raises(RefusedError, match=told):
+        dial(opened.address, b"", run=RUN, me=0, timeout_s=TIMEOUT_S, keys=here)
+
+
+def test_who_reads_waits_for_no_writer(keys: list[Keys], opened: Opened) -> None:
+    """Both ends may be stuck in writing, and each goes on once the other one reads."""
+    with dial(opened.address, b"", run=RUN, me=1, timeout_s=TIMEOUT_S, keys=keys[1], whom=0) as near:
+        far = opened.arrival().channel
+        sock = near._sock
+        assert isinstance(sock, TlsSocket)
+        buffer, looked = sock._goes, list[bool]()
+
+        class Watched:
+            def read(self) -> bytes:
+                return buffer.read()
+
+            @property
+            def pending(self) -> int:
+                looked.append(sock._state.locked())  # else it may be what a writer is about to take
+                return buffer.pending
+
+        sock._goes = Watched()  # type: ignore[assignment]
+        far.write(b"hello")
+        assert near.read(5) == b"hello"
+        assert looked and all(looked)
+
+
 def test_who_starts_a_run_has_the_key_of_its_first_workers(files: dict[str, Path], keys: list[Keys]) -> None:
     keys[0].must_start(1)
     with pytest.raises(ConfigError, match=r"peer 'berlin' in \[peers\], with the workers 0; give --local at most 1"):
@@ -454,6 +503,15 @@ def test_a_slot_is_its_own_keys_whatever_others_have_said_of_it(keys: list[Keys]
         with dial(workers[0]._listener.address, b"", run=RUN, me=2, timeout_s=TIMEOUT_S, keys=keys[2], whom=0) as near:
             send_letter(near, Letter(LetterKind.MEMBERSHIP, 2, body=body_of(membership_update({2: own}))), RUN)
             until(lambda: known[2].nonce == 100)
+
+
+def test_a_process_that_is_said_to_be_where_nobody_can_look_takes_no_slot(keys: list[Keys]) -> None:
+    with crew(keys, absent=2) as workers, liar(workers, keys) as say:
+        before = workers[0].members.own
+        say(before._replace(incarnation=9, nonce=7, address="there.mailbox:1"))  # and this run has no mailbox
+        until(lambda: workers[0].members.own.incarnation == 10)
+        assert workers[0].members.own.nonce == before.nonce and not workers[0].members.replaced
+        assert exchanged(workers, 0) == [{Outcome.MADE}] * 2
 
 
 def test_who_hears_that_another_one_is_gone_finds_out_itself(keys: list[Keys]) -> None:

@@ -5,6 +5,7 @@ import logging
 import socket
 import struct
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -122,6 +123,24 @@ def test_a_deadline_holds_for_all_of_what_is_read_however_slowly_it_comes() -> N
     dripping.join()
 
 
+def test_an_end_that_takes_bytes_slowly_is_not_one_that_takes_none() -> None:
+    ours, theirs = socket.socketpair()
+    content, taken = bytes(1 << 19), 0
+    for sock in (ours, theirs):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 13)
+    theirs.settimeout(60.0)
+    with Channel(ours, 0.3) as channel, theirs, ThreadPoolExecutor(1) as pool:
+        written = pool.submit(channel.write, content)
+        while taken < len(content):
+            time.sleep(0.03)
+            taken += len(theirs.recv(1 << 14))
+        written.result(60.0)  # which took a second at least
+        with pytest.raises(TimeoutError, match=r"it took no bytes for 0\.3 s"):
+            channel.write(content)
+        with pytest.raises(TimeoutError, match="too long"):
+            channel.write(content, deadline=channel.moved_s)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_processes_listen_and_dial_at_addresses_of_both_families(host: str) -> None:
     try:
@@ -137,7 +156,9 @@ def test_processes_listen_and_dial_at_addresses_of_both_families(host: str) -> N
             assert far.recv(4) == b"here"
 
 
-@pytest.mark.parametrize("text", ["", "here", ":1", "a:", "a:0", "a:65536", "a:-1", "a:1x", "a:²"])
+@pytest.mark.parametrize(
+    "text", ["", "here", ":1", "a:", "a:0", "a:65536", "a:-1", "a:1x", "a:²", "a..b:1", f"{'a' * 64}.b:1"]
+)
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no HOST:PORT"):
         addresses.split(text)

@@ -10,7 +10,7 @@ import time
 from types import TracebackType
 
 from gossamer.transport.keys import Keys
-from gossamer.transport.sockets.tls import TlsSocket, must_encrypt
+from gossamer.transport.sockets.tls import TlsSocket, must_encrypt, send_all
 
 __all__ = ["Channel"]
 
@@ -99,14 +99,22 @@ class Channel:
     def write(self, data: bytes | memoryview, deadline: float | None = None) -> None:
         """Sends all of this. Raises: OSError."""
         view = memoryview(data)
-        # In pieces, so that the timeout limits progress and not the whole transfer: `sendall` counts all of it.
+
+        def moved() -> None:
+            self.moved_s = time.monotonic()
+            self._before(deadline)
+
+        # In pieces, so that what is encrypted at a time is bounded.
         for start in range(0, len(view), PIECE_BYTES):
             self._before(deadline)
+            piece = view[start : start + PIECE_BYTES]
             try:
-                self._sock.sendall(view[start : start + PIECE_BYTES])
+                if isinstance(self._sock, TlsSocket):
+                    self._sock.send_all(piece, moved)
+                else:
+                    send_all(self._sock, piece, moved)
             except TimeoutError:
                 raise self._late("it took no bytes", deadline) from None
-            self.moved_s = time.monotonic()
 
     def drain(self) -> None:
         """Reads on until the other end closes, or this one is closed; what comes is dropped.

@@ -15,11 +15,13 @@ from collections.abc import Callable
 from gossamer.errors import RefusedError
 from gossamer.transport.keys import Keys, certificate_fingerprint
 
-__all__ = ["TlsSocket", "must_encrypt"]
+__all__ = ["TlsSocket", "must_encrypt", "send_all"]
 
 _PIECE_BYTES = 1 << 18
 _FIRST = b"\x16"
 """What a handshake begins with."""
+_OUT_OF_DATE = (9, 10)
+"""What OpenSSL calls a certificate that does not hold yet, or any more."""
 
 
 def must_encrypt(sock: socket.socket, deadline: float) -> None:
@@ -37,6 +39,18 @@ def must_encrypt(sock: socket.socket, deadline: float) -> None:
 
 def _in_the_clear() -> RefusedError:
     return RefusedError("key", "it does not encrypt; give all machines the same run file with [peers], and their keys")
+
+
+def send_all(sock: socket.socket, content: memoryview | bytes, moved: Callable[[], None] = lambda: None) -> None:
+    """Sends all of this over a plain socket, and calls `moved` whenever a part of it has left. Raises: OSError.
+
+    The timeout of the socket is for each part. `socket.sendall` would count all of them, and take a link that is slow for one
+    whose other end takes nothing.
+    """
+    view = memoryview(content)
+    while view:
+        view = view[sock.send(view) :]
+        moved()
 
 
 class TlsSocket:
@@ -90,8 +104,8 @@ class TlsSocket:
         """Fills a part of a buffer with what comes next; 0 at the end of the connection. Raises: OSError."""
         into = memoryview(view)
         while True:
-            filled = self._decrypted(into)
-            if self._goes.pending:  # an alert, or the answer to new keys
+            filled, answers = self._decrypted(into)
+            if answers:
                 self._flush()
             if filled is None:
                 return 0
@@ -100,32 +114,34 @@ class TlsSocket:
             if not self._take():
                 return 0
 
-    def sendall(self, view: memoryview) -> None:
-        """Sends all of this. Raises: OSError."""
-        self._flush(lambda: self._encrypt(view))
+    def send_all(self, view: memoryview, moved: Callable[[], None]) -> None:
+        """Sends all of this, see the function of this name. Raises: OSError."""
+        self._flush(lambda: self._encrypt(view), moved)
 
     def _encrypt(self, view: memoryview) -> None:
         done = 0
         while done < len(view):
             done += self._tls.write(view[done:])
 
-    def _decrypted(self, into: memoryview) -> int | None:
-        """Decrypts what has come, as far as it has room; None once the other end has said that nothing follows."""
-        filled = 0
+    def _decrypted(self, into: memoryview) -> tuple[int | None, bool]:
+        """Decrypts what has come, as far as it has room; None once the other end has said that nothing follows.
+
+        Also whether something is to be sent because of it: an alert, or the answer to new keys. That is asked here, where nobody
+        encrypts: who reads would else wait for a writer whose bytes it saw, and that one for the other end, which may wait too.
+        """
+        filled, ended = 0, False
         with self._state:
             try:
-                while filled < len(into):
-                    taken = self._tls.read(len(into) - filled, into[filled:])
-                    if not taken:
-                        return filled or None
-                    filled += int(taken)
+                while filled < len(into) and not ended:
+                    taken = int(self._tls.read(len(into) - filled, into[filled:]))
+                    filled, ended = filled + taken, not taken
             except ssl.SSLWantReadError:
                 pass
             except ssl.SSLZeroReturnError:
-                return filled or None
+                ended = True
             except ssl.SSLError as error:
                 raise self._told(error) from None
-        return filled
+            return (None if ended and not filled else filled), self._goes.pending > 0
 
     def _take(self) -> bool:
         """Waits for bytes; False when the other end hangs up."""
@@ -134,20 +150,32 @@ class TlsSocket:
             self._came.write(raw)
         return bool(raw)
 
-    def _flush(self, encrypt: Callable[[], None] = lambda: None) -> None:
+    def _flush(self, encrypt: Callable[[], None] = lambda: None, moved: Callable[[], None] = lambda: None) -> None:
         with self._order:
             with self._state:
                 encrypt()
                 raw = self._goes.read()
-            self._sock.sendall(raw)
+            send_all(self._sock, raw, moved)
 
     def _told(self, error: ssl.SSLError) -> OSError:
         """What an error of OpenSSL means."""
+        if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _OUT_OF_DATE:
+            return RefusedError(
+                "key",
+                f"its certificate does not hold at {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC, which is the time on "
+                f"this machine ({error.verify_message}); set the clock, or make a new key there with gossamer keys new NAME",
+            )
         if isinstance(error, ssl.SSLCertVerificationError):
             return RefusedError(
                 "key", f"it showed a certificate that is not in the run's [peers] ({error.verify_message})"
             )
         reason = error.reason or ""
+        if "ALERT_CERTIFICATE_EXPIRED" in reason:
+            return RefusedError(
+                "key",
+                f"the certificate of this machine ({certificate_fingerprint(self._own)}) has expired by the clock of the other "
+                "end; set the clock there, or make a new key here with gossamer keys new NAME",
+            )
         if "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):
             return RefusedError(
                 "key",
