@@ -156,6 +156,55 @@ def test_nobody_puts_more_than_eight_pieces_that_nobody_reads(store: Mailbox, mo
     until(lambda: not store.names("dead.d"))
 
 
+def test_a_connection_with_a_process_that_was_killed_ends_however_little_is_said_on_it(
+    store: Mailbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mailbox, "GONE_S", 0.3)
+    monkeypatch.setattr(mailbox, "PARTING_S", 0.2)
+    with connected(store) as (ours, theirs, _):
+        theirs.write(b"hello")
+        assert ours.read(5) == b"hello"
+        time.sleep(1.0)  # who reads is there, and may be silent
+        ours.write(b"hello")
+        assert theirs.read(5) == b"hello"
+    store.put("dead", b"")
+    with Channel(connect("dead.mailbox", LIMIT_S), LIMIT_S) as ours, pytest.raises(ConnectionError, match="closed"):
+        ours.read(1)
+
+
+def test_streams_that_somebody_puts_there_take_a_bounded_number_of_threads(
+    store: Mailbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mailbox, "_MOST_STREAMS", 4)
+    monkeypatch.setattr(mailbox, "PARTING_S", 0.2)
+    listener, address = listen_in(store)
+    box = split(address)[0].removesuffix(".mailbox")
+    with listener:
+        for i in range(20):
+            store.put(f"{box}.d/{i:032x}/in-0", mailbox._packed(b"\0"))
+        counts = set[int]()
+        end_s = time.monotonic() + 1.5
+        while time.monotonic() < end_s:
+            counts.add(sum(one.was_accepted for one in mailbox._carries.copy() if one.stream.startswith(box)))
+            time.sleep(0.01)
+        assert max(counts) == 4
+    until(lambda: not any(one.stream.startswith(box) for one in mailbox._carries.copy()))
+
+
+def test_streams_that_are_dead_keep_nobody_out(store: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox, "_MOST_STREAMS", 2)
+    monkeypatch.setattr(mailbox, "PARTING_S", 0.2)
+    listener, address = listen_in(store)
+    box = split(address)[0].removesuffix(".mailbox")
+    for i in range(8):  # that has ended, and a piece of it came too late
+        store.put(f"{box}.d/{i:032x}/in-5", mailbox._packed(b"late"))
+    with listener, Channel(connect(split(address)[0], LIMIT_S), LIMIT_S) as ours:
+        listener.settimeout(LIMIT_S)
+        with Channel(listener.accept()[0], LIMIT_S) as theirs:
+            ours.write(CONTENT)
+            assert theirs.read(len(CONTENT)) == CONTENT
+
+
 def test_a_box_that_is_not_there_refuses_at_once_and_a_mailbox_that_is_not_named_is_asked_for(
     store: Mailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

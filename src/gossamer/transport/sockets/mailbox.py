@@ -41,6 +41,8 @@ POLL_S = {"file": 0.05, "memory": 0.01}
 """How long nobody looks for what has not come; half a second where it is not said."""
 LOST_S = 30.0
 """How long a piece may lie there before its reader counts as gone, and one that is not whole before it counts as damaged."""
+GONE_S = 300.0
+"""How often the reader of the last piece is looked for: a connection with a process that was killed shall end."""
 HERE_S = 10.0
 """How often the owner of a box says that it is there."""
 FORGOTTEN_S = 86_400.0
@@ -57,8 +59,8 @@ _AHEAD = 8
 """Pieces that are under way at most, as a socket has a window."""
 _GATHER_S, _LOOKS = 0.02, 4
 """What is written without a longer pause becomes one object, and how often a pause is looked at."""
-_MOST_STREAMS = 256
-"""New ones at a look: whoever can write into the store shall not fill the memory of a process."""
+_MOST_STREAMS = 512
+"""That others have opened: whoever can write into the store shall not take all threads of a process."""
 
 
 class Mailbox:
@@ -175,6 +177,7 @@ def opened(url: str | None = None) -> Mailbox:
 _open: dict[str, Mailbox] = {}
 _carries: "set[_Carry]" = set()
 _lock = threading.Lock()
+_chance = secrets.SystemRandom()
 
 
 def is_box(host: str) -> bool:
@@ -236,8 +239,9 @@ def _serve(mailbox: Mailbox, name: str, listener: weakref.ref[socket.socket], ad
                 mailbox.say_here(name)
                 said_s = time.monotonic()
             open_ = {one.stream for one in _carries.copy() if one.was_accepted}
-            there = (f"{name}.d/{stream}" for stream in mailbox.names(f"{name}.d") if _STREAM.fullmatch(stream))
-            for stream in [one for one in there if one not in open_][:_MOST_STREAMS]:
+            there = {f"{name}.d/{stream}" for stream in mailbox.names(f"{name}.d") if _STREAM.fullmatch(stream)} - open_
+            # Any of them and not the first: those that are dead would keep all others out.
+            for stream in _chance.sample(sorted(there), min(len(there), max(0, _MOST_STREAMS - len(open_)))):
                 if mailbox.there(f"{stream}/in-0"):  # else it has ended, and a piece of it came too late
                     near = socket.create_connection(address)
                     _Carry(mailbox, stream, near, accepted=True).start()
@@ -335,6 +339,7 @@ class _Carry:
 
     def _in(self) -> None:
         part, since_s = None, time.monotonic()
+        looked_s, sent = since_s, self._sent
         while time.monotonic() < self._patience:
             name = self._piece(self._others, self._came)
             raw = self._mailbox.get(name, _HEAD.size + _MOST_BYTES)
@@ -343,6 +348,10 @@ class _Carry:
                     part, since_s = raw, time.monotonic()
                 elif raw is not None and time.monotonic() > since_s + LOST_S:
                     raise TransportError(f"the object {name} is damaged, and has not changed for {LOST_S:g} s")
+                if time.monotonic() > looked_s + GONE_S:
+                    if sent and self._mailbox.there(self._piece(self._ours, sent - 1)):
+                        raise ConnectionError(f"nobody has read for {GONE_S:g} s what lies there")
+                    looked_s, sent = time.monotonic(), self._sent
                 time.sleep(self._mailbox.poll_s)
                 continue
             self._mailbox.remove(name)
