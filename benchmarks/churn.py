@@ -47,7 +47,7 @@ def document(method: str, seed: int, rounds: int) -> dict[str, Any]:
     """The run of one seed."""
     return {
         "name": "churn", "method": method, "workers": WORKERS, "seed": seed, "model": {"size": "0.2m"},
-        "data": {"source": "stdlib", "seq_len": 64, "batch_size": 4}, "inner": {"lr": 2e-3, "clip": 1.0},
+        "data": {"source": "stdlib", "seq_len": 64, "batch_size": 4}, "inner": {"lr": 2e-3, "clip": 1.0, "warmup_steps": 20},
         "run": {
             "steps": rounds * LOCAL_STEPS, "local_steps": LOCAL_STEPS, "elastic": True, "eval_every": 0, "eval_batches": 256,
             "checkpoint_every": 0,

@@ -29,11 +29,15 @@ __all__ = [
     "clip_gradients",
     "lr_scale",
     "share_moments",
+    "warmup_steps",
     "warn_of_slow_bf16",
     "without_momentum",
 ]
 
 log = logging.getLogger("gossamer")
+
+_WARMUP = 0.1
+"""Of all inner steps."""
 
 
 OptimizerFactory = Callable[..., InnerOptimizer]
@@ -70,8 +74,8 @@ class InnerConfig:
     """Largest global norm of a worker's gradient; longer ones are shortened to it. None never clips."""
     schedule: Annotated[Literal["cosine", "wsd", "constant"], Changeable()] = "cosine"
     """After the warm-up: a cosine to the end, a plateau with a linear decay at its end (wsd), or a plateau."""
-    warmup_steps: Annotated[Number, Changeable()] = 20
-    """Inner steps in which the learning rate rises linearly; a shorter run is all warm-up."""
+    warmup_steps: Annotated[Number | None, Changeable()] = None
+    """Inner steps in which the learning rate rises linearly; None is a tenth of the run. A shorter run is all warm-up."""
     min_lr_ratio: Annotated[Portion, Changeable()] = 0.1
     """Learning rate at the end over that at the peak."""
     decay_fraction: Annotated[float, Field(gt=0, le=1), Changeable()] = 0.2
@@ -189,6 +193,15 @@ def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad and p.ndim == 2 and id(p) not in ends]
 
 
+def warmup_steps(config: InnerConfig, total_steps: int) -> int:
+    """The inner steps of the warm-up in a run of so many.
+
+    >>> warmup_steps(InnerConfig(), 300), warmup_steps(InnerConfig(warmup_steps=90), 300)
+    (30, 90)
+    """
+    return round(_WARMUP * total_steps) if config.warmup_steps is None else config.warmup_steps
+
+
 def lr_scale(config: InnerConfig, progress: float, total_steps: int) -> float:
     """The learning rate at a (fractional) inner step over its peak: warm-up times the shape of the schedule.
 
@@ -202,7 +215,7 @@ def lr_scale(config: InnerConfig, progress: float, total_steps: int) -> float:
     >>> [round(lr_scale(config, step, 110), 3) for step in (0, 9, 10, 60, 110)]
     [0.1, 1.0, 1.0, 0.55, 0.1]
     """
-    w, m = config.warmup_steps, config.min_lr_ratio
+    w, m = warmup_steps(config, total_steps), config.min_lr_ratio
     warmup = min(1.0, (progress + 1) / w) if w else 1.0
     if config.schedule == "cosine" and total_steps > w:
         u = _unit((progress - w) / (total_steps - w))

@@ -17,7 +17,7 @@ from gossamer.errors import ConfigError, GossamerError, PairingError
 from gossamer.models.holders import must_deal
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, to_options
-from gossamer.optimizers.inner import InnerConfig
+from gossamer.optimizers.inner import InnerConfig, warmup_steps
 from gossamer.record.folder import RecordConfig
 from gossamer.rounds.compatibility import incompatibilities
 from gossamer.rounds.compatibility.combination import INSTEAD, Combination, Kind
@@ -260,7 +260,7 @@ class RunConfig(RunLength):
             )
 
     def _split_totals(self) -> None:
-        """Puts what each worker takes in place of a global batch, and steps in place of tokens."""
+        """Puts what each worker takes in place of a global batch, steps in place of tokens, and the steps of the warm-up."""
         data, run = self.data, self.run
         if data.global_batch is not None:
             data = replace(data, batch_size=each_batch(data, self.workers), global_batch=None)
@@ -273,6 +273,9 @@ class RunConfig(RunLength):
             taken = self.workers * max(each) if self.event_driven else sum(each)
             steps = rounds_for(tokens, taken * self.step_tokens) * max(each)
             object.__setattr__(self, "run", replace(run, steps=steps, tokens=None, tokens_per_parameter=None))
+        # Written out, so that a run that is resumed with more steps, and a trunk that many share, keep their warm-up.
+        inner = replace(self.inner, warmup_steps=warmup_steps(self.inner, self.run.steps))
+        object.__setattr__(self, "inner", inner)
 
     @property
     def kind(self) -> Kind:
