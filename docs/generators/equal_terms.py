@@ -29,7 +29,7 @@ def whole_seeds(found: Sequence[Branch]) -> list[Branch]:
     places: dict[tuple[str, int], set[int]] = {}
     for one in found:
         places.setdefault((one.method, one.rounds), set()).add(one.seed)
-    seeds = set.intersection(*places.values())
+    seeds = set.intersection(*places.values()) if places else set[int]()
     return [one for one in found if one.seed in seeds]
 
 
