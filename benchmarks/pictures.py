@@ -32,7 +32,8 @@ WORKERS, ROUNDS = 16, 10
 RUN = {
     "name": "gossip", "workers": WORKERS, "seed": 4, "rule": {"name": "gasloc"}, "topology": {"name": "random", "peers": 1},
     "model": {"size": "0.2m"}, "data": {"source": str(ROOT / "docs" / "adr"), "seq_len": 32, "batch_size": 4},
-    "inner": {"lr": 3e-3, "warmup_steps": 20}, "run": {"steps": 5 * ROUNDS, "local_steps": 5, "eval_every": 5, "eval_batches": 2, "threads": 1},
+    "inner": {"lr": 3e-3, "warmup_steps": 20},
+    "run": {"steps": 5 * ROUNDS, "local_steps": 5, "eval_every": 5, "eval_batches": 2, "threads": 1},
     "record": {"export": False}, "network": {"home": {
         "uplink_bps": [*[2e7] * (WORKERS - 1), 2e6], "downlink_bps": 1e8, "latency_s": 0.03, "step_s": 0.2,
     }},
