@@ -24,6 +24,7 @@ from commands import Command
 from gossamer.errors import CheckpointError
 from gossamer.record import checkpoint
 from gossamer.record.checkpoint import load, rewind, rounds, save
+from gossamer.record.fault import FaultKind
 from gossamer.record.tensor_file import TENSOR_TYPES, tensor_bytes, write_tensors
 
 DIGEST = "0123abcd"
@@ -231,6 +232,30 @@ def test_rewinding_removes_the_generations_of_a_future_that_will_not_be(tmp_path
     assert (rounds(tmp_path, 0), rounds(tmp_path, 1)) == ([10], [10, 20])
     rewind(tmp_path, 10, 1)
     assert "round-000020" not in files(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["a file", "a link that leads nowhere"])
+def test_what_is_no_folder_in_the_place_of_a_round_is_damage_and_is_put_aside_when_a_run_goes_back(
+    tmp_path: Path, kind: str
+) -> None:
+    for round in (4, 6):
+        save(tmp_path, round, 0, {"x": torch.zeros(1)}, digest="d", keep=9)
+    place = tmp_path / "round-000006"
+    shutil.rmtree(place)
+    place.write_text("x") if kind == "a file" else place.symlink_to(tmp_path / "gone" / "away")
+    for worker in range(2):  # the second, who never had one, is told too
+        found = checkpoint.generation_faults(tmp_path, worker)[6]
+        assert found is not None and found.kind == FaultKind.DAMAGED
+        assert "round-000006" in found.why
+    with pytest.raises(CheckpointError, match="could not be written"):  # and not tried for ever
+        save(tmp_path, 6, 0, {"x": torch.ones(1)}, digest="d")
+    save(tmp_path, 8, 0, {"x": torch.ones(1)}, digest="d", keep=1)  # what is older is none of its business
+    assert os.path.lexists(place) and rounds(tmp_path, 0) == [8]
+    for worker in range(2):
+        rewind(tmp_path, 4, worker)
+    assert not os.path.lexists(place) and os.path.lexists(tmp_path / "aside" / "round-000006.no-folder")
+    save(tmp_path, 6, 0, {"x": torch.ones(1)}, digest="d")
+    assert rounds(tmp_path, 0) == [6]
 
 
 def test_a_worker_can_save_although_one_ahead_of_it_removes_the_empty_folder(

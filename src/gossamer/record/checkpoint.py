@@ -199,9 +199,10 @@ def generation_faults(folder: Path, worker: int, digest: str | Lineage | None = 
     """What is wrong with each generation of which this worker has a file, by round, ascending.
 
     None stands for one that is complete (of this configuration, if given): it has a sound manifest and a tensor file of the right
-    size, whose content is checked by `load`.
+    size, whose content is checked by `load`. Where what is in the place of a round is no folder, it is damaged for every worker.
     """
-    there = (round for round in _rounds(folder) if any(map(os.path.lexists, _paths(folder, round, worker))))
+    places = ((round, _paths(folder, round, worker)) for round in _rounds(folder))
+    there = (round for round, some in places if _is_no_folder(some[0].parent) or any(map(os.path.lexists, some)))
     return {round: _fault(folder, round, worker, digest) for round in there}
 
 
@@ -255,6 +256,10 @@ def rewind(folder: Path, round: int, worker: int, *, aside: bool = False) -> Non
         goes back a second time, its name gets a number.
     """
     gone = [r for r in _rounds(folder) if r > round]
+    for place in [place for r in gone if _is_no_folder(place := _paths(folder, r, worker)[0].parent)]:
+        # It may be a link to a disk that is away. Where it stays, the run cannot save when it reaches that round again.
+        with contextlib.suppress(FileNotFoundError):  # another worker has moved it
+            os.replace(place, _free_place(folder / ASIDE, f"{place.name}.no-folder"))
     if not aside:
         _forget(folder, worker, gone)
         return
@@ -299,6 +304,8 @@ def _forget(folder: Path, worker: int, gone: Sequence[int]) -> None:
     """Deletes this worker's files of these rounds, and the folders that are empty then."""
     for round in gone:
         manifest, tensor_file = _paths(folder, round, worker)
+        if _is_no_folder(manifest.parent):  # it holds nothing of this worker, and what it is cannot be told
+            continue
         manifest.unlink(missing_ok=True)  # first, so that no manifest is ever without its tensors
         tensor_file.unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):  # another worker may remove the empty folder meanwhile
@@ -316,8 +323,14 @@ def _move(scratch: Path, target: Path) -> None:
             os.replace(scratch, target)
             return
         except (FileExistsError, FileNotFoundError):
-            if target.parent.is_file() or not scratch.exists():
+            # A link that leads nowhere is there for mkdir and is no folder for the file: to try again would never end.
+            if _is_no_folder(target.parent) or not scratch.exists():
                 raise
+
+
+def _is_no_folder(place: Path) -> bool:
+    """Whether something is there that is no folder, or one that cannot be reached: a file, or a link that leads nowhere."""
+    return os.path.lexists(place) and not place.is_dir()
 
 
 def _sha256(path: Path) -> str:
@@ -360,7 +373,7 @@ def _manifest(path: Path, round: int, worker: int, digest: str | Lineage | None)
         raise CheckpointError(
             f"{where} cannot be read: {error.strerror}; resume from a round that worker {worker} owns, or copy its "
             "files here",
-            FaultKind.DAMAGED if os.path.lexists(path) else FaultKind.ABSENT,
+            FaultKind.DAMAGED if os.path.lexists(path) or _is_no_folder(path.parent) else FaultKind.ABSENT,
         ) from error
     seal, newline, body = document.partition(b"\n")
     if len(document) > MAX_MANIFEST_BYTES or seal + newline != _seal(body):
