@@ -22,7 +22,7 @@ def command(
     Args:
         folder: run folder
         worker: compare this worker alone
-        rounds: compare these rounds alone, from 0 (default: all)
+        rounds: compare these rounds alone, from 0 (default: all that have hashes)
     """
     asked = _asked(rounds)
     from gossamer.run.config.document import load_run
@@ -45,10 +45,10 @@ def command(
     return 0 if differs is None else 1
 
 
-def _asked(rounds: str | None) -> tuple[int, int | None]:
+def _asked(rounds: str | None) -> tuple[int | None, int | None]:
     """The first and the last round of `A..B`, `A..` or `A`. Raises ConfigError for anything else."""
     if rounds is None:
-        return 0, None
+        return None, None
     if (match := re.fullmatch(r"(\d{1,9})(\.\.(\d{1,9})?)?", rounds)) is None:
         raise ConfigError(
             f"--rounds got '{rounds}'; write the first and the last round as 10..20, or 10.. for all from 10 on"

@@ -104,6 +104,61 @@ def test_what_goes_wrong_after_the_last_message_is_found_in_the_checkpoint(tmp_p
     assert audit(tmp_path, parts=parts).difference == (3, 2, "its checkpoint")
 
 
+def test_a_record_that_lacks_a_hash_is_no_record_that_agrees(tmp_path, caplog):
+    config, parts = small(every=2)
+    recorded(tmp_path / "run", config, parts, worker=0, round=3, change=lambda x: None)
+    lines = read_metrics(tmp_path / "run")
+    forged = {"kind": "train", "round": 5_000_000, "worker": 1, "hashes": ["0"]}
+
+    def audited(some, *, machines=True, **options):
+        folder = shutil.copytree(tmp_path / "run", tmp_path / "copy", dirs_exist_ok=True)
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in some))
+        if not machines:
+            (folder / "machines.jsonl").unlink()
+        return audit(folder, parts=parts, **options)
+
+    def without(worker, rounds):
+        return [one for one in lines if not (one.get("worker") == worker and one["round"] in rounds)]
+
+    with pytest.raises(DataError, match="no hash of worker 1 in round 1"):
+        audited(without(1, [1]))
+    with pytest.raises(DataError, match="no hash of worker 1 in round 3"):  # its checkpoint is of later
+        audited(without(1, [3]))
+    with pytest.raises(DataError, match="two lines of worker 1 in round 5000000"):
+        audited([*lines, forged, {**forged, "hashes": ["1"]}])
+    with pytest.raises(DataError, match=r"rounds 0\.\.3 of workers 0\.\.2"):  # and is not trained so far
+        audited([*lines, forged])
+    with pytest.raises(DataError, match=r"machines\.jsonl' is missing"):
+        audited(lines, machines=False)
+    assert audited(without(1, [1]), worker=0).difference is None
+    words = [{**one, "hashes": "ab"} if (one.get("worker"), one["round"]) == (1, 2) else one for one in lines]
+    assert audited(words).difference == (2, 1, "what it sent")
+    assert "no hash" not in caplog.text
+    shutil.rmtree(
+        tmp_path / "run" / "checkpoints"
+    )  # it may have been killed before its hash, and nothing says otherwise
+    shutil.rmtree(tmp_path / "copy")
+    assert audited(without(1, [3])).compared == 11
+    assert "worker 1 has recorded no hash of round 3" in caplog.text
+
+
+@pytest.mark.parametrize("part", ["x", "outer", "inner", "the shape of x", "no x"])
+def test_a_checkpoint_with_another_state_of_any_kind_is_found(part, tmp_path):
+    config, parts = small(every=4, rule="diloco")
+    recorded(tmp_path, config, parts, worker=0, round=3, change=lambda x: None)
+    store, line = tmp_path / "checkpoints", resolve(config, parts).line
+    state = checkpoint.load(store, 4, 2, line)
+    changes = {
+        "x": {"x": state["x"] + 1},
+        "outer": {"outer": [one + 1 for one in state["outer"]]},
+        "inner": {"inner": None},
+        "the shape of x": {"x": state["x"][:-1].clone()},
+        "no x": {"x": None},
+    }
+    checkpoint.save(store, 4, 2, {**state, **changes[part]}, digest=line)
+    assert audit(tmp_path, parts=parts).difference == (3, 2, "its checkpoint")
+
+
 def test_a_run_that_cannot_be_repeated_is_refused_with_the_reason(tmp_path):
     config, parts = small()
     recorded(tmp_path / "run", config, parts, worker=0, round=0, change=lambda x: None)

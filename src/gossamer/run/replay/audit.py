@@ -3,20 +3,26 @@
 With `record.hash` a worker hashes what it is about to send: its parameters, its outer state and its place in the data, before
 anybody has heard of them. So the first hash that differs is that of the worker whose numbers went wrong. What goes wrong after
 the last message of a worker is found in its last checkpoint, if it is kept.
+
+A hash that is missing is no hash that agrees: a record that lacks one is refused, unless its worker may have been stopped there.
 """
 
 import logging
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from gossamer.errors import ConfigError
+import torch
+from torch import Tensor
+
+from gossamer.errors import ConfigError, DataError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.record.lineage import Lineage
 from gossamer.record.logs.outcomes import read_outcomes
 from gossamer.record.machines import read_machines, this_machine
+from gossamer.record.whole_files import worker_suffix
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.resume import lineage
 from gossamer.run.config.resolve import recorded_run
@@ -64,7 +70,7 @@ def audit(
     folder: Path,
     *,
     worker: int | None = None,
-    rounds: tuple[int, int | None] = (0, None),
+    rounds: tuple[int | None, int | None] = (None, None),
     parts: UserParts | None = None,
 ) -> Audit:
     """Trains the workers of the run in a folder again, from the newest checkpoints of all of them, and compares what they sent.
@@ -83,19 +89,21 @@ def audit(
         raise ConfigError(
             f"'{folder}' has no hashes to compare; train it again with --set record.hash=true, which records them"
         )
-    first, last = rounds[0], max(recorded) if rounds[1] is None else rounds[1]
+    first, last = (its if one is None else one for one, its in zip(rounds, (min(recorded), max(recorded)), strict=True))
     if not 0 <= first <= last <= max(recorded) or not (worker is None or 0 <= worker < config.workers):
         raise ConfigError(
             f"rounds {first}..{last} of {'all workers' if worker is None else f'worker {worker}'} were asked for, and recorded "
-            f"are rounds 0..{max(recorded)} of workers 0..{config.workers - 1}; name some of these"
+            f"are rounds {min(recorded)}..{max(recorded)} of workers 0..{config.workers - 1}; name some of these"
         )
     some = _stretches(config, folder, real=real)
+    _must_be_of_this_run(recorded, folder, config.workers, max(one.config.rounds for one in some), real=real)
     lives, line, device = read_outcomes(folder), lineage(config, folder), one_device(config.run.device)
     if lives:
         script = script_of(lives, config.in_rounds, max(one.config.rounds for one in some), config.seed, folder)
     else:
         script = calm([config.local_steps_of(i) for i in range(config.workers)], max(recorded) + 1)
     sound = _sound(folder, sorted(script.lives), line)
+    _must_be_whole(recorded, folder, script, sound, range(first, last + 1), worker, logged=bool(lives))
     snapshot = next(q for q in _candidates(sound, first) if _usable(script, q, sound))
     task, lanes = task_of(config), Lanes(device, config)
     repeat = Repeat(some, task, script, folder, Probe(config, task, device).x, logged=bool(lives))
@@ -164,15 +172,89 @@ def _stretches(config: ResolvedRun, folder: Path, *, real: bool) -> list[Stretch
 
 
 def _hashes(folder: Path) -> Hashes:
-    """What each worker has recorded. Hashes that are none differ from all."""
+    """What each worker has recorded. Hashes that are none differ from all. Raises: DataError for a round that has two."""
     found: Hashes = {}
     for line in read_metrics(folder):
         match line:
-            case {"kind": "train", "worker": int(worker), "hashes": [*some]}:
-                found.setdefault(line["round"], {})[worker] = [str(one) for one in some]
+            case {"kind": "train", "worker": int(worker), "round": int(round), "hashes": some} if some is not None:
+                said = [str(one) for one in some] if isinstance(some, list) else [f"no list: {some!r:.60}"]
+                if found.setdefault(round, {}).setdefault(worker, said) != said:
+                    raise DataError(
+                        f"'{folder}' has two lines of worker {worker} in round {round} with other hashes, and a run writes "
+                        "one; restore its metrics as the run wrote them"
+                    )
             case _:
                 pass
     return found
+
+
+def _must_be_of_this_run(recorded: Hashes, folder: Path, workers: int, rounds: int, *, real: bool) -> None:
+    """Raises DataError for hashes of rounds or workers that the run does not have, and where nobody says what computed them."""
+    owners = sorted({worker for some in recorded.values() for worker in some})
+    if max(recorded) >= rounds or owners[-1] >= workers:
+        raise DataError(
+            f"'{folder}' has hashes up to round {max(recorded)} and worker {owners[-1]}, and its run has rounds 0..{rounds - 1} "
+            f"of workers 0..{workers - 1}; restore its run.toml and metrics as the run wrote them"
+        )
+    simulated = folder / "machines.jsonl"
+    files = [folder / f"machines{worker_suffix(one)}.jsonl" for one in owners]
+    # Without them another machine would call the numbers of this one wrong.
+    missing = [one for one in files if not any(map(_says_anything, (one, simulated)))]
+    if missing:
+        raise DataError(
+            f"'{missing[0] if real else simulated}' is missing or empty, and says by which processor and "
+            "version of torch the hashes were computed; bring it back, as others round differently"
+        )
+
+
+def _says_anything(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
+
+
+def _must_be_whole(
+    recorded: Hashes, folder: Path, script: Script, sound: "_Sound", rounds: Iterable[int], worker: int | None, *,
+    logged: bool,
+) -> None:  # fmt: skip
+    """Says which hashes are missing where a worker was stopped. Raises: DataError for one that is missing elsewhere."""
+    stopped, some = dict[int, int](), False
+    for round in rounds:
+        there = script.turns[round].outcomes if round in script.turns else ()
+        for slot in sorted(slot for slot in there if worker in (None, slot)):
+            if slot in recorded.get(round, {}):
+                some = True
+            elif not _may_be_stopped(slot, round, recorded, script, sound, logged=logged):
+                raise DataError(
+                    f"'{folder}' has no hash of worker {slot} in round {round}, though this worker ended that round; restore "
+                    f"metrics{worker_suffix(slot)}.jsonl as the run wrote it, or compare others with --worker and --rounds"
+                )
+            else:
+                stopped.setdefault(slot, round)
+    if not some:
+        raise ConfigError(
+            f"'{folder}' has no hashes of the rounds and the worker that were asked for, which may have been stopped before; "
+            "name others with --worker and --rounds"
+        )
+    for slot, round in stopped.items():
+        log.warning(
+            "worker %d has recorded no hash of round %d, where it may have been stopped: nothing is compared there",
+            slot,
+            round,
+        )
+
+
+def _may_be_stopped(
+    slot: int, round: int, recorded: Hashes, script: Script, sound: "_Sound", *, logged: bool
+) -> bool:  # fmt: skip
+    """Whether a worker that was killed leaves no hash of this round.
+
+    An outcome is written before the hash, and a checkpoint after it.
+    """
+    if logged:
+        return any(
+            life.ended is None and life.rounds[-1:] and life.rounds[-1].round == round for life in script.lives[slot]
+        )
+    later = any(r > round and slot in some for r, some in recorded.items())
+    return not later and not any(one == slot and r > round for one, r in sound)
 
 
 _Sound = Set[tuple[int, int]]
@@ -216,10 +298,31 @@ def _difference(round: int, said: dict[int, list[str]], found: dict[int, list[st
 def _spoilt(
     round: int, workers: Sequence[Worker], folder: Path, line: Lineage, sound: _Sound
 ) -> Difference | None:  # fmt: skip
-    """The first worker whose own checkpoint after this round holds other parameters, where it is here and sound."""
+    """The first worker whose own checkpoint after this round holds another state, where it is here and sound."""
     for worker in workers:
         if (worker.index, round + 1) in sound:
             saved = checkpoint.load(folder / "checkpoints", round + 1, worker.index, line)
-            if not bool((saved["x"] == worker.replica.evaluated.cpu()).all()):
+            if not isinstance(saved, dict) or not _alike(saved, worker.state()):
                 return Difference(round, worker.index, "its checkpoint")
     return None
+
+
+def _alike(saved: Mapping[Any, Any], mine: Mapping[str, Any]) -> bool:
+    """Whether two states have the same parameters, outer state and inner optimizer, bit for bit.
+
+    The place in the data is that of all workers here, and what is under way is not taken over by an elastic one.
+    """
+    trees, found = list[Any](), list[dict[str, Tensor]]()
+    for state in (saved, mine):
+        found.append({})
+        trees.append(checkpoint.encoded([state.get(key) for key in ("x", "outer", "inner")], "state", found[-1]))
+    theirs, own = found
+    return trees[0] == trees[1] and all(
+        (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(_bits(a), _bits(b))
+        for a, b in zip(theirs.values(), own.values(), strict=True)
+    )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """By which a number that is not one is like itself."""
+    return tensor.reshape(-1).view(torch.uint8)
