@@ -199,6 +199,13 @@ def test_runs_without_any_evaluation_still_make_a_page(tmp_path: Path) -> None:
     assert shown["verdict"] == "No run has a validation loss yet."
 
 
+def test_a_trace_whose_only_line_was_cut_short_is_none(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "a", 'name = "a"', RecordConfig(tensorboard=False)) as run:
+        run.log("eval", round=0, step=1, tokens=1, loss=1.0, worker_losses=[], disagreement=0.0)
+    (tmp_path / "a" / "trace.jsonl").write_text('{"round":0,"worker":0,"st')
+    assert "| – |" in markdown_table(summary_rows({"a": tmp_path / "a"}, {}))
+
+
 def test_losses_that_were_not_finite_are_named_so(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "a", loss=math.nan, disagreement=math.inf)
     (row,) = summary_rows({"a": folder}, {})

@@ -73,8 +73,7 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
     if (events := read_events(folder)) is not None:
         sent_bytes = float(events.sent_bytes.mean())
         timelines = {events.network: _as_it_went(events)} if len(events.end_s) else {}
-    elif any(path.stat().st_size for path in trace_files(folder)):  # a run that has only just started has none
-        trace = read_trace(folder)
+    elif trace_files(folder) and (trace := read_trace(folder)).rounds:  # a run that has only just started has none
         sent_bytes = float(trace.sent_bytes.mean())
         by_round = np.bincount(trace.messages.round, trace.messages.bytes, minlength=trace.rounds)
         sent_until = tuple((by_round.cumsum() / trace.workers).tolist())
