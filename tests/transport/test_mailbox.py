@@ -1,6 +1,8 @@
 """A mailbox: connections of processes that reach one folder or object store, and not each other."""
 
 import base64
+import contextlib
+import os
 import secrets
 import socket
 import threading
@@ -334,3 +336,43 @@ def test_whoever_opens_a_box_removes_those_that_nobody_has_owned_for_a_day_and_n
     with listener:
         own = address.partition(".")[0]
         assert {*store.names("")} == {own, *(f"{name}{end}" for name in (alive, "diary", other) for end in ("", ".d"))}
+
+
+def test_a_machine_whose_clock_is_days_ahead_removes_nobody_who_lives(
+    store: Mailbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive, now_s = "1" * 16, time.time()
+    store.put(alive, str(now_s).encode())
+    with monkeypatch.context() as patch:
+        patch.setattr(mailbox.time, "time", lambda: now_s + 3 * 86_400)
+        listener, address = listen_in(store)
+        with listener:
+            assert {*store.names("")} == {alive, address.partition(".")[0]}
+
+
+def test_a_pipe_in_the_place_of_an_object_makes_nobody_wait(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ("0" * 16))
+    store = Mailbox(str(tmp_path))
+    assert store.addresses() == ["0" * 16 + ".mailbox:1"]
+    with pytest.raises(TransportError, match="is no file, but of the kind 'other'"):
+        store.get("0" * 16, 32)
+
+
+def test_more_strangers_than_one_address_may_have_come_over_loopback() -> None:
+    sock, arrived = socket.create_server(("127.0.0.1", 0)), list[Arrival]()
+    listener = Listener(sock, SECRET, RUN, arrived.append, Refusals())
+    host, port = split(listener.address)
+    strangers = [socket.create_connection((host, port)) for _ in range(20)]
+    try:
+        time.sleep(0.2)
+        for stranger in strangers:
+            stranger.settimeout(0.05)
+            with contextlib.suppress(TimeoutError):
+                while said := stranger.recv(1 << 16):
+                    assert said
+                pytest.fail("somebody has hung up")
+    finally:
+        for stranger in strangers:
+            stranger.close()
+        listener.close()
+        listener.hang_up()

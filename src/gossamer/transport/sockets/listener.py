@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from gossamer.errors import PeerError, RefusedError, TransportError
 from gossamer.transport.keys import SECRET_WORD, Keys
-from gossamer.transport.sockets.addresses import shown
+from gossamer.transport.sockets.addresses import is_loopback, shown
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.handshake import HANDSHAKE_S, prove_to_dialler
 from gossamer.transport.sockets.header import GUESTS
@@ -126,7 +126,9 @@ class Listener:
         self._sock, self._run, self._older, self._keys = sock, run, older, keys
         self._secret = secret if keys is None else SECRET_WORD
         self._arrived, self.refusals = arrived, refusals
-        self._strangers, self._closed = ConnectionLimit(), False
+        # All who come over loopback have one address: the processes of this machine, or whoever dials a mailbox.
+        self._strangers = ConnectionLimit(per_peer=64) if is_loopback(sock.getsockname()[0]) else ConnectionLimit()
+        self._closed = False
         self._busy = 0
         self._lock = threading.Lock()
         self.address = shown(*sock.getsockname()[:2])

@@ -101,10 +101,13 @@ class Mailbox:
         path = self._path(name)
         try:
             # Asked first: who can write into the store could put an object there that no memory holds.
-            if (size := self._fs.info(path, refresh=True)["size"]) > most_bytes:
+            found = self._fs.info(path, refresh=True)
+            if (size := found["size"]) > most_bytes:
                 raise TransportError(
                     f"the object {name} of the mailbox has {size} bytes, and {most_bytes} are the most"
                 )
+            if found["type"] != "file":  # a pipe, say, whose reader waits for ever
+                raise TransportError(f"the object {name} of the mailbox is no file, but of the kind '{found['type']}'")
             content: bytes = self._fs.cat_file(path, end=most_bytes)
         except FileNotFoundError:
             return None
@@ -128,10 +131,13 @@ class Mailbox:
         return [shown(name + _DOMAIN, 1) for name in sorted(self._boxes(), key=self._said_s, reverse=True)]
 
     def remove_forgotten(self) -> None:
-        """Removes what processes have left that were killed a day ago or earlier. Raises: OSError."""
-        for box in self._boxes():
+        """Removes what processes have left that were killed a day before somebody else was last here. Raises: OSError."""
+        said = {box: self._said_s(box) for box in self._boxes()}
+        # By the clocks of the others too: a machine whose own is a day ahead would remove the boxes of all that live.
+        forgotten_s = min(time.time(), max(said.values(), default=0.0)) - FORGOTTEN_S
+        for box, said_s in said.items():
             # A name of ours, with a time in it: other files of this folder are somebody's.
-            if _OWN.fullmatch(box) and 0 < self._said_s(box) < time.time() - FORGOTTEN_S:
+            if _OWN.fullmatch(box) and 0 < said_s < forgotten_s:
                 self.remove(box)
                 self.remove(f"{box}.d")
 
