@@ -1,5 +1,6 @@
 """The outcomes of a comparison: a line for each run as it ends, which says by what it was computed and survives a stop."""
 
+import json
 import math
 import multiprocessing
 import os
@@ -275,7 +276,13 @@ def test_runs_that_are_compared_are_trained_one_after_the_other_point_by_point_a
 def test_lengths_that_anneal_share_a_trunk_and_have_the_bits_of_whole_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = {"run__eval_every": 0, "run__checkpoint_every": 0, "inner__schedule": "wsd", "workers": 2}
+    asked = {
+        "run__eval_every": 0,
+        "run__checkpoint_every": 0,
+        "inner__schedule": "wsd",
+        "inner__warmup_steps": 2,
+        "workers": 2,
+    }
     runs = points(document(**asked, sweep={"run.steps": [10, 20]}, rule={"name": "gasloc"}))
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     phases = list[int]()
@@ -322,3 +329,36 @@ def test_runs_that_are_kept_or_copied_are_priced_on_the_networks_of_the_file_as_
     assert slow > fast + 1
     assert seconds("slow", "copied", "--reuse", str(tmp_path / "fast")) == slow
     assert seconds("slow", "fast", "--resume") == slow
+
+
+def test_a_comparison_is_not_resumed_over_the_damaged_files_of_a_run_that_has_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = document(workers=2, run__steps=4, run__eval_every=0, model__layers=1)
+    (tmp_path / "file.toml").write_text(tomli_w.dumps({**base, "variant": [{"label": "pairs"}]}))
+    words = ["compare", str(tmp_path / "file.toml"), "--out", str(tmp_path / "out"), "--jobs", "1"]
+    assert main(words) == 0
+    folder, outcomes = tmp_path / "out" / "pairs", tmp_path / "out" / "outcomes.jsonl"
+    lines = outcomes.read_bytes()
+
+    def refused(name: str, content: str, *said: str) -> None:
+        before = (folder / name).read_bytes()
+        (folder / name).write_text(content)
+        capsys.readouterr()
+        assert main([*words, "--resume"]) != 0
+        told = capsys.readouterr().err
+        assert all(some in told for some in said) and "remove that folder" in told and "Traceback" not in told
+        assert outcomes.read_bytes() == lines and (folder / name).read_text() == content
+        (folder / name).write_bytes(before)
+
+    trace = (folder / "trace.jsonl").read_text().splitlines(keepends=True)
+    refused("trace.jsonl", "", "its trace has 0")
+    refused("trace.jsonl", "".join(trace[:2]), "its trace has ")
+    metrics = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    refused("metrics.jsonl", "".join(one for one in metrics if '"eval"' not in one), "lack the last validation")
+    assert main([*words, "--resume"]) == 0
+    assert outcomes.read_bytes() == lines
+    shutil.rmtree(folder)
+    assert main([*words, "--resume"]) == 0
+    (one,) = read_results(outcomes)
+    assert one.row["loss"] == json.loads(lines)["row"]["loss"], "a run whose folder is removed is trained again"

@@ -9,7 +9,7 @@ from typing import NotRequired
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
-from gossamer.errors import ConfigError
+from gossamer.errors import ConfigError, DataError
 from gossamer.record.jsonl import records
 from gossamer.record.origin import Origin, origin
 from gossamer.record.progress import say
@@ -57,7 +57,8 @@ def train_all(
         began, told: are called for each run that begins here, and for each that ends.
         enough: is asked after each end; once it is true, no further run begins.
     Returns: what each run was computed by; None of a finished run without a line.
-    Raises: ConfigError when a finished run had other settings, or none is there to reuse; DataError for a line that is none.
+    Raises: ConfigError when a finished run had other settings, or none is there to reuse; DataError for a line that is none, and
+        for a finished run whose files lack what the line of it has.
     """
     known = {place_in_experiment(one): one for one in read_results(file)} if file.exists() else {}
     asked = {place_in_experiment(run) for run in runs}
@@ -66,12 +67,23 @@ def train_all(
     for run in runs if resume else ():
         if trunks[run.label] and stands_at_its_trunk(run.config, folders[run.label]):
             continue
+        line = known.get(place_in_experiment(run))
+        line = (
+            line
+            if line is not None and line.origin is not None and line.origin["digest"] == digest(run.config)
+            else None
+        )
         if is_finished(settings_of(run.config), folders[run.label]):
             _adopt(run, folders)
-            origins[run.label], line = None, known.get(place_in_experiment(run))
-            if line is not None and line.origin is not None and line.origin["digest"] == digest(run.config):
+            origins[run.label] = None
+            if line is not None:
                 origins[run.label] = line.origin
-                kept.append(_result(run, folders, line.origin))
+                kept.append(_as_recorded(run, folders, line))
+        elif line is not None and line.row["loss"] is not None and (folders[run.label] / "run.toml").exists():
+            raise DataError(
+                f"'{folders[run.label]}' has ended, as '{file}' says, and its metrics lack the last validation; bring them back, "
+                "or remove that folder to train the run again"
+            )
     if reuse:
         missing = [run for run in runs if run.label not in origins]
         for run, found in _copied(missing, folders, reuse, some=not resume):
@@ -97,10 +109,22 @@ def train_all(
     return origins
 
 
-def _result(run: Point, folders: Mapping[str, Path], found: Origin) -> PointResult:
+def _result(run: Point, folders: Mapping[str, Path], found: Origin | None) -> PointResult:
     """The line of a run that has ended in its folder, priced on its own networks."""
     (row,) = summary_rows({run.label: folders[run.label]}, None)
     return PointResult(run.method, run.at, run.seed, row, found)
+
+
+def _as_recorded(run: Point, folders: Mapping[str, Path], line: PointResult) -> PointResult:
+    """The line of a finished run anew. Raises: DataError where its trace is gone, or lacks messages that the line counts."""
+    found = _result(run, folders, line.origin)
+    had, has = line.row["sent_bytes"], found.row["sent_bytes"]
+    if had is not None and (has is None or has < had):
+        raise DataError(
+            f"'{folders[run.label]}' has sent {had:,.0f} bytes per worker, as its line in outcomes.jsonl says, and its trace has "
+            f"{has or 0:,.0f}; bring the trace back, or remove that folder to train the run again"
+        )
+    return found
 
 
 def _copied(
