@@ -74,8 +74,9 @@ def drawn_shares(found: Sequence[Branch]) -> bytes:
     with chart_style():
         canvas = Canvas(figsize=(2.2 + 2.6 * len(networks), 3.8), layout="constrained")
         panels = canvas.subplots(1, len(networks), squeeze=False, sharey=True)[0]
+        drawn = [one for one in CODECS if any(of == one and None not in own for (_, of, _), own in shares.items())]
         for axes, network in zip(panels, networks, strict=True):
-            for place, codec in enumerate(CODECS):
+            for place, codec in enumerate(drawn):
                 known = {
                     names.index(name): _interval([share for share in own if share is not None])
                     for (name, of, on), own in shares.items()
@@ -86,12 +87,17 @@ def drawn_shares(found: Sequence[Branch]) -> bytes:
                     xerr=[half for _, half in known.values()], fmt="o", markersize=4, elinewidth=1, color=line_style(place)[0],
                     label=codec,
                 )  # fmt: skip
+            for row, name in enumerate(names):
+                if not any(key[0] == name and key[2] == network and None not in own for key, own in shares.items()):
+                    axes.text(0.03, row, "never as low", transform=axes.get_yaxis_transform(), va="center")
             axes.axvline(1.0, color="black", linewidth=0.6)
             axes.set_title(network, fontsize=10)
             plain_axes(axes, "share of the time")
         panels[0].set_yticks(range(len(names)), names)
         panels[0].invert_yaxis()
-        panels[-1].legend(frameon=False)
+        canvas.legend(
+            *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(drawn), frameon=False
+        )
         return svg(canvas)
 
 
