@@ -16,7 +16,7 @@ from commands import Command
 from gossamer import cli
 from gossamer.cli import main
 from gossamer.errors import installs
-from gossamer.report.results import read_results
+from gossamer.report.results import read_results, result_lines
 from gossamer.run.config.run_file import dump
 from gossamer.run.simulated.simulate import simulate
 from tiny import document, single
@@ -276,6 +276,9 @@ def test_compare_over_seeds_and_a_scale_draws_a_figure_and_continues_where_it_wa
     assert b"| wild | \xe2\x80\x93 |" in made["figure.md"] and len(outcomes) == 8
     metrics = (pairs / "metrics.jsonl").read_text().splitlines(keepends=True)
     (pairs / "metrics.jsonl").write_text("".join(metrics[: len(metrics) // 2]))  # as if stopped in this run
+    lines = [one for one in outcomes if one[:3] != ("pairs", {"run.local_steps": 2}, 1)]
+    assert len(lines) == 7
+    (tmp_path / "out" / "outcomes.jsonl").write_text(result_lines(lines))
     others = (tmp_path / "out" / "pairs-local_steps=1-seed=0" / "metrics.jsonl").stat().st_mtime_ns
     code, _, _ = run([*words, "--resume"], capsys)
     assert code == 0 and {name: (tmp_path / "out" / name).read_bytes() for name in made} == made

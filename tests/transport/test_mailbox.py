@@ -189,7 +189,7 @@ def test_streams_that_somebody_puts_there_take_a_bounded_number_of_threads(
         while time.monotonic() < end_s:
             counts.add(sum(one.was_accepted for one in mailbox._carries.copy() if one.stream.startswith(box)))
             time.sleep(0.01)
-        assert max(counts) == 4
+        assert 0 < max(counts) <= 4
     until(lambda: not any(one.stream.startswith(box) for one in mailbox._carries.copy()))
 
 

@@ -268,7 +268,9 @@ def test_auto_takes_a_run_file_and_changes_what_may_change(tmp_path: Path, capsy
     for settings, code in (({}, 0), ({"run__steps": 16}, 0), ({"seed": 7, "run__steps": 16}, 2)):
         file.write_text(tomli_w.dumps(document(**{"run__steps": 8, **settings})))
         assert main(["simulate", str(file), "--out", str(folder), "--resume", "auto"]) == code, capsys.readouterr()
-    assert [(b["round"], b["changes"]) for b in read_branches(folder)] == [(4, {"run.steps": [8, 16]})]
+    assert [(b["round"], b["changes"]) for b in read_branches(folder)] == [
+        (4, {"inner.warmup_steps": [1, 2], "run.steps": [8, 16]})
+    ]
     assert "seed is 0 in" in capsys.readouterr().err
 
 

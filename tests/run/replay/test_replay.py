@@ -129,7 +129,7 @@ def changed(real, folder, change):
 
 
 def test_a_record_that_cannot_be_is_refused_with_its_place(tmp_path, monkeypatch):
-    config = served(workers=1, server__name="heloco", run__steps=4)
+    config = served(workers=1, server__name="heloco", run__steps=4, inner__warmup_steps=20)
     real = tmp_path / "real"
     together(config, real, monkeypatch)
     good = [item.event for item in read_arrivals(real)]
@@ -168,7 +168,11 @@ def test_a_record_that_cannot_be_is_refused_with_its_place(tmp_path, monkeypatch
     with pytest.raises(DataError, match="has no arrivals"):
         replay_server(resolve(config, real=True), tmp_path / "b", tmp_path)
     with pytest.raises(ConfigError, match=r"run\.steps is \d+ there and 8 here; replay it with its own '.*run\.toml'"):
-        replay_server(resolve(served(workers=1, server__name="heloco", run__steps=8), real=True), tmp_path / "c", real)
+        replay_server(
+            resolve(served(workers=1, server__name="heloco", run__steps=8, inner__warmup_steps=20), real=True),
+            tmp_path / "c",
+            real,
+        )
     regions = changed(real, tmp_path / "regions", lambda lines: lines)
     (regions / "arrivals-003.jsonl").touch()
     with pytest.raises(
