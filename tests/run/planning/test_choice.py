@@ -1,6 +1,7 @@
 """The choice of a plan, on the network of the first screen and others, and what is told of it."""
 
 import json
+import math
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from gossamer.run.config.run_file import parse
 from gossamer.run.planning.choice import Candidate, best_of_each, pick, plan_rows
 from gossamer.run.planning.expected_loss import LossScale
 from gossamer.run.planning.measured_losses import DRIFT, MEASURED_PARAMETERS, measured_schedule
-from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan, run_toml, slowest
+from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan, run_toml, slow_teams
 
 ROOT = Path(__file__).parents[3]
 BITS = bits_per_parameter(["bf16", "int8", "fp4"], 192_960)
@@ -232,7 +233,37 @@ def test_a_table_fits_a_hundred_columns_and_has_one_row_for_each_family() -> Non
 def test_only_workers_that_hold_the_others_up_by_far_may_be_dropped(
     network: Network, left_out: tuple[int, ...]
 ) -> None:
-    assert slowest(network, 8, 192_960) == left_out
+    assert max(slow_teams(network, 8, 192_960), key=len, default=()) == left_out
+
+
+FAST = {"uplink_bps": 1e9, "downlink_bps": 1e9, "latency_s": 0.001, "step_s": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("slower", "faster"),
+    [
+        ({"uplink_bps": (*[1e9] * 7, 8.9e6)}, {"uplink_bps": (*[1e9] * 7, 9.2e6)}),
+        ({"step_s": (*[1.0] * 6, 10.01, 100.0)}, {"step_s": (*[1.0] * 6, 9.99, 100.0)}),
+        ({"latency_s": (*[0.001] * 7, 3.0)}, {"latency_s": (*[0.001] * 7, 1.0)}),
+        ({"step_s": (*[1.0] * 7, 1.2)}, {"step_s": (*[1.0] * 7, 1.1)}),
+        ({"step_s": tuple(1.09**k for k in range(8))}, {"step_s": (*(1.09**k for k in range(7)), 1.5)}),
+    ],
+    ids=["an uplink", "the second slowest", "a latency", "hardly slower", "each is a little slower"],
+)  # fmt: skip
+def test_a_worker_that_gets_faster_never_makes_the_pick_worse(slower: dict[str, Any], faster: dict[str, Any]) -> None:
+    def found(**links: Any) -> float:
+        """The expected loss of the pick but for what all picks have in common."""
+        made_ = made(Network(**{**FAST, **links}), rounds=8)
+        own = made_.best.penalty(made_.choice.scale)
+        assert own is not None
+        return own.nats + made_.choice.scale.per_e_fold * math.log(made_.best.seconds_per_token)
+
+    assert found(**faster) <= found(**slower) + 0.005, "what the plan gives for a faster or simpler one"
+
+
+def test_who_is_left_out_depends_on_how_long_a_round_is() -> None:
+    both = Network(uplink_bps=(*[1e9] * 6, 1e6, 1e9), downlink_bps=1e9, step_s=(*[1.0] * 7, 3.0))
+    assert slow_teams(both, 8, 192_960) == [(6,), (6, 7), (7,)]
 
 
 def test_a_planned_run_has_the_outer_settings_of_the_nearest_measured_local_steps() -> None:

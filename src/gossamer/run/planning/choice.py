@@ -62,10 +62,13 @@ class Candidate(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The method, whether its slow workers take fewer local steps where the method can do without, and who is left out."""
-        words = [self.method]
-        if self.missing and self.method == "DiLoCo":
-            words.append("uneven")
+    @property
+    def family(self) -> tuple[str, bool]:
+        """The method, whether its slow workers take fewer local steps where it can do without, and if anyone is left out."""
+        return self.method + (" uneven" if self.missing and self.method == "DiLoCo" else ""), bool(self.left_out)
+
+        """The same in words, and who is left out."""
+        words = [self.family[0]]
         if self.left_out:
             words.append(f"less {self.left_out[0] if len(self.left_out) == 1 else f'{len(self.left_out)} workers'}")
         return " ".join(words)
@@ -173,9 +176,9 @@ def best_of_each(choice: Pick, candidates: Sequence[Candidate]) -> Iterator[Cand
     """Of each method, with all workers and without some, what would be chosen; the best of all stands for its own."""
     families: dict[str, list[Candidate]] = {}
     for one in candidates:
-        families.setdefault(one.name, []).append(one)
-    for name, own in families.items():
-        yield choice.best if name == choice.best.name else pick(own, choice.scale).best
+        families.setdefault(one.family, []).append(one)
+    for family, own in families.items():
+        yield choice.best if family == choice.best.family else pick(own, choice.scale).best
 
 
 def shortlist(choice: Pick, candidates: Iterable[Candidate], most: int = 6) -> list[Candidate]:
@@ -186,7 +189,7 @@ def shortlist(choice: Pick, candidates: Iterable[Candidate], most: int = 6) -> l
     """
     known = [one for one in candidates if one.penalty(choice.scale) is not None]
     best, found = choice.best, [choice.best]
-    own = [one for one in known if one.name == best.name]
+    own = [one for one in known if (one.family, one.left_out) == (best.family, best.left_out)]
     for side in (
         max((one.full_steps for one in own if one.full_steps < best.full_steps), default=None),
         min((one.full_steps for one in own if one.full_steps > best.full_steps), default=None),
@@ -199,7 +202,7 @@ def shortlist(choice: Pick, candidates: Iterable[Candidate], most: int = 6) -> l
         assert stands is not None
         return stands
 
-    others = [one for one in best_of_each(choice, known) if one.name != best.name]
+    others = [one for one in best_of_each(choice, known) if one.family != best.family]
     found += sorted(others, key=lambda one: above(one).nats)
     return [one for one in found if one is best or above(one).nats - above(one).half <= _HOPELESS][:most]
 

@@ -49,7 +49,7 @@ __all__ = [
     "plan",
     "quicker_collective",
     "run_toml",
-    "slowest",
+    "slow_teams",
     "stepped",
     "with_tables",
     "workers_of",
@@ -70,7 +70,10 @@ _METHODS: dict[str, tuple[str, int | None]] = {
 
 _BACK_BITS = 16.0
 """Per parameter of the sum of a lossy mean, in bf16."""
-_STEPS, _FAR = 30, 1.1
+_STEPS = (1, 30, 480)
+"""Inner steps of the rounds that say who is slow."""
+_INSTANT_S = 1e-12
+_MOST_STEPS = 10**12
 _LIMIT_WORKERS = 100_000
 _LIMIT_LISTED = 64
 """Workers among whom all messages of a mean are listed; of more they are priced at once, where no links are shared."""
@@ -213,8 +216,8 @@ def plan(
 
     DiLoCo is tried with each of `options.local_steps`. GASLoC takes these as the steps of its fastest worker; the others take
     as many as let them be ready in time (`matched_steps`), and so does DiLoCo once more, where that are fewer. The sums of a
-    lossy mean come back in bf16 where that is less to send; otherwise its payloads go to everyone whole. `slowest` says who may
-    be left out.
+    lossy mean come back in bf16 where that is less to send; otherwise its payloads go to everyone whole. `slow_teams` says who
+    may be left out.
 
     Args: `computing` is as in `gossamer.network.pricing.price`.
     Raises: ConfigError for what cannot be, or when nothing gives the step time.
@@ -232,8 +235,8 @@ def plan(
     parameters = parameter_count(model, options.vocab_size)
     network = stepped(network, parameters, options)
     teams: list[tuple[tuple[int, ...], PerWorker]] = [((), computing)]
-    if left_out := () if options.keep_all else slowest(network, n, parameters):
-        teams.append((left_out, 1.0))
+    if not options.keep_all:
+        teams += [(left_out, 1.0) for left_out in slow_teams(network, n, parameters)]
     candidates = list[Candidate]()
     for without, part in teams:
         team = network_without(network, n, without)
@@ -272,27 +275,31 @@ def quicker_collective(plan: RunPlan) -> tuple[str, float] | None:
     return (kind, hours[kind]) if hours[kind] < 0.9 * plan.choice.hours_of(ours) else None
 
 
-def slowest(network: Network, n: int, parameters: int) -> tuple[int, ...]:
-    """The workers that hold all others up: a round of each takes 1.1 times as long as any round of the others, or more.
+def slow_teams(network: Network, n: int, parameters: int) -> list[tuple[int, ...]]:
+    """Sets of workers that hold all others up: without them the others read more text in a second than all do, in like rounds.
 
-    They are less than half of all, and two at least stay. A round of 30 inner steps and one model sent says how fast one is.
-    Nobody is left out where sites, routes or changes name workers, or stages have links.
+    A round is some inner steps and one model sent in fp32. Who is slow depends on how many steps these are: with one the links
+    count, with many the steps. Beside the set without which most is read, where it has several workers, come those with fewer of
+    them, as the rest may take fewer local steps. All are less than half of the workers, and two at least stay. Nobody is left out
+    where sites, routes or changes name workers, or stages have links.
 
-    >>> slow = Network(uplink_bps=(25e6, 25e6, 25e6, 2.5e6), downlink_bps=25e6, step_s=0.5)
-    >>> slowest(slow, 4, 192_960)
-    (3,)
+    >>> slow = Network(uplink_bps=(25e6, 25e6, 25e6, 2.5e6), downlink_bps=25e6, step_s=(0.5, 0.5, 0.5, 1.0))
+    >>> slow_teams(slow, 4, 192_960)
+    [(3,)]
     """
     if network.sites or network.routes or network.changes or network.stages:
-        return ()
-    links = links_of(network, n)
+        return []
+    links, found = links_of(network, n), set[tuple[int, ...]]()
     assert links.step_s is not None
-    seconds = _STEPS * links.step_s + 8 * 4 * parameters / np.minimum(links.uplink_bps, links.downlink_bps)
-    order = np.argsort(-seconds, kind="stable")
-    most = min((n - 1) // 2, n - 2)
-    ratios = [seconds[order[k - 1]] / seconds[order[k]] for k in range(1, most + 1)]
-    if not ratios or max(ratios) < _FAR:
-        return ()
-    return tuple(sorted(map(int, order[: 1 + int(np.argmax(ratios))])))
+    sent_s = links.latency_s + 8 * 4 * parameters / np.minimum(links.uplink_bps, links.downlink_bps)
+    staying = np.arange(n, max(2, n // 2 + 1) - 1, -1)
+    for steps in _STEPS:
+        seconds = steps * links.step_s + sent_s
+        order = np.argsort(-seconds, kind="stable")
+        most = int(np.argmax(staying / np.maximum(seconds[order[: len(staying)]], _INSTANT_S)))
+        counts = {1, (most + 1) // 2, most} if most > 0 and n <= _LIMIT_LISTED else {most}
+        found |= {tuple(sorted(map(int, order[:count]))) for count in counts}
+    return sorted(found - {()})
 
 
 def network_without(network: Network, n: int, left_out: Sequence[int]) -> Network:
