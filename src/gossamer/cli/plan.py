@@ -226,7 +226,8 @@ def _facts(
 
     def of(one: "Candidate") -> dict[str, Any]:
         expected = {"loss": choice.loss(one), "above_choice": choice.above_best(one)}
-        return {**one._asdict(), "hours": choice.hours_of(one), "tokens": choice.tokens_of(one), **expected}
+        read = {"hours": choice.hours_of(one), "tokens": choice.tokens_of(one), "whole_round": choice.whole_round(one)}
+        return {**one._asdict(), **read, **expected}
 
     return {
         "parameters": made.parameters, "workers": made.workers, "tokens": choice.tokens, "hours": choice.hours,
@@ -396,6 +397,11 @@ def _print_choice(choice: "Pick") -> None:
     print("another method is taken with --method NAME; --all shows every candidate")
 
 
+    if not choice.whole_round(best):
+        print_sentence(
+            f"no method ends a round in that time, and a run has one at least: {digits_text(best.round_s / 3600)} h; give more "
+            "--tokens or --hours, or fewer --local-steps"
+        )
 def _run_file(made: "RunPlan", chosen: "Candidate", options: PlanOptions, out: Path) -> str:
     """The run file of the chosen candidate."""
     from gossamer.run.planning.candidates import recipe_toml

@@ -76,6 +76,16 @@ def test_the_choice_does_not_depend_on_the_goal_and_its_figures_do() -> None:
     assert for_hours.hours_to_loss(for_hours.best) > 2.0, "it loses something, and has to make up for it"
 
 
+def test_what_ends_no_round_in_the_time_is_taken_only_if_nothing_does() -> None:
+    whole, longer = one("DiLoCo", 60, 1.0), one("DiLoCo", 30, 0.9)._replace(round_s=100.0)
+    for found in (pick([whole, longer], SCALE, hours=50 / 3600), pick([whole, longer], SCALE._replace(tokens=50.0))):
+        assert found.best == whole and not found.whole_round(longer) and not found.undecided
+        assert plan_rows(found, [longer])[0][-1] == "no whole round"
+    assert pick([whole, longer], SCALE, hours=100 / 3600).best == longer
+    only = pick([longer], SCALE, hours=0.01)
+    assert only.best == longer and not only.whole_round(longer)
+
+
 SLOW = Network(uplink_bps=(*[25e6] * 7, 2.5e6), downlink_bps=25e6, latency_s=0.02, step_s=0.5)
 
 
@@ -174,6 +184,20 @@ def test_goals_and_races_that_cannot_be_are_refused_in_a_sentence(
 def test_on_the_slow_uplink_the_slow_worker_is_dropped_and_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+@pytest.mark.parametrize(("goal", "ends"), [("0.02", True), ("1e-9", False)])
+def test_a_run_is_not_longer_than_its_hours_unless_no_method_ends_a_round_in_them(
+    goal: str, ends: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "net.toml").write_text("uplink_bps = 1e7\ndownlink_bps = 1e7\nstep_s = 0.3\n")
+    out = tmp_path / "run.toml"
+    words = ["--workers", "4", "--model", "0.2m", "--local-steps", "5,480", "--hours", goal, "--out", str(out)]
+    assert main(["plan", str(file), *words]) == 0
+    assert ("no method ends a round in that time" in capsys.readouterr().out) == (not ends)
+    document = tomllib.loads(out.read_text())
+    steps = document["run"]["steps"]
+    assert steps % document["run"]["local_steps"] == 0 and (0.3 * steps <= 3600 * float(goal)) == ends
+
+
     out = tmp_path / "run.toml"
     words = ["plan", "configs/networks/slow_uplink.toml", "--model", "0.2m", "--out", str(out)]
     monkeypatch.chdir(ROOT)

@@ -14,6 +14,8 @@ _AS_FAST = 1.05
 """A price is off by some per cent: within so much the simpler candidate is taken."""
 _AS_LOW = 0.005
 """Nats, within which the fastest and simplest is taken: what is expected to end higher is not chosen because little is known."""
+_EXACTLY = 1 + 1e-9
+"""A round that ends with the time ends in it."""
 _MARGIN = 0.02
 """Nats. What is expected to end higher than that counts as decided, however wide the interval."""
 _HOPELESS = 0.1
@@ -61,12 +63,12 @@ class Candidate(NamedTuple):
         return _PARTS.get(self.method, 3) + (self.codec not in EXACT_CODECS) + bool(self.left_out) + (self.missing > 0)
 
     @property
-    def name(self) -> str:
-    @property
     def family(self) -> tuple[str, bool]:
         """The method, whether its slow workers take fewer local steps where it can do without, and if anyone is left out."""
         return self.method + (" uneven" if self.missing and self.method == "DiLoCo" else ""), bool(self.left_out)
 
+    @property
+    def name(self) -> str:
         """The same in words, and who is left out."""
         words = [self.family[0]]
         if self.left_out:
@@ -133,6 +135,10 @@ class Pick(NamedTuple):
         own = one.penalty(self.scale)
         return bool(self.scale.outside or (own is not None and own.beyond))
 
+    def whole_round(self, one: Candidate) -> bool:
+        """Whether a round of a candidate ends in the time, and needs no more tokens than there are."""
+        return _fits(one, self.scale, self.hours)
+
     def above_best(self, one: Candidate) -> Range | None:
         """The loss in the time above that of the best; None where one of them is not known."""
         own, best = one.penalty(self.scale), self.best.penalty(self.scale)
@@ -146,12 +152,13 @@ def pick(candidates: Iterable[Candidate], scale: LossScale, hours: float | None 
     """The candidate with the lowest expected loss in the time, or of those that are as low, within 0.005 nats, the fastest.
 
     Within 5 % of the least time, the one with the fewest parts is taken, then the one with the fewest local steps. So it is where
-    no loss is known. Undecided are those that are expected to end 0.02 nats above the lowest at most, and the interval of whose
-    difference holds zero.
+    no loss is known. What ends no round in the time, or with the tokens, is taken only if nothing does. Undecided are those that
+    are expected to end 0.02 nats above the lowest at most, and the interval of whose difference holds zero.
 
     Args: `hours` is the time; unless given, what the choice needs for the tokens of the scale.
     """
     candidates = list(candidates)
+    candidates = [one for one in candidates if _fits(one, scale, hours)] or candidates
     known = [(one, own) for one in candidates if (own := one.penalty(scale)) is not None]
     alike = undecided = candidates
     if known:
@@ -168,13 +175,19 @@ def pick(candidates: Iterable[Candidate], scale: LossScale, hours: float | None 
     return Pick(best, tuple(one for one in undecided if one is not best), scale, tokens, time)
 
 
+def _fits(one: Candidate, scale: LossScale, hours: float | None) -> bool:
+    """Whether a round ends with the tokens, and in the hours where these are given."""
+    in_time = hours is None or one.round_s <= _EXACTLY * 3600 * hours
+    return in_time and one.round_s <= _EXACTLY * scale.tokens * one.seconds_per_token
+
+
 def _apart(scale: LossScale, one: _Known, other: _Known) -> Range:
     return expected_difference(scale, one[1], other[1], other[0].seconds_per_token / one[0].seconds_per_token)
 
 
 def best_of_each(choice: Pick, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
     """Of each method, with all workers and without some, what would be chosen; the best of all stands for its own."""
-    families: dict[str, list[Candidate]] = {}
+    families: dict[tuple[str, bool], list[Candidate]] = {}
     for one in candidates:
         families.setdefault(one.family, []).append(one)
     for family, own in families.items():
@@ -220,6 +233,8 @@ def plan_rows(choice: Pick, candidates: Iterable[Candidate]) -> list[tuple[str, 
         stands = "" if above is None else str(above)
         if one == choice.best or one in choice.undecided:
             stands = "chosen" if one == choice.best else "not decided"
+        elif not choice.whole_round(one):
+            stands = "no whole round"
         rows.append(
             (
                 one.name,
