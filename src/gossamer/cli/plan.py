@@ -256,8 +256,10 @@ def _what(network: "Network", options: PlanOptions, file: Path) -> "tuple[Networ
     model = of.model if options.model is None else ModelConfig(size=options.model)
     same = model == of.model and all(getattr(of, name) == value for name, value in step.items())
     if network.step_of is None or same:
+        _check_seconds(network, options, file)
         return network, model, step
     network, measured = replace(network, step_s=None, step_of=None), network.step_s
+    _check_seconds(network, options, file)
     if options.step_s is None and options.peak_flops is None and measured is not None:
         work = parameter_count(model, step["vocab_size"]) * step["seq_len"] * step["batch_size"]
         factor = work / (parameter_count(of.model, of.vocab_size) * of.seq_len * of.batch_size)
@@ -269,6 +271,18 @@ def _what(network: "Network", options: PlanOptions, file: Path) -> "tuple[Networ
         )
         return replace(network, step_s=scaled), model, step
     return network, model, step
+
+
+def _check_seconds(network: "Network", options: PlanOptions, file: Path) -> None:
+    """Raises ConfigError for seconds of an inner step that would not count."""
+    given = {"--step-s": options.step_s, "--peak-flops": options.peak_flops}
+    named = [f"{name} got {value:g}" for name, value in given.items() if value is not None]
+    if network.step_s is not None and named:
+        raise ConfigError(
+            f"{named[0]}, but '{file}' has step_s, which are the seconds of this model's inner step; give them in one place"
+        )
+    if len(named) == 2:
+        raise ConfigError(f"{' and '.join(named)}, but both give the seconds of an inner step; give one of them")
 
 
 def _boundaries(options: PlanOptions) -> tuple[str, ...]:
@@ -383,6 +397,11 @@ def _print_choice(choice: "Pick") -> None:
         f"chosen: {left}{best.method}, {steps}, codec {best.codec}: {best.round_bytes / 1e6:.4g} MB and "
         f"{best.round_s:.4g} s a round, {digits_text(choice.hours)} h"
     )
+    if not choice.whole_round(best):
+        print_sentence(
+            f"no method ends a round in that time, and a run has one at least: {digits_text(best.round_s / 3600)} h; give more "
+            "--tokens or --hours, or fewer --local-steps"
+        )
     if best.fewer:
         print_sentence(
             f"{best.fewer} of {best.full_steps} local steps, so that nobody waits for it; what it learns counts less"
@@ -397,11 +416,6 @@ def _print_choice(choice: "Pick") -> None:
     print("another method is taken with --method NAME; --all shows every candidate")
 
 
-    if not choice.whole_round(best):
-        print_sentence(
-            f"no method ends a round in that time, and a run has one at least: {digits_text(best.round_s / 3600)} h; give more "
-            "--tokens or --hours, or fewer --local-steps"
-        )
 def _run_file(made: "RunPlan", chosen: "Candidate", options: PlanOptions, out: Path) -> str:
     """The run file of the chosen candidate."""
     from gossamer.run.planning.candidates import recipe_toml

@@ -168,6 +168,9 @@ def test_gossip_whose_late_workers_take_fewer_local_steps_is_expected_to_lose_wh
         (["--race", "1", "--jobs", "0"], "--jobs got 0"),
         (["--race", "1", "--memory-bytes", "1e9"], "trains replicas in one piece"),
         (["--race", "1", "--method", "diloco"], "a race compares methods"),
+        (["--step-s", "2"], "--step-s got 2, but 'configs/networks/slow_uplink.toml' has step_s"),
+        (["--peak-flops", "1e12"], "--peak-flops got 1e+12, but"),
+        (["--local-steps", "9" * 20], "whole numbers from 1 to 1000000000000"),
         (["--resume"], "--resume was given and --race was not"),
         (["--watch"], "--watch was given and --race was not"),
     ],
@@ -181,9 +184,6 @@ def test_goals_and_races_that_cannot_be_are_refused_in_a_sentence(
     assert said in error and error.count("\n") == 1
 
 
-def test_on_the_slow_uplink_the_slow_worker_is_dropped_and_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
 @pytest.mark.parametrize(("goal", "ends"), [("0.02", True), ("1e-9", False)])
 def test_a_run_is_not_longer_than_its_hours_unless_no_method_ends_a_round_in_them(
     goal: str, ends: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -198,6 +198,9 @@ def test_a_run_is_not_longer_than_its_hours_unless_no_method_ends_a_round_in_the
     assert steps % document["run"]["local_steps"] == 0 and (0.3 * steps <= 3600 * float(goal)) == ends
 
 
+def test_on_the_slow_uplink_the_slow_worker_is_dropped_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "run.toml"
     words = ["plan", "configs/networks/slow_uplink.toml", "--model", "0.2m", "--out", str(out)]
     monkeypatch.chdir(ROOT)

@@ -92,8 +92,8 @@ def test_check_ends_for_a_huge_number_as_any_option_of_a_wrapper(wrapped: str) -
 def test_plan_ends_for_a_huge_number_as_any_option(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (links := tmp_path / "network.toml").write_text("uplink_bps = 1e8\nlatency_s = 0.05\nstep_s = 0.5\n")
-    given = {"model": "0.2m", "workers": 4, "local-steps": 2, "tokens": 1e6} | {option: HUGE}
+    (links := tmp_path / "network.toml").write_text("uplink_bps = 1e8\ndownlink_bps = 1e8\nlatency_s = 0.05\n")
+    given = {"model": "0.2m", "workers": 4, "local-steps": 2, "tokens": 1e6, "step-s": 0.5} | {option: HUGE}
     if option == "hours":
         del given["tokens"]
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]

@@ -313,6 +313,7 @@ def test_the_hours_of_a_run_are_printed_with_all_that_was_assumed(capsys: pytest
         (["--step-s", "-1"], "step_s is -1"),
         (["--step-s", "nan"], "step_s is nan"),
         (["--step-s", "inf"], "step_s is inf"),
+        (["--step-s", "1", "--peak-flops", "1e12"], "--step-s got 1 and --peak-flops got 1e+12, but both"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused_in_one_sentence(words, part, tmp_path, capsys) -> None:

@@ -93,7 +93,7 @@ class Range(NamedTuple):
         return abs(self.nats) <= self.half
 
     def __str__(self) -> str:
-        return f"{self.nats:+.3f} ± {self.half:.3f}"
+        return f"{self.nats:+z.3f} ± {self.half:.3f}"
 
 
 class LossScale(NamedTuple):

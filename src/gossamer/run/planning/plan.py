@@ -144,7 +144,8 @@ class PlanSettings:
         if self.tokens is not None and self.hours is not None:
             raise ConfigError(f"tokens is {self.tokens:g} and hours is {self.hours:g}; give one of them")
         steps = list(self.local_steps)
-        ensure("local_steps", steps, min(steps, default=0) >= 1, "a list of whole numbers from 1, such as [15, 30]")
+        held = min(steps, default=0) >= 1 and max(steps) <= _MOST_STEPS
+        ensure("local_steps", steps, held, f"a list of whole numbers from 1 to {_MOST_STEPS}, such as [15, 30]")
         for name in ("seq_len", "batch_size"):
             value = getattr(self, name)
             ensure(name, value, value >= 1, "at least 1; give that of a worker's inner step")
@@ -333,8 +334,8 @@ def stepped(network: Network, parameters: int, options: PlanSettings) -> Network
         return replace(network, step_s=step_seconds(parameters, options.step_tokens, options.peak_flops, options.mfu))
     if options.step_s is None:
         raise ConfigError(
-            f"the seconds of an inner step are {options.step_s} and the network gives no step_s; give --step-s or "
-            "--peak-flops, or step_s in the network file"
+            "nothing says how long an inner step takes, as the network gives no step_s; give --step-s or --peak-flops, or "
+            "step_s in the network file"
         )
     return replace(network, step_s=options.step_s)
 
