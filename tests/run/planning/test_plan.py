@@ -249,6 +249,26 @@ def test_a_plan_takes_the_method_that_is_named_and_its_run_file_can_start(
     assert "GASLoC 2-Peer is not planned for 2 workers" in capsys.readouterr().err
 
 
+def test_streaming_diloco_is_priced_without_a_slow_worker_too_and_its_run_file_leaves_that_one_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "net.toml").write_text("uplink_bps = [25e6, 25e6, 1e5, 25e6]\ndownlink_bps = 25e6\nstep_s = 0.5\n")
+    out = tmp_path / "run.toml"
+    words = ["plan", str(tmp_path / "net.toml"), "--model", "0.2m", "--method", "streaming_diloco"]
+    assert main([*words, "--json", "--out", str(out)]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    chosen = planned["chosen"]
+    assert (chosen["method"], chosen["left_out"], chosen["local_steps"]) == ("streaming_diloco", [2], [30] * 3)
+    run = parse(tomllib.loads(out.read_text()))
+    assert run.workers == 3 and "# Without worker 2 of the planned network, whose own text is lost" in out.read_text()
+    (network,) = examine_run(run).networks
+    assert network.round_s == pytest.approx(chosen["round_s"], rel=0.02)
+    assert main(words) == 0
+    assert "dropping worker 2 (slowest): streaming_diloco" in capsys.readouterr().out
+    assert main([*words, "--json", "--keep-all"]) == 0
+    assert json.loads(capsys.readouterr().out)["chosen"]["left_out"] == []
+
+
 def test_gossamer_utilisation_prints_the_published_bandwidths_and_draws(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

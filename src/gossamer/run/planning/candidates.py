@@ -5,7 +5,7 @@ speed. Here every method is resolved as its run file is, a few of its rounds are
 their trace is priced. All workers take the same local steps, unless the method chooses them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tomli_w
@@ -22,7 +22,7 @@ from gossamer.run.config.run_file import parse
 from gossamer.run.planning.check import counted
 from gossamer.run.planning.choice import Candidate, Pick, pick
 from gossamer.run.planning.measured_losses import MEASURED
-from gossamer.run.planning.plan import PlanSettings, RunPlan, with_tables
+from gossamer.run.planning.plan import PlanSettings, RunPlan, network_without, with_tables, without_text
 from gossamer.settings.schema import toml_value
 
 __all__ = ["PLANNED", "USUAL", "Priced", "choose_among", "drafted", "price_recipes", "recipe_toml"]
@@ -48,7 +48,8 @@ class Priced(NamedTuple):
 def price_recipes(made: RunPlan, only: str | None = None, *, thorough: bool = False) -> Priced:
     """Prices every recipe for the network and model of a plan.
 
-    Each takes the local steps that its loss was measured with, else those of the plan's choice.
+    Each takes the local steps that its loss was measured with, else those of the plan's choice. `USUAL` is priced without the
+    workers that the plan may leave out as well.
 
     Args: `only` is the name of the one method to price; `thorough` is with all local steps that the plan tries as well.
     Raises: ConfigError for a method that is not there.
@@ -59,6 +60,7 @@ def price_recipes(made: RunPlan, only: str | None = None, *, thorough: bool = Fa
     candidates: list[Candidate] = []
     unpriced: dict[str, str] = {}
     layout = layout_for(made.model, made.options.vocab_size)
+    teams = (((),), tuple(dict.fromkeys(((), *(one.left_out for one in made.candidates)))))
     for name, one in recipes().items():
         if name in PLANNED or (only is not None and name != only):
             continue
@@ -70,7 +72,7 @@ def price_recipes(made: RunPlan, only: str | None = None, *, thorough: bool = Fa
             tried = sorted({*made.options.local_steps, *MEASURED.get(name, ())})
         for steps in tried if fixed is None else [fixed]:
             try:
-                candidates.append(_candidate(name, steps, made, layout))
+                candidates += [_candidate(name, steps, made, layout, left_out) for left_out in teams[name == USUAL]]
             except ConfigError as error:
                 unpriced[name] = str(error)
                 break
@@ -111,12 +113,13 @@ def recipe_toml(made: RunPlan, chosen: Candidate, *, name: str, run: Mapping[str
     Args: `run` are further keys of its `[run]` table.
     """
     rounds = made.rounds_of(chosen)
-    document = _document(chosen.method, chosen.full_steps, made, rounds)
+    document = _document(chosen.method, chosen.full_steps, made, rounds, chosen.left_out)
     document["run"] |= run
     head = (
         f"# {chosen.method} with {chosen.full_steps} local steps, planned for {made.parameters:,} parameters: "
         f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, "
-        f"{utilisation_in_words(chosen.utilisation, chosen.between_stages)}.\n{made.length_of(chosen, rounds)}"
+        f"{utilisation_in_words(chosen.utilisation, chosen.between_stages)}.\n"
+        f"{without_text(chosen)}{made.length_of(chosen, rounds)}"
     )
     return head + tomli_w.dumps({"name": name, **document})
 
@@ -132,17 +135,20 @@ def drafted(
     return with_tables(document, tables)
 
 
-def _document(method: str, local_steps: int, made: RunPlan, rounds: int) -> dict[str, Any]:
-    """The run file of a method."""
+def _document(method: str, local_steps: int, made: RunPlan, rounds: int, left_out: Sequence[int]) -> dict[str, Any]:
+    """The run file of a method, without some workers."""
     run = {"steps": rounds * local_steps, "local_steps": local_steps}
-    tables = {"run": run, "network": {"planned": to_options(made.network)}}
-    document = drafted(method, made.workers, made.model, made.options, tables)
+    network = network_without(made.network, made.workers, left_out)
+    tables = {"run": run, "network": {"planned": to_options(network)}}
+    document = drafted(method, made.workers - len(left_out), made.model, made.options, tables)
     return with_tables(document, made.replica)
 
 
-def _candidate(method: str, local_steps: int, made: RunPlan, layout: Layout) -> Candidate:
+def _candidate(
+    method: str, local_steps: int, made: RunPlan, layout: Layout, left_out: tuple[int, ...]
+) -> Candidate:  # fmt: skip
     """The price of a method with these local steps. Raises ConfigError where it cannot run, or its network has no price."""
-    config = parse(_document(method, local_steps, made, made.options.rounds))
+    config = parse(_document(method, local_steps, made, made.options.rounds, left_out))
     run = resolve(config)
     sent_bytes, _, _, (priced,), _ = counted(run, layout, _ROUNDS)
     if priced.round_s is None or priced.utilisation is None or priced.between_stages is None:
@@ -159,4 +165,5 @@ def _candidate(method: str, local_steps: int, made: RunPlan, layout: Layout) -> 
         utilisation=priced.utilisation,
         seconds_per_token=priced.round_s / (made.options.step_tokens * sum(own)),
         between_stages=priced.between_stages,
+        left_out=left_out,
     )

@@ -52,6 +52,7 @@ __all__ = [
     "slow_teams",
     "stepped",
     "with_tables",
+    "without_text",
     "workers_of",
 ]
 
@@ -495,7 +496,7 @@ def run_toml(
         f"# {chosen.method} with {chosen.full_steps} local steps, planned for {plan.parameters:,} parameters: "
         f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, "
         f"{utilisation_in_words(chosen.utilisation, chosen.between_stages)}.\n"
-        f"{_without(chosen)}{_uneven(chosen)}"
+        f"{without_text(chosen)}{_uneven(chosen)}"
         f"# Best at {measured_at} local step{'s' if measured_at > 1 else ''}, for {MEASURED_PARAMETERS:,} parameters and "
         f"{MEASURED_WORKERS} workers: inner.lr = {tuned.inner_lr:g}"
         f"{goes_with}. gossamer tune searches for your model.\n"
@@ -536,7 +537,7 @@ def _uneven(chosen: Candidate) -> str:
     return f"# {chosen.fewer[0].upper()}{chosen.fewer[1:]} of {chosen.full_steps} local steps, and counts less.\n"
 
 
-def _without(chosen: Candidate) -> str:
+def without_text(chosen: Candidate) -> str:
     """A comment of the run file that says whom it leaves out; empty where nobody is."""
     if not chosen.left_out:
         return ""
