@@ -83,7 +83,8 @@ def test_a_round_of_the_small_model_has_the_price_of_the_planned_one(planned: An
     course = race.course_of(made, everything, race.SMALL, 20)
     for run, one in zip(points(race.document(course, made, "stdlib")), course.entrants, strict=True):
         (priced,) = examine_run(run.config).networks
-        assert priced.round_s == pytest.approx(one.candidate.round_s, rel=0.03), one.label
+        rel = 0.1 if one.candidate.method == USUAL else 0.03  # a model of fewer layers is sent in fewer fragments
+        assert priced.round_s == pytest.approx(one.candidate.round_s, rel=rel), one.label
 
 
 def test_links_that_are_slower_by_the_ratio_of_models_are_so_everywhere() -> None:
