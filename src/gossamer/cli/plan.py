@@ -100,6 +100,10 @@ def command(
 
     options, json = options or PlanOptions(), output.json
     _check_race(asked, options, output)
+    if options.out is None and (given := [name for name in ("adapt", "weigh_steps") if getattr(options, name)]):
+        raise ConfigError(
+            f"--{given[0].replace('_', '-')} was given, which is of a run file, and no --out; add --out FILE, or remove it"
+        )
     if options.out is not None and options.out.exists():
         raise ConfigError(f"'{options.out}' already exists; name another file with --out, or remove it")
     links, model, step = _what(read_network(network), options, network)
@@ -231,7 +235,7 @@ def _facts(
 
     return {
         "parameters": made.parameters, "workers": made.workers, "tokens": choice.tokens, "hours": choice.hours,
-        "hours_to_loss": None if options.loss is None else choice.hours_to_loss(choice.best),
+        "hours_to_loss": None if (hours := _hours_to_loss(choice, options)) == math.inf else hours,
         "chosen": of(choice.best), "undecided": [of(one) for one in choice.undecided],
         "candidates": [of(one) for one in [*made.candidates, *priced.candidates]],
         "race": None if found is None else race_facts(found), "outside": choice.scale.outside,
@@ -344,7 +348,8 @@ def _print(
     size, parameters, settings = made.model.size, made.parameters, made.options
     default = settings.tokens is None and settings.hours is None
     print_sentence(
-        f"{size} with a vocabulary of {settings.vocab_size:,} (--vocab): {parameters:,} parameters, {made.workers} workers, "
+        f"{size} with a vocabulary of {settings.vocab_size:,} (--vocab): {parameters:,} parameters, {made.workers} workers with "
+        f"inner steps of {settings.batch_size:,} x {settings.seq_len:,} tokens, "
         f"{choice.tokens:.4g} tokens{', 20 a parameter (--tokens or --hours)' if default else ''}; "
         f"loss in {digits_text(choice.hours)} h"
     )
@@ -365,8 +370,21 @@ def _print(
         print(f"no price: {USUAL}: {priced.unpriced[USUAL]}")
     _print_choice(choice)
     if options.loss is not None:
-        by, hours = "law" if options.law is not None else "anchor", choice.hours_to_loss(choice.best)
-        print(f"loss {options.loss:g} by the {by}: after about {digits_text(hours)} h", flush=True)
+        by, hours = "law" if options.law is not None else "anchor", _hours_to_loss(choice, options)
+        when = "not foretold" if hours is None else f"after about {digits_text(hours)} h"
+        print(f"loss {options.loss:g} by the {by}: {when if hours != math.inf else 'never'}", flush=True)
+
+
+def _hours_to_loss(choice: "Pick", options: PlanOptions) -> float | None:
+    """When the choice has the loss to reach, infinite where a law says never; None where none is asked for, or known."""
+    from gossamer.run.planning.expected_loss import read_law
+
+    own = choice.best.penalty(choice.scale)
+    if options.loss is None or own is None:
+        return None
+    if options.law is None:
+        return choice.hours_to_loss(choice.best)
+    return choice.hours_of(choice.best) * read_law(options.law).times_as_many(options.loss, own.nats)
 
 
 def _basis(choice: "Pick") -> str:

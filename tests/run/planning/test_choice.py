@@ -171,6 +171,8 @@ def test_gossip_whose_late_workers_take_fewer_local_steps_is_expected_to_lose_wh
         (["--step-s", "2"], "--step-s got 2, but 'configs/networks/slow_uplink.toml' has step_s"),
         (["--peak-flops", "1e12"], "--peak-flops got 1e+12, but"),
         (["--local-steps", "9" * 20], "whole numbers from 1 to 1000000000000"),
+        (["--vocab", "9" * 20], "must be a whole number from 1 to 1000000000000"),
+        (["--adapt"], "--adapt was given, which is of a run file, and no --out"),
         (["--resume"], "--resume was given and --race was not"),
         (["--watch"], "--watch was given and --race was not"),
     ],
@@ -182,6 +184,23 @@ def test_goals_and_races_that_cannot_be_are_refused_in_a_sentence(
     assert main(["plan", "configs/networks/slow_uplink.toml", *words]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def test_a_loss_that_the_law_never_lets_a_method_have_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "law.toml").write_text("floor = 2.0\nscale = 200.0\npower = 0.5\ntokens = [1e5, 1e9]\n")
+    (file := tmp_path / "net.toml").write_text("uplink_bps = 1e6\ndownlink_bps = 1e6\nstep_s = 0.1\n")
+    words = ["plan", str(file), "--workers", "4", "--model", "0.2m", "--law", str(tmp_path / "law.toml")]
+    words += ["--method", "diloco", "--local-steps", "120"]
+    hours = {}
+    for loss in ("2.2", "3.3"):
+        assert main([*words, "--loss", loss]) == 0
+        said = f"loss {loss} by the law: {'never' if loss == '2.2' else 'after about '}"
+        assert said in capsys.readouterr().out
+        assert main([*words, "--loss", loss, "--json"]) == 0
+        hours[loss] = json.loads(capsys.readouterr().out)["hours_to_loss"]
+    assert hours["2.2"] is None and hours["3.3"] > 0
 
 
 @pytest.mark.parametrize(("goal", "ends"), [("0.02", True), ("1e-9", False)])

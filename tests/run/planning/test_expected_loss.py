@@ -53,6 +53,9 @@ def test_both_laws_meet_between_what_was_measured_and_what_was_published() -> No
         below, above = scale(parameters * 0.999), scale(parameters * 1.001)
         for name in ("level", "gap", "per_e_fold"):
             assert getattr(below, name) == pytest.approx(getattr(above, name), rel=0.01), (parameters, name)
+    for each in (0.2, 2, 200):
+        below, above = (scale(35e6 * part)._replace(tokens=each * 35e6 * part).per_e_fold for part in (0.999, 1.001))
+        assert below == pytest.approx(above, rel=0.01), "with as many tokens for each parameter"
     gaps = [scale(parameters).gap / scale(parameters).level for parameters in (1.4e5, 1e6, 1e7, 1e8, 1e9)]
     assert gaps == sorted(gaps, reverse=True), "the gap falls with size"
 
@@ -84,6 +87,8 @@ def test_a_law_finds_the_tokens_at_which_it_has_a_loss_and_its_slope_there(loss:
     fewer, more = (LAW.floor + LAW.scale * (tokens * k) ** -LAW.power for k in (0.999, 1.001))
     assert LAW.per_e_fold(tokens) == pytest.approx((fewer - more) / 0.002, rel=1e-3)
     assert scale()._replace(own_per_e_fold=LAW.per_e_fold(tokens)).per_e_fold == LAW.per_e_fold(tokens)
+    more = tokens * LAW.times_as_many(loss, 0.1)
+    assert LAW.floor + LAW.scale * more**-LAW.power == pytest.approx(loss - 0.1)
 
 
 @pytest.mark.parametrize(

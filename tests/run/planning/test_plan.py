@@ -180,7 +180,7 @@ def test_gossamer_plan_prints_a_table_and_writes_a_run_file(tmp_path: Path, caps
     named = {line.removeprefix("no price: ").split()[0].rstrip(":") for line in said.splitlines() if line}
     assert recipes().keys() - PLANNED.keys() <= named, "every method has a price, or a reason why it has none"
     assert "no price: snoo: it is for 1 worker" in said and "…" not in said
-    assert "192,960 parameters, 4 workers, 3.859e+06 tokens, 20 a parameter" in said
+    assert "192,960 parameters, 4 workers with inner steps of 8 x 128 tokens, 3.859e+06 tokens, 20 a parameter" in said
     assert "chosen: " in said and " local steps, codec exact: " in said and "not measured" in said
     assert parse(tomllib.loads((tmp_path / "run.toml").read_text())).workers == 4
     assert "it reads bytes" not in said

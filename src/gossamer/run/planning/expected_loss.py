@@ -149,9 +149,10 @@ class LossScale(NamedTuple):
         def published(parameters: float, tokens: float) -> float:
             return 0.3658 * 2085.43 * tokens**-0.3658 / data_parallel_fit(parameters)
 
-        at = published(self.parameters, self.tokens)
-        if self.parameters < (least := _PUBLISHED[0]):
-            at = published(least, TOKENS_PER_PARAMETER * least)
+        larger = max(
+            1.0, _PUBLISHED[0] / self.parameters
+        )  # the smallest published model with as many tokens a parameter
+        at = published(larger * self.parameters, larger * self.tokens)
         return self.level * self._between(NATS_PER_E_FOLD / _MEASURED_LEVEL, at)
 
     def _between(self, measured: float, published: float) -> float:
@@ -227,6 +228,16 @@ class Law:
                 f"{self.tokens[1]:.4g}; give a loss within ten times of that"
             )
         return tokens
+
+    def times_as_many(self, loss: float, nats: float) -> float:
+        """How many times the tokens for a loss it takes to end so many nats below that; infinite from the floor on.
+
+        >>> law = Law(floor=1.0, scale=100.0, power=0.25, tokens=(1e6, 1e9))
+        >>> round(law.times_as_many(2.0, 0.1), 3), law.times_as_many(2.0, 1.0)
+        (1.524, inf)
+        """
+        left = loss - nats - self.floor
+        return math.inf if left <= 0 else ((loss - self.floor) / left) ** (1 / self.power)
 
     def per_e_fold(self, tokens: float) -> float:
         """Nats that e times as many tokens bring there."""

@@ -147,9 +147,10 @@ class PlanSettings:
         steps = list(self.local_steps)
         held = min(steps, default=0) >= 1 and max(steps) <= _MOST_STEPS
         ensure("local_steps", steps, held, f"a list of whole numbers from 1 to {_MOST_STEPS}, such as [15, 30]")
-        for name in ("seq_len", "batch_size"):
+        for name in ("seq_len", "batch_size", "vocab_size"):
             value = getattr(self, name)
-            ensure(name, value, value >= 1, "at least 1; give that of a worker's inner step")
+            what = "the text has" if name == "vocab_size" else "a worker's inner step has"
+            ensure(name, value, 1 <= value <= _MOST_STEPS, f"a whole number from 1 to {_MOST_STEPS}; give what {what}")
         bounded(
             Positive,
             **{
