@@ -51,7 +51,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from generators import effective_step
+from generators import effective_step, equal_terms
 from generators.claims import claims_page, committed
 from generators.fresh import fresh_page
 from generators.gains import gains, gains_page
@@ -88,6 +88,8 @@ _GENERATED: dict[str, Callable[[], str]] = {
     "effective step, losses": lambda: effective_step.losses_table(effective_step.committed_arms()),
     "effective step, everyone": lambda: effective_step.compared(effective_step.committed_arms(), "everyone"),
     "effective step, two peers": lambda: effective_step.compared(effective_step.committed_arms(), "two peers"),
+    "equal terms": lambda: equal_terms.shares_table(equal_terms.committed_branches()),
+    "equal terms, costs": lambda: equal_terms.costs_table(equal_terms.committed_branches()),
     "local steps": lambda: local_steps_table(lengths()),
     "equal bytes": lambda: equal_bytes_table(lengths()),
     "cells": lambda: gains_page(
@@ -275,7 +277,7 @@ def _written(of: Source, key: str, like: str) -> str:
             scaled = _SCALED[part]
         elif part in _TAKEN:
             taken = part
-        elif equals and " = " not in part:
+        elif equals and not name.endswith(" "):  # as in "H = 30"
             only[name] = value
         else:
             measure = part

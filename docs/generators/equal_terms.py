@@ -4,12 +4,23 @@ import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 
-from generators.annealed import Branch, shares_between
+from generators.annealed import Branch, branches, shares_between
+from generators.claims import committed
 from gossamer.report.charts import chart_style, line_style, plain_axes, svg
 from gossamer.report.paired import effect, holm
 from gossamer.report.table import DASH, markdown_lines
 
-__all__ = ["CODECS", "DILOCO", "STRAGGLER_CODECS", "drawn_shares", "equal_terms_page", "whole_seeds"]
+__all__ = [
+    "CODECS",
+    "DILOCO",
+    "STRAGGLER_CODECS",
+    "committed_branches",
+    "costs_table",
+    "drawn_shares",
+    "equal_terms_page",
+    "shares_table",
+    "whole_seeds",
+]
 
 STRAGGLER_CODECS = "straggler_codecs"
 """The stem of the file."""
@@ -19,6 +30,8 @@ DILOCO = ("DiLoCo, H = 30", "DiLoCo, H = 60", "DiLoCo, H = 120")
 _SAME_STEPS = (*DILOCO, "streaming, H = 30")
 """Whose local steps are the same with each codec, so that only the messages differ."""
 _LEVEL = 0.05
+_STEPS = 1350
+"""Of the run whose time counts."""
 
 Shares = Mapping[tuple[str, str, str], Sequence[float | None]]
 """By method, codec and network: of each seed the share of the target's time after which it is as low; None where it never is."""
@@ -33,36 +46,52 @@ def whole_seeds(found: Sequence[Branch]) -> list[Branch]:
     return [one for one in found if one.seed in seeds]
 
 
+def committed_branches() -> list[Branch]:
+    """Of the committed outcomes, those of whole seeds."""
+    runs, ended = committed(STRAGGLER_CODECS)
+    return whole_seeds(branches(runs, ended, f"{DILOCO[0]}, {CODECS[0]}", _STEPS) if runs else [])
+
+
 def equal_terms_page(found: Sequence[Branch]) -> str:
     """All tables as Markdown; of seeds that have run whole."""
     found = whole_seeds(found)
     if not found:
         return ""
     networks, shares = list(dict.fromkeys(one.network for one in found)), _shares(found)
-    arms = list(dict.fromkeys((name, codec) for name, codec, _ in shares))
     seeds = len({one.seed for one in found})
-    rows = [[f"{name}, {codec}", *(_text(shares[name, codec, on]) for on in networks)] for name, codec in arms]
     parts = [
         f"Shares of the target's time, between lengths; means of {seeds} seeds with 95 % intervals. A slow uplink of:\n",
-        _table(["", *networks], rows),
+        shares_table(found),
     ]
     for codec in CODECS:
-        pairs = list(itertools.product([name for name, own in arms if own == codec and name not in DILOCO], DILOCO))
-        if pairs:
+        others = dict.fromkeys(name for name, own, _ in shares if own == codec and name not in DILOCO)
+        if pairs := list(itertools.product(others, DILOCO)):
             cells = [_sooner(shares, pairs, codec, network) for network in networks]
             rows = [[*pair, *own] for pair, own in zip(pairs, zip(*cells, strict=True), strict=True)]
-            parts += [
-                f"Both with {codec}: share minus that of DiLoCo, seed by seed.\n",
-                _table(["", "minus", *networks], rows),
-            ]
+            parts += [f"Both with {codec}: share minus that of DiLoCo, seed by seed.\n"]
+            parts += [_table(["", "minus", *networks], rows)]
+    parts += ["What a codec costs: loss above the same method with fp32 after as many rounds, mean of its lengths.\n"]
+    return "\n".join([*parts, costs_table(found)])
+
+
+def shares_table(found: Sequence[Branch]) -> str:
+    """After which share of the target's time each method is as low, on each network."""
+    networks, shares = list(dict.fromkeys(one.network for one in found)), _shares(found)
+    arms = dict.fromkeys((name, codec) for name, codec, _ in shares)
+    rows = [[f"{name}, {codec}", *(_text(shares[name, codec, on]) for on in networks)] for name, codec in arms]
+    return _table(["", *networks], rows)
+
+
+def costs_table(found: Sequence[Branch]) -> str:
+    """What each codec costs those methods whose local steps it leaves as they are."""
+    arms = {_parts(one.method) for one in found}
     rows = [
         [f"{name}, {codec}", _cost(found, name, codec)]
         for name in _SAME_STEPS
         for codec in CODECS[1:]
         if (name, codec) in arms
     ]
-    parts += ["What a codec costs: loss above the same method with fp32 after as many rounds, mean of its lengths.\n"]
-    return "\n".join([*parts, _table(["", "nats"], rows)])
+    return _table(["", "nats"], rows)
 
 
 def drawn_shares(found: Sequence[Branch]) -> bytes:
@@ -151,7 +180,7 @@ def _text(shares: Sequence[float | None]) -> str:
     if len(known) < len(shares):
         return f"{len(known)} of {len(shares)} seeds"
     mean, half = _interval(known)
-    return f"{mean:.3f} [{mean - half:.3f}, {mean + half:.3f}]"
+    return f"{mean:.2f} [{mean - half:.2f}, {mean + half:.2f}]"
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:
