@@ -28,6 +28,7 @@ WITHOUT_A_VALUE = {  # beginning of the sentence: why it has none to show
     "RefusedError('checksum', 'the header of its letter": "nothing of a changed header can be believed, nor shown",
     "refused_by('the server', letter)": "it is what the server has said",
     "gossamer keys new got no name": "nothing was given",
+    "nothing says how long an inner step takes": "the same",
     "what it sent was changed on its way": "nothing of what was changed can be believed, nor shown",
     "it does not encrypt; give all": "it sent what is no encryption, of which nothing can be shown",
     "PairingError(sentence)": "it comes from the table of incompatibilities, whose rows are looked at here too",
