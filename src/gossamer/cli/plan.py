@@ -409,7 +409,7 @@ def _print_choice(choice: "Pick") -> None:
     from gossamer.report.table import digits_text
 
     best, others = choice.best, sorted({one.name for one in choice.undecided} - {choice.best.name})
-    left = f"dropping worker {', '.join(map(str, best.left_out))} (slowest): " if best.left_out else ""
+    left = f"dropping {best.dropped} (slowest): " if best.dropped else ""
     steps = f"{best.full_steps} local step{'s' if best.full_steps > 1 else ''}"
     print_sentence(
         f"chosen: {left}{best.method}, {steps}, codec {best.codec}: {best.round_bytes / 1e6:.4g} MB and "
@@ -422,7 +422,7 @@ def _print_choice(choice: "Pick") -> None:
         )
     if best.fewer:
         print_sentence(
-            f"{best.fewer} of {best.full_steps} local steps, so that nobody waits for it; what it learns counts less"
+            f"{best.fewer} of {best.full_steps} local steps, so that nobody waits; what fewer steps learn counts less"
         )
     if best.left_out:
         print("text that only the dropped have is lost; --keep-all plans with everybody")

@@ -265,6 +265,11 @@ def test_streaming_diloco_is_priced_without_a_slow_worker_too_and_its_run_file_l
     assert network.round_s == pytest.approx(chosen["round_s"], rel=0.02)
     assert main(words) == 0
     assert "dropping worker 2 (slowest): streaming_diloco" in capsys.readouterr().out
+    (tmp_path / "net.toml").write_text(
+        "uplink_bps = [25e6, 1e5, 1e5, 25e6, 25e6, 25e6]\ndownlink_bps = 25e6\nstep_s = 0.5\n"
+    )
+    assert main(words) == 0
+    assert "dropping workers 1, 2 (slowest): streaming_diloco" in capsys.readouterr().out
     assert main([*words, "--json", "--keep-all"]) == 0
     assert json.loads(capsys.readouterr().out)["chosen"]["left_out"] == []
 

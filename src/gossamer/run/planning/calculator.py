@@ -168,8 +168,8 @@ def _told(made: RunPlan) -> str:
     """What a table is for."""
     choice = made.choice
     far = f" {' and '.join(choice.scale.outside)} are outside of what was measured (~)." if choice.scale.outside else ""
-    dropped = ", ".join(map(str, made.best.left_out))
-    lost = f" It drops worker {dropped}, and with it the text that nobody else has." if dropped else ""
+    dropped = made.best.dropped
+    lost = f" It drops {dropped}, and the text that nobody else has." if dropped else ""
     fewer = f" In the choice {made.best.fewer} of {made.best.full_steps} local steps." if made.best.fewer else ""
     hours = digits_text(choice.hours)
     return f"{choice.tokens:.4g} tokens, and the {hours} hours that the choice needs for them.{lost}{fewer}{far}"

@@ -87,6 +87,12 @@ class Candidate(NamedTuple):
             return f"{len(own)} workers take {min(steps for _, steps in own)} to {max(steps for _, steps in own)}"
         return ", ".join(f"worker {i} takes {steps}" for i, steps in own)
 
+    @property
+    def dropped(self) -> str:
+        """Who is left out, in words; empty where nobody is."""
+        numbers = ", ".join(map(str, self.left_out))
+        return f"worker{'s' * (len(self.left_out) > 1)} {numbers}" if numbers else ""
+
     def penalty(self, scale: LossScale) -> Penalty | None:
         """What it loses at equal tokens; None where that was measured nowhere."""
         if self.method in _IN_PAIRS and len(self.local_steps) % 2:

@@ -535,15 +535,14 @@ def _uneven(chosen: Candidate) -> str:
     """A comment of the run file that says who takes fewer local steps; empty where nobody does."""
     if not chosen.fewer:
         return ""
-    return f"# {chosen.fewer[0].upper()}{chosen.fewer[1:]} of {chosen.full_steps} local steps, and counts less.\n"
+    return f"# {chosen.fewer[0].upper()}{chosen.fewer[1:]} of {chosen.full_steps} local steps, which count less.\n"
 
 
 def without_text(chosen: Candidate) -> str:
     """A comment of the run file that says whom it leaves out; empty where nobody is."""
-    if not chosen.left_out:
+    if not chosen.dropped:
         return ""
-    named = ", ".join(map(str, chosen.left_out))
-    return f"# Without worker {named} of the planned network, whose own text is lost; the others are renumbered.\n"
+    return f"# Without {chosen.dropped} of the planned network, whose own text is lost; the others are renumbered.\n"
 
 
 def _rounds_of_means(network: Network, n: int, rounds: int) -> int:
