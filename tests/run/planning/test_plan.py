@@ -18,7 +18,7 @@ from gossamer.run.config.document import with_settings
 from gossamer.run.config.recipes import recipes
 from gossamer.run.config.resolve import run_faults as faults_of
 from gossamer.run.config.run_file import parse
-from gossamer.run.planning.candidates import PLANNED
+from gossamer.run.planning.candidates import PLANNED, USUAL, price_recipes
 from gossamer.run.planning.check import examine_run
 from gossamer.run.planning.plan import PlanSettings, RunPlan, matched_steps, plan, quicker_collective, run_toml
 from gossamer.run.simulated.simulate import simulate
@@ -272,6 +272,13 @@ def test_streaming_diloco_is_priced_without_a_slow_worker_too_and_its_run_file_l
     assert "dropping workers 1, 2 (slowest): streaming_diloco" in capsys.readouterr().out
     assert main([*words, "--json", "--keep-all"]) == 0
     assert json.loads(capsys.readouterr().out)["chosen"]["left_out"] == []
+
+
+def test_of_many_workers_streaming_diloco_is_priced_with_those_of_the_choice_alone() -> None:
+    network = Network(uplink_bps=(*[25e6] * 16, 1e5), downlink_bps=25e6, step_s=0.5)
+    made = plan(network, ModelConfig(size="0.2m"), PlanSettings(local_steps=(30,)))
+    assert {one.left_out for one in made.candidates} == {(), (16,)} and made.best.left_out == (16,)
+    assert {one.left_out for one in price_recipes(made, USUAL).candidates} == {(16,)}
 
 
 def test_gossamer_utilisation_prints_the_published_bandwidths_and_draws(

@@ -36,6 +36,8 @@ USUAL = "streaming_diloco"
 
 _ROUNDS = 4
 """Rounds that are played for a price."""
+_FEW = 16
+"""Workers among whom a price takes less than a second; it takes several among 64."""
 
 
 class Priced(NamedTuple):
@@ -49,7 +51,7 @@ def price_recipes(made: RunPlan, only: str | None = None, *, thorough: bool = Fa
     """Prices every recipe for the network and model of a plan.
 
     Each takes the local steps that its loss was measured with, else those of the plan's choice. `USUAL` is priced without the
-    workers that the plan may leave out as well.
+    workers that the plan may leave out as well; of many workers, with those of the plan's choice alone.
 
     Args: `only` is the name of the one method to price; `thorough` is with all local steps that the plan tries as well.
     Raises: ConfigError for a method that is not there.
@@ -60,7 +62,8 @@ def price_recipes(made: RunPlan, only: str | None = None, *, thorough: bool = Fa
     candidates: list[Candidate] = []
     unpriced: dict[str, str] = {}
     layout = layout_for(made.model, made.options.vocab_size)
-    teams = (((),), tuple(dict.fromkeys(((), *(one.left_out for one in made.candidates)))))
+    some = dict.fromkeys(((), *(one.left_out for one in made.candidates)))
+    teams = (((),), tuple(some) if made.workers <= _FEW else (made.best.left_out,))
     for name, one in recipes().items():
         if name in PLANNED or (only is not None and name != only):
             continue
