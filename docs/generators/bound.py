@@ -23,7 +23,7 @@ Each text is looked for after the place before it, any white space in it counts 
 be found there first. `cells of` belongs to a table that begins with the text: a cell has the key of its row and that of its
 column; "-" leaves one out, and so does a place of its own. `table 2 of h by paper/h_sweep.toml` replaces a table by the second
 that `gossamer compare` makes with that file, `all of claims` by the table of claims, and likewise those of `leaderboard`,
-`fresh`, `local steps`, `equal bytes` and `cells`.
+`fresh`, `effective step`, `equal terms`, `local steps`, `equal bytes` and `cells`.
 
 The first part of a key is the label of a variant (in a page: the first cell of a row or its start with "…", or "*"), or
 `A above B` (difference, seed by seed), `A over B` (ratio), `A with B` (Spearman's rank correlation over the points of a sweep).

@@ -11,33 +11,30 @@ from gossamer.report.paired import effect, holm
 from gossamer.report.table import DASH, markdown_lines
 
 __all__ = [
-    "CODECS",
-    "DILOCO",
     "STRAGGLER_CODECS",
     "committed_branches",
     "costs_table",
     "drawn_shares",
     "equal_terms_page",
     "shares_table",
-    "whole_seeds",
 ]
 
 STRAGGLER_CODECS = "straggler_codecs"
 """The stem of the file."""
-CODECS = ("fp32", "bf16", "4 bits", "2 bits of 3 %")
-DILOCO = ("DiLoCo, H = 30", "DiLoCo, H = 60", "DiLoCo, H = 120")
+_CODECS = ("fp32", "bf16", "4 bits", "2 bits of 3 %")
+_DILOCO = ("DiLoCo, H = 30", "DiLoCo, H = 60", "DiLoCo, H = 120")
 """What every other method with the same codec is compared with."""
-_SAME_STEPS = (*DILOCO, "streaming, H = 30")
+_SAME_STEPS = (*_DILOCO, "streaming, H = 30")
 """Whose local steps are the same with each codec, so that only the messages differ."""
 _LEVEL = 0.05
 _STEPS = 1350
 """Of the run whose time counts."""
 
-Shares = Mapping[tuple[str, str, str], Sequence[float | None]]
+_Shares = Mapping[tuple[str, str, str], Sequence[float | None]]
 """By method, codec and network: of each seed the share of the target's time after which it is as low; None where it never is."""
 
 
-def whole_seeds(found: Sequence[Branch]) -> list[Branch]:
+def _whole_seeds(found: Sequence[Branch]) -> list[Branch]:
     """The branches of those seeds that every method has at every length."""
     places: dict[tuple[str, int], set[int]] = {}
     for one in found:
@@ -49,12 +46,12 @@ def whole_seeds(found: Sequence[Branch]) -> list[Branch]:
 def committed_branches() -> list[Branch]:
     """Of the committed outcomes, those of whole seeds."""
     runs, ended = committed(STRAGGLER_CODECS)
-    return whole_seeds(branches(runs, ended, f"{DILOCO[0]}, {CODECS[0]}", _STEPS) if runs else [])
+    return _whole_seeds(branches(runs, ended, f"{_DILOCO[0]}, {_CODECS[0]}", _STEPS) if runs else [])
 
 
 def equal_terms_page(found: Sequence[Branch]) -> str:
     """All tables as Markdown; of seeds that have run whole."""
-    found = whole_seeds(found)
+    found = _whole_seeds(found)
     if not found:
         return ""
     networks, shares = list(dict.fromkeys(one.network for one in found)), _shares(found)
@@ -63,9 +60,9 @@ def equal_terms_page(found: Sequence[Branch]) -> str:
         f"Shares of the target's time, between lengths; means of {seeds} seeds with 95 % intervals. A slow uplink of:\n",
         shares_table(found),
     ]
-    for codec in CODECS:
-        others = dict.fromkeys(name for name, own, _ in shares if own == codec and name not in DILOCO)
-        if pairs := list(itertools.product(others, DILOCO)):
+    for codec in _CODECS:
+        others = dict.fromkeys(name for name, own, _ in shares if own == codec and name not in _DILOCO)
+        if pairs := list(itertools.product(others, _DILOCO)):
             cells = [_sooner(shares, pairs, codec, network) for network in networks]
             rows = [[*pair, *own] for pair, own in zip(pairs, zip(*cells, strict=True), strict=True)]
             parts += [f"Both with {codec}: share minus that of DiLoCo, seed by seed.\n"]
@@ -88,7 +85,7 @@ def costs_table(found: Sequence[Branch]) -> str:
     rows = [
         [f"{name}, {codec}", _cost(found, name, codec)]
         for name in _SAME_STEPS
-        for codec in CODECS[1:]
+        for codec in _CODECS[1:]
         if (name, codec) in arms
     ]
     return _table(["", "nats"], rows)
@@ -98,12 +95,12 @@ def drawn_shares(found: Sequence[Branch]) -> bytes:
     """Mean shares with their intervals as SVG: a panel for each network, a row for each method, a colour for each codec."""
     from matplotlib.figure import Figure as Canvas
 
-    shares = _shares(whole_seeds(found))
+    shares = _shares(_whole_seeds(found))
     names, networks = (list(dict.fromkeys(key[k] for key in shares)) for k in (0, 2))
     with chart_style():
         canvas = Canvas(figsize=(2.2 + 2.6 * len(networks), 3.8), layout="constrained")
         panels = canvas.subplots(1, len(networks), squeeze=False, sharey=True)[0]
-        drawn = [one for one in CODECS if any(of == one and None not in own for (_, of, _), own in shares.items())]
+        drawn = [one for one in _CODECS if any(of == one and None not in own for (_, of, _), own in shares.items())]
         for axes, network in zip(panels, networks, strict=True):
             for place, codec in enumerate(drawn):
                 known = {
@@ -130,7 +127,7 @@ def drawn_shares(found: Sequence[Branch]) -> bytes:
         return svg(canvas)
 
 
-def _shares(found: Sequence[Branch]) -> Shares:
+def _shares(found: Sequence[Branch]) -> _Shares:
     return {
         (*_parts(method), network): [*shares_between(found, method, network).values()]
         for method, network in dict.fromkeys((one.method, one.network) for one in found)
@@ -143,7 +140,7 @@ def _parts(method: str) -> tuple[str, str]:
     return name, codec
 
 
-def _sooner(shares: Shares, pairs: Sequence[tuple[str, str]], codec: str, network: str) -> list[str]:
+def _sooner(shares: _Shares, pairs: Sequence[tuple[str, str]], codec: str, network: str) -> list[str]:
     """The difference of each pair on a network, "sooner" or "later" after Holm's correction over all pairs."""
     found = []
     for ours, theirs in pairs:
@@ -163,14 +160,14 @@ def _sooner(shares: Shares, pairs: Sequence[tuple[str, str]], codec: str, networ
 
 def _cost(found: Sequence[Branch], name: str, codec: str) -> str:
     """The loss of a codec, whichever network prices it."""
-    losses: dict[str, dict[tuple[int, int], float]] = {codec: {}, CODECS[0]: {}}
+    losses: dict[str, dict[tuple[int, int], float]] = {codec: {}, _CODECS[0]: {}}
     for one in found:
         label, own = _parts(one.method)
         if label == name and own in losses:
             losses[own][one.seed, one.rounds] = one.above
     above: dict[int, list[float]] = {}
     for place, loss in losses[codec].items():
-        above.setdefault(place[0], []).append(loss - losses[CODECS[0]][place])
+        above.setdefault(place[0], []).append(loss - losses[_CODECS[0]][place])
     mean, half = _interval([statistics.fmean(own) for own in above.values()])
     return f"{mean:+.4f} ± {half:.4f}"
 

@@ -67,12 +67,7 @@ def train_all(
     for run in runs if resume else ():
         if trunks[run.label] and stands_at_its_trunk(run.config, folders[run.label]):
             continue
-        line = known.get(place_in_experiment(run))
-        line = (
-            line
-            if line is not None and line.origin is not None and line.origin["digest"] == digest(run.config)
-            else None
-        )
+        line = _line_of(run, known.get(place_in_experiment(run)))
         if is_finished(settings_of(run.config), folders[run.label]):
             _adopt(run, folders)
             origins[run.label] = None
@@ -113,6 +108,13 @@ def _result(run: Point, folders: Mapping[str, Path], found: Origin | None) -> Po
     """The line of a run that has ended in its folder, priced on its own networks."""
     (row,) = summary_rows({run.label: folders[run.label]}, None)
     return PointResult(run.method, run.at, run.seed, row, found)
+
+
+def _line_of(run: Point, line: PointResult | None) -> PointResult | None:
+    """The line at a run's place, where this very run has left it; None for one of other settings or without an origin."""
+    if line is None or line.origin is None or line.origin["digest"] != digest(run.config):
+        return None
+    return line
 
 
 def _as_recorded(run: Point, folders: Mapping[str, Path], line: PointResult) -> PointResult:

@@ -62,8 +62,9 @@ def price_recipes(made: RunPlan, only: str | None = None, *, thorough: bool = Fa
     candidates: list[Candidate] = []
     unpriced: dict[str, str] = {}
     layout = layout_for(made.model, made.options.vocab_size)
-    some = dict.fromkeys(((), *(one.left_out for one in made.candidates)))
-    teams = (((),), tuple(some) if made.workers <= _FEW else (made.best.left_out,))
+    teams = [*dict.fromkeys(((), *(one.left_out for one in made.candidates)))]
+    if made.workers > _FEW:
+        teams = [made.best.left_out]
     for name, one in recipes().items():
         if name in PLANNED or (only is not None and name != only):
             continue
@@ -75,7 +76,8 @@ def price_recipes(made: RunPlan, only: str | None = None, *, thorough: bool = Fa
             tried = sorted({*made.options.local_steps, *MEASURED.get(name, ())})
         for steps in tried if fixed is None else [fixed]:
             try:
-                candidates += [_candidate(name, steps, made, layout, left_out) for left_out in teams[name == USUAL]]
+                own = teams if name == USUAL else [()]
+                candidates += [_candidate(name, steps, made, layout, left_out) for left_out in own]
             except ConfigError as error:
                 unpriced[name] = str(error)
                 break

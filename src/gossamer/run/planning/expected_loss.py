@@ -149,9 +149,8 @@ class LossScale(NamedTuple):
         def published(parameters: float, tokens: float) -> float:
             return 0.3658 * 2085.43 * tokens**-0.3658 / data_parallel_fit(parameters)
 
-        larger = max(
-            1.0, _PUBLISHED[0] / self.parameters
-        )  # the smallest published model with as many tokens a parameter
+        # Of a smaller model that of the smallest published one, with as many tokens for each parameter.
+        larger = max(1.0, _PUBLISHED[0] / self.parameters)
         at = published(larger * self.parameters, larger * self.tokens)
         return self.level * self._between(NATS_PER_E_FOLD / _MEASURED_LEVEL, at)
 

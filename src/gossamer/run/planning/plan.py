@@ -74,7 +74,7 @@ _BACK_BITS = 16.0
 _STEPS = (1, 30, 480)
 """Inner steps of the rounds that say who is slow."""
 _INSTANT_S = 1e-12
-_MOST_STEPS = 10**12
+_LARGEST = 10**12
 _LIMIT_WORKERS = 100_000
 _LIMIT_LISTED = 64
 """Workers among whom all messages of a mean are listed; of more they are priced at once, where no links are shared."""
@@ -145,12 +145,12 @@ class PlanSettings:
         if self.tokens is not None and self.hours is not None:
             raise ConfigError(f"tokens is {self.tokens:g} and hours is {self.hours:g}; give one of them")
         steps = list(self.local_steps)
-        held = min(steps, default=0) >= 1 and max(steps) <= _MOST_STEPS
-        ensure("local_steps", steps, held, f"a list of whole numbers from 1 to {_MOST_STEPS}, such as [15, 30]")
+        held = min(steps, default=0) >= 1 and max(steps) <= _LARGEST
+        ensure("local_steps", steps, held, f"a list of whole numbers from 1 to {_LARGEST}, such as [15, 30]")
         for name in ("seq_len", "batch_size", "vocab_size"):
             value = getattr(self, name)
             what = "the text has" if name == "vocab_size" else "a worker's inner step has"
-            ensure(name, value, 1 <= value <= _MOST_STEPS, f"a whole number from 1 to {_MOST_STEPS}; give what {what}")
+            ensure(name, value, 1 <= value <= _LARGEST, f"a whole number from 1 to {_LARGEST}; give what {what}")
         bounded(
             Positive,
             **{
