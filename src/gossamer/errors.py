@@ -170,5 +170,9 @@ def installs(extra: str) -> str:
     """
     from importlib import metadata  # takes a tenth of the time to import all of Gossamer
 
-    of_extra = [one for one in metadata.requires("gossamer") or () if one.endswith(f"extra == '{extra}'")]
+    try:
+        all_of_them = metadata.requires("gossamer") or ()
+    except metadata.PackageNotFoundError:  # imported from its source, which is not installed
+        return f"pip install -e '.[{extra}]' where the source of gossamer is"
+    of_extra = [one for one in all_of_them if one.endswith(f"extra == '{extra}'")]
     return f"pip install {shlex.join(one.partition(';')[0].strip() for one in of_extra)}"

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from gossamer.clock.agenda import ABSENCE, PHASE, Agenda
@@ -80,16 +81,25 @@ class LoopOptions(NamedTuple):
     begins: Begins = lambda worker, number: None
     """Called when a local phase begins, so that a driver may start to compute it."""
 
-    def transmit(self, message: Tree, layout: Layout, worker: int, number: int, fragment: int = 0) -> tuple[Tree, int]:
+    def transmit(
+        self,
+        message: Tree,
+        layout: Layout,
+        worker: int,
+        number: int,
+        fragment: int = 0,
+        *,
+        on: torch.device | None = None,
+    ) -> tuple[Tree, int]:
         """The decoded message of a worker after its phase `number`, and the bytes of its payload.
 
-        Args: `layout` is that of the fragment.
+        Args: `layout` is that of the fragment; `on` the device that decodes it, that of the message by default.
         Raises: TrainingError, naming the worker, for a message that is not finite, as sent or as decoded.
         """
         name = f"the message of worker {worker} in its phase {number}"
         must_be_finite({name: message})
         codec = fitted(self.codec or EXACT, layout)
-        decoded, size = round_trip(codec, message, self.seed, worker, number, fragment)
+        decoded, size = round_trip(codec, message, self.seed, worker, number, fragment, on=on)
         if decoded is not message:
             must_be_finite({f"{name}, decoded,": decoded})
         return decoded, size

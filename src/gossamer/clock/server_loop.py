@@ -19,7 +19,7 @@ from gossamer.clock.server_worker import ServerWorker, ServerWorkerState
 from gossamer.network.links import Network
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.incompatibilities import check
-from gossamer.tree import map_leaves, must_fit, nbytes
+from gossamer.tree import must_fit, nbytes
 
 __all__ = ["ServerRun"]
 
@@ -176,7 +176,8 @@ class ServerRun(VirtualTimeLoop):
         report, push = worker.train(number)
         if push is not None:
             layout = worker.learner.layout.slice(*self.spans[push.fragment])
-            message, size = self._options.transmit(push.message, layout, i, number, push.fragment)
+            on_host = torch.device("cpu")
+            message, size = self._options.transmit(push.message, layout, i, number, push.fragment, on=on_host)
             push_s = self._transfer_s(i, SERVER, size)
             arrives_s, slack = self.time_s + push_s, WAITS
             if worker.overlap:
@@ -184,7 +185,7 @@ class ServerRun(VirtualTimeLoop):
                 steps = worker.learner.local_steps
                 reply_s = self._transfer_s(SERVER, i, nbytes(push.message))
                 slack = Slack(steps, (self.time_s - start_s) / steps, push_s + reply_s)
-            epoch, push = self._phases.epoch[i], push._replace(message=map_leaves(torch.Tensor.cpu, message))
+            epoch, push = self._phases.epoch[i], push._replace(message=message)
             self._agenda.plan(arrives_s, ARRIVAL, i, _Arrival(i, epoch, push, slack, size, self.time_s))
         if worker.waits_for is None:
             self._phases.begin(i)

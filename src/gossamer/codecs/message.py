@@ -50,19 +50,24 @@ def each_shape_once(codec: Codec) -> Codec:
     return codec._replace(encode=encode, fit=fit, back=codec.back and each_shape_once(codec.back))
 
 
-def round_trip(codec: Codec, message: Tree, *place: int) -> tuple[Tree, int]:
+def round_trip(codec: Codec, message: Tree, *place: int, on: torch.device | None = None) -> tuple[Tree, int]:
     """The message as a receiver decodes it, and the bytes of the payload.
 
-    Args: `place` is the seed, then worker, round and fragment; a codec that rounds at random is seeded by it.
+    Args:
+        place: the seed, then worker, round and fragment; a codec that rounds at random is seeded by it.
+        on: the device of a receiver that has another than the sender, such as a server on its host. One payload decoded on
+            two kinds of devices can differ in the last bit.
 
     >>> from gossamer.codecs import bf16
     >>> round_trip(bf16(), torch.tensor([1.0, 1.001]), 0, 0, 0, 0)
     (tensor([1., 1.]), 4)
     """
+    there = message if on is None else map_leaves(lambda t: t.to(on), message)
     if codec.exact:
-        return message, nbytes(message)
+        return there, nbytes(message)
     payload = encode(codec, message, rng.key(*place, "codec"))
-    return decode(codec, payload, message), nbytes(payload)
+    arrived = payload if on is None else map_leaves(lambda t: t.to(on), payload)
+    return decode(codec, arrived, there), nbytes(payload)
 
 
 def payload_bytes(codec: Codec, numel: int) -> int:

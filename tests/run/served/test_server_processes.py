@@ -582,8 +582,9 @@ def test_a_server_that_gets_sigterm_saves_after_its_round_and_goes_on_from_it(tm
     real = tmp_path / "real"
     launcher = start(config, real)
     pids, deadline = launcher.processes(3), time.monotonic() + 120
-    while not (real / "arrivals.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    record = real / "arrivals.jsonl"
+    while not (record.exists() and record.read_text().count('"push"') >= 2) and time.monotonic() < deadline:
+        time.sleep(0.02)  # a worker that has not begun cannot end the round under way
     os.kill(launcher.pid if whom == "launcher" else pids["serve"], signal.SIGTERM)  # the system cuts the server's name
     code, output = launcher.finish()
     assert code == 130 and "stopped after round" in output and "Traceback" not in output, output

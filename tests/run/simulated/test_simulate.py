@@ -208,7 +208,7 @@ def test_products_in_bf16_on_a_processor_without_them_are_warned_of_once(
     inner._warn.cache_clear()
     monkeypatch.setattr(inner, "has_bf16", lambda: has)
     for name in "ab":
-        simulate(single(run__steps=2, **{f"inner__{key}": value}), tmp_path / name)
+        simulate(single(run__steps=2, run__device="cpu", **{f"inner__{key}": value}), tmp_path / name)
     assert caplog.text.count(f"inner.{key} is '{value}'") == (not has and value != "adamw")
 
 

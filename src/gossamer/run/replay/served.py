@@ -164,7 +164,9 @@ class _Server(Actor[ServerInput]):
             session.records.record, session.records.events, trained, self._sent_s[worker], item.time_s
         )
         layout = session.core.layouts[item.fragment]
-        message, size = self._options.transmit(trained.push.message, layout, worker, item.phase, item.fragment)
+        message, size = self._options.transmit(
+            trained.push.message, layout, worker, item.phase, item.fragment, on=torch.device("cpu")
+        )
         assert isinstance(message, Tensor)
         self._receive(session.push(worker, item.fragment, message, size, item.time_s, item.time_s), item.time_s)
 
