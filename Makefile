@@ -34,7 +34,7 @@ bench: .venv/.installed  ## the benchmarks, as ratios against a limit or a peer;
 	$(BIN)/python benchmarks/bench.py
 
 GPU ?= $(BIN)/python
-ON_GPU := test_gpu.py run/synchronous/test_parity.py run/elastic run/asynchronous run/served run/replay run/simulated/test_simulate.py run/simulated/test_virtual.py run/worker/test_adapt.py run/worker/test_pipeline.py run/worker/test_stages.py integrations
+ON_GPU := test_gpu.py $(addprefix run/,asynchronous elastic experiments replay served simulated synchronous worker) library optimizers/test_averaging.py models/test_fomoe.py integrations
 gpu:  ## what needs a GPU, and runs of every kind on one, simulated and real, bit for bit; GPU is a Python with a torch for CUDA and what tests need
 	GOSSAMER_TEST_DEVICE=cuda PYTHONPATH=src $(GPU) -m pytest --numprocesses $(PROCESSES) --dist loadfile $(ON_GPU:%=tests/%)
 

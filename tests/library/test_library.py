@@ -219,7 +219,7 @@ def test_a_state_of_0_1_0_continues_where_it_was_with_one_warning(caplog):
         loop.load_state_dict(saved["outer"])
         train(model, loop, 15, seed=1)
         # Written on another machine, whose kernels may round otherwise.
-        torch.testing.assert_close(flat(model), saved["after 15 more steps"], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(flat(model).cpu(), saved["after 15 more steps"], rtol=1e-5, atol=1e-6)
         assert caplog.text.count("does not say what it is of") == len(caplog.records) == 1
 
 
@@ -388,7 +388,7 @@ NOT_HERE = {
 def test_every_method_runs_two_rounds_of_one_worker_or_is_refused_in_a_sentence():
     refused = {}
     for name in recipes():
-        model = nn.Sequential(*net(), nn.Linear(1, 1))  # of three layers, for three fragments
+        model = nn.Sequential(*net(), nn.Linear(1, 1)).to(DEVICE)  # of three layers, for three fragments
         try:
             found = gossamer.method(name)
             with gossamer.Outer(model, found, local_steps=None if found.local_steps else 6) as loop:
@@ -649,7 +649,7 @@ def test_messages_of_every_rule_are_compared_and_no_bit_changes(rule, topology, 
 def normed():
     """A model with statistics of its own in floating point, and a count of batches."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).to(DEVICE)
 
 
 def whole(model):

@@ -18,7 +18,7 @@ from gossamer.run.config.run_file import RunConfig, digest
 from gossamer.run.simulated.simulate import simulate
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import task_of
-from tiny import single
+from tiny import DEVICE, single
 
 ALONE = {"workers": 1, "rule__name": "gossip", "run__steps": 6, "inner__averaging": "gpa", "inner__mu_x": 0.8}
 TOGETHER = {
@@ -30,7 +30,7 @@ TOGETHER = {
 def by_hand(config: RunConfig) -> Replica:
     """One worker after all its inner steps, without a driver."""
     task = task_of(settings_of(config))
-    worker = Replica(0, settings_of(config), task, torch.device("cpu"))
+    worker = Replica(0, settings_of(config), task, torch.device(DEVICE))
     for round in range(config.rounds):
         worker.train(round, 0, worker.local_steps)
     return worker
@@ -48,7 +48,7 @@ def test_one_worker_alone_is_evaluated_and_saved_at_its_average(averaging, optim
     worker = by_hand(config)
     assert isinstance(worker.optimizer, GPA)
     assert torch.equal(parameters(tmp_path / "run", config)[0], worker.evaluated)
-    probe = Probe(settings_of(config), worker.task, torch.device("cpu"))
+    probe = Probe(settings_of(config), worker.task, torch.device(DEVICE))
     assert result.loss == evaluations(tmp_path / "run")[-1] == probe.loss(worker.evaluated)
     assert probe.loss(worker.x) != result.loss
     worker.optimizer.eval()
@@ -151,7 +151,7 @@ def test_schedule_free_workers_exchange_average_and_iterate_and_the_average_is_e
     kept = [torch.cat([own[name].flatten() for own in final["inner"]["state"].values()]) for name in ("x", "z")]
     for ours, theirs in zip(kept, (x, z), strict=True):
         assert sorted(ours.tolist()) == pytest.approx(sorted(theirs.tolist()), abs=2e-6)
-    probe = Probe(settings_of(config), task_of(settings_of(config)), torch.device("cpu"))
+    probe = Probe(settings_of(config), task_of(settings_of(config)), torch.device(DEVICE))
     assert result.loss == pytest.approx(probe.loss(x.float()), abs=1e-5)
     assert abs(result.loss - probe.loss(y.float())) > 1e-3
 
@@ -159,7 +159,7 @@ def test_schedule_free_workers_exchange_average_and_iterate_and_the_average_is_e
 def schedule_free_by_hand(config):
     """x and z, which are those of all workers at the end, and y between them."""
     task = task_of(settings_of(config))
-    workers = [Replica(i, settings_of(config), task, torch.device("cpu")) for i in range(config.workers)]
+    workers = [Replica(i, settings_of(config), task, torch.device(DEVICE)) for i in range(config.workers)]
     decayed = torch.cat(
         [torch.full((leaf.stop - leaf.start,), float(len(leaf.shape) > 1)) for leaf in workers[0].layout.leaves]
     )

@@ -406,15 +406,19 @@ def all_reduce(timeout_s: float, group: dist.ProcessGroup | None = None) -> Redu
 
     Args: `group` has all workers; the default group when None.
     Raises (when called): PeerError after `timeout_s` or when a connection closes; a collective does not report which.
-    Cost: a global barrier; 2(n-1)/n of the frames per worker where the backend uses a ring.
+    Cost: a global barrier; 2(n-1)/n of the frames per worker where the backend uses a ring; over gloo, frames of a GPU are
+        copied to the host and back.
     """
 
-    whole = whole_of(group)
+    whole, on_host = whole_of(group), backend_of(group) == "gloo"
 
     def reduce(frames: Sequence[Tensor], ticket: Ticket) -> None:
         try:
             for frame in frames:
-                whole.allreduce(frame).wait(timedelta(seconds=timeout_s))
+                total = frame.cpu() if on_host else frame  # a frame of the host is itself
+                whole.allreduce(total).wait(timedelta(seconds=timeout_s))
+                if total is not frame:
+                    frame.copy_(total)
         except RuntimeError as error:
             raise PeerError(
                 f"the all-reduce of round {ticket.round} failed on worker {whole.rank()} "
