@@ -131,7 +131,8 @@ def test_compiled_workers_compute_what_their_compiled_simulation_computes(tmp_pa
     code, output = run(*words_of(config, tmp_path / "real"))
     assert code == 0, output
     simulate(config, tmp_path / "simulated")
-    assert all(map(torch.equal, parameters(tmp_path / "real", config), parameters(tmp_path / "simulated", config)))
+    pairs = zip(parameters(tmp_path / "real", config), parameters(tmp_path / "simulated", config), strict=True)
+    assert all(torch.equal(*pair) if DEVICE == "cpu" else torch.allclose(*pair, rtol=0, atol=2e-3) for pair in pairs)
     plain = single(**{**options, "inner__compile": False})
     simulate(plain, tmp_path / "plain")
     for ours, theirs in zip(parameters(tmp_path / "real", config), parameters(tmp_path / "plain", plain), strict=True):
