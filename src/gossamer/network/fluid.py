@@ -73,9 +73,10 @@ def max_min_rates(uses: Places, seconds_per_bit: Floats, factors: Floats) -> Flo
 
 @dataclass(slots=True)
 class _Stream:
-    """A stream in flight: the bits left at `at_s`, and its rate since then."""
+    """A stream in flight: the bits left at `at_s`, and its rate since then; of its links, those that bound it."""
 
-    uses: tuple[Use, ...]
+    links: tuple[int, ...]
+    row: int
     bits: float
     at_s: float
     most_bps: float
@@ -112,6 +113,11 @@ class Fluid:
         self._streams: dict[int, _Stream] = {}
         self._on: list[set[int]] = [set() for _ in range(links)]
         """The streams of each link."""
+        self._uses, self._seconds_per_bit = np.zeros((16, 1), np.int64), np.zeros((16, 1))
+        """What `max_min_rates` takes, a row for each stream, so that no rates are computed from objects."""
+        self._rates_bps = np.zeros(16)
+        self._free = [*range(16)]
+        """The rows of no stream."""
         self._unsettled: set[int] = set()
         """Links that have changed since rates were last computed."""
         self._ends: list[tuple[float, int]] = []
@@ -130,11 +136,16 @@ class Fluid:
 
     def start(self, name: int, bits: float, uses: Sequence[Use], most_bps: float = math.inf) -> None:
         """Adds a stream, now, which is never faster than `most_bps`."""
-        bounds = tuple(use for use in uses if use.bandwidth_bps < math.inf)
-        self._streams[name] = stream = _Stream(bounds, bits, self.now_s, most_bps, 0.0 if bounds else most_bps)
-        for use in bounds:
-            self._on[use.link].add(name)
-            self._unsettled.add(use.link)
+        bounds = [use for use in uses if use.bandwidth_bps < math.inf]
+        links, row = tuple(use.link for use in bounds), self._row(len(bounds))
+        self._uses[row, : len(bounds)] = links
+        self._seconds_per_bit[row] = 0.0
+        self._seconds_per_bit[row, : len(bounds)] = [1 / use.bandwidth_bps for use in bounds]
+        rate_bps = self._rates_bps[row] = 0.0 if bounds else most_bps
+        stream = self._streams[name] = _Stream(links, row, bits, self.now_s, most_bps, rate_bps)
+        for link in links:
+            self._on[link].add(name)
+        self._unsettled.update(links)
         if not bounds:
             heapq.heappush(self._ends, (stream.end_s, name))
 
@@ -146,9 +157,11 @@ class Fluid:
             end_s, name = heapq.heappop(self._ends)
             if self._stands(end_s, name):
                 ended.append(name)
-                for use in self._streams.pop(name).uses:
-                    self._on[use.link].remove(name)
-                    self._unsettled.add(use.link)
+                gone = self._streams.pop(name)
+                self._free.append(gone.row)
+                for link in gone.links:
+                    self._on[link].remove(name)
+                self._unsettled.update(gone.links)
         self.now_s = to_s
         while self._changes and self._changes[-1].at_s <= to_s:
             change = self._changes.pop()
@@ -159,38 +172,57 @@ class Fluid:
     def _stands(self, end_s: float, name: int) -> bool:
         return name in self._streams and self._streams[name].end_s == end_s
 
+    def _row(self, links: int) -> int:
+        """A row for a stream of so many links."""
+        if not self._free:
+            more = len(self._uses)
+            self._free += range(more, 2 * more)
+            self._grow(more, 0)
+            self._rates_bps = np.pad(self._rates_bps, (0, more))
+        if links > self._uses.shape[1]:
+            self._grow(0, links - self._uses.shape[1])
+        return self._free.pop()
+
+    def _grow(self, rows: int, columns: int) -> None:
+        """Makes room for so many more streams, and links of each."""
+        more = ((0, rows), (0, columns))
+        self._uses, self._seconds_per_bit = np.pad(self._uses, more), np.pad(self._seconds_per_bit, more)
+
     def _settle(self) -> None:
         """Computes the rates of all streams that a change can reach from link to link."""
         names: dict[int, None] = {}
-        places: dict[int, int] = {}
+        seen = set[int]()
         reached = sorted(self._unsettled)
         self._unsettled.clear()
         for link in reached:
-            if link not in places:
-                places[link] = len(places)
+            if link not in seen:
+                seen.add(link)
                 for name in self._on[link]:
                     if name not in names:
                         names[name] = None
-                        reached += [use.link for use in self._streams[name].uses]
+                        reached += self._streams[name].links
         if not names:
             return
         streams = [self._streams[name] for name in names]
-        bounded = [row for row, stream in enumerate(streams) if stream.most_bps < math.inf]
-        width = max(len(stream.uses) for stream in streams) + bool(bounded)
-        uses = np.zeros((len(streams), width), np.int64)
-        seconds_per_bit = np.zeros((len(streams), width))
-        for row, stream in enumerate(streams):
-            for column, use in enumerate(stream.uses):
-                uses[row, column] = places[use.link]
-                seconds_per_bit[row, column] = 1 / use.bandwidth_bps
-        factors = self._factors[list(places)]
-        if bounded:  # each has one more link, to itself
-            uses[bounded, -1] = len(places) + np.arange(len(bounded))
-            seconds_per_bit[bounded, -1] = [1 / streams[row].most_bps for row in bounded]
+        rows = np.array([stream.row for stream in streams])
+        rates = self._new_rates(rows, [stream.most_bps for stream in streams])
+        changed = np.flatnonzero(rates != self._rates_bps[rows]).tolist()
+        self._rates_bps[rows] = rates
+        of = [*names]
+        for place in changed:
+            stream = streams[place]
+            stream.flow(self.now_s)
+            stream.rate_bps = float(rates[place])
+            heapq.heappush(self._ends, (stream.end_s, of[place]))
+
+    def _new_rates(self, rows: Places, most_bps: Sequence[float]) -> Floats:
+        """The rates of streams that share links with each other alone."""
+        uses, seconds_per_bit, factors = self._uses[rows], self._seconds_per_bit[rows], self._factors
+        if bounded := [
+            row for row, most in enumerate(most_bps) if most < math.inf
+        ]:  # by one more link, each by its own
+            uses, seconds_per_bit = np.pad(uses, ((0, 0), (0, 1))), np.pad(seconds_per_bit, ((0, 0), (0, 1)))
+            uses[bounded, -1] = len(factors) + np.arange(len(bounded))
+            seconds_per_bit[bounded, -1] = [1 / most_bps[row] for row in bounded]
             factors = np.concatenate([factors, np.ones(len(bounded))])
-        rates = max_min_rates(uses, seconds_per_bit, factors)
-        for name, stream, rate_bps in zip(names, streams, rates.tolist(), strict=True):
-            if rate_bps != stream.rate_bps:
-                stream.flow(self.now_s)
-                stream.rate_bps = rate_bps
-                heapq.heappush(self._ends, (stream.end_s, name))
+        return max_min_rates(uses, seconds_per_bit, factors)
