@@ -12,7 +12,6 @@ from gossamer.report.table import DASH, markdown_lines
 
 __all__ = [
     "STRAGGLER_CODECS",
-    "codec_above",
     "committed_branches",
     "costs_table",
     "drawn_shares",
@@ -84,7 +83,7 @@ def costs_table(found: Sequence[Branch]) -> str:
     """What each codec costs those methods whose local steps it leaves as they are."""
     arms = {_parts(one.method) for one in found}
     rows = [
-        [f"{name}, {codec}", "{:+.4f} ± {:.4f}".format(*_interval([*codec_above(found, name, codec).values()]))]
+        [f"{name}, {codec}", "{:+.4f} ± {:.4f}".format(*_interval([*_codec_above(found, name, codec).values()]))]
         for name in _SAME_STEPS
         for codec in _CODECS[1:]
         if (name, codec) in arms
@@ -159,7 +158,7 @@ def _sooner(shares: _Shares, pairs: Sequence[tuple[str, str]], codec: str, netwo
     ]
 
 
-def codec_above(found: Sequence[Branch], name: str, codec: str) -> dict[int, float]:
+def _codec_above(found: Sequence[Branch], name: str, codec: str) -> dict[int, float]:
     """By how much a method ends higher with a codec than with fp32, by seed; mean of all lengths, whichever network prices it."""
     losses: dict[str, dict[tuple[int, int], float]] = {codec: {}, _CODECS[0]: {}}
     for one in found:
