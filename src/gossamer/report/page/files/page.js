@@ -136,8 +136,13 @@ G.page = (root, frozen) => {
 
   const momentOf = async (place, round) => {
     if (frozen) return (frozen.moments[place] || {})[round] || null;
-    const answer = await fetch(`round.json?run=${place}&round=${round}`);
-    return answer.ok ? answer.json() : null;
+    try {
+      const answer = await fetch(`round.json?run=${place}&round=${round}`);
+      return answer.ok ? await answer.json() : null;
+    } catch (error) {  // the server is gone, of which the banner tells
+      if (!(error instanceof TypeError)) throw error;
+      return null;
+    }
   };
 
   const card = (place) => {
