@@ -26,6 +26,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
+import pytest
+import torch
+
 from gossamer.cli import main
 from gossamer.cli.train import import_early
 
@@ -82,6 +85,14 @@ def free_port() -> int:
             if port not in _given:
                 _given.add(port)
                 return port
+
+
+def must_have_stages_in_processes() -> None:
+    """Skips the test where this torch has no stages in several processes."""
+    from gossamer.run.worker.stages.torch_stage import SINCE  # with all of torch's pipelines
+
+    if torch.__version__ < SINCE:
+        pytest.skip(f"stages in several processes need torch {SINCE}")
 
 
 def in_forks(n: int, work: Callable[[int], object]) -> int:

@@ -4,6 +4,7 @@ import ast
 import functools
 import inspect
 import re
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,11 @@ def test_every_error_says_what_was_given() -> None:
             silent.append(f"{place}: {text[:100]}")
     assert not silent, "these messages show no value that was given:\n" + "\n".join(silent)
     assert used == set(WITHOUT_A_VALUE), "an excuse that nothing needs"
+
+
+def test_where_gossamer_is_imported_and_not_installed_an_extra_comes_from_its_source(monkeypatch) -> None:
+    def nowhere(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", nowhere)
+    assert errors.installs("plots") == "pip install -e '.[plots]' where the source of gossamer is"

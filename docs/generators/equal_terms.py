@@ -83,7 +83,7 @@ def costs_table(found: Sequence[Branch]) -> str:
     """What each codec costs those methods whose local steps it leaves as they are."""
     arms = {_parts(one.method) for one in found}
     rows = [
-        [f"{name}, {codec}", "{:+.4f} ± {:.4f}".format(*_interval([*_codec_above(found, name, codec).values()]))]
+        [f"{name}, {codec}", _cost(found, name, codec)]
         for name in _SAME_STEPS
         for codec in _CODECS[1:]
         if (name, codec) in arms
@@ -158,8 +158,8 @@ def _sooner(shares: _Shares, pairs: Sequence[tuple[str, str]], codec: str, netwo
     ]
 
 
-def _codec_above(found: Sequence[Branch], name: str, codec: str) -> dict[int, float]:
-    """By how much a method ends higher with a codec than with fp32, by seed; mean of all lengths, whichever network prices it."""
+def _cost(found: Sequence[Branch], name: str, codec: str) -> str:
+    """The loss of a codec, whichever network prices it."""
     losses: dict[str, dict[tuple[int, int], float]] = {codec: {}, _CODECS[0]: {}}
     for one in found:
         label, own = _parts(one.method)
@@ -168,7 +168,8 @@ def _codec_above(found: Sequence[Branch], name: str, codec: str) -> dict[int, fl
     above: dict[int, list[float]] = {}
     for place, loss in losses[codec].items():
         above.setdefault(place[0], []).append(loss - losses[_CODECS[0]][place])
-    return {seed: statistics.fmean(own) for seed, own in above.items()}
+    mean, half = _interval([statistics.fmean(own) for own in above.values()])
+    return f"{mean:+.4f} ± {half:.4f}"
 
 
 def _text(shares: Sequence[float | None]) -> str:

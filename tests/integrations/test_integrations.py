@@ -15,6 +15,7 @@ import runpy
 import shutil
 import sys
 import textwrap
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -584,13 +585,12 @@ def test_shards_are_disjoint_equally_long_and_of_the_same_kind():
         Place(1, 3).shard(range(2))
 
 
+@pytest.mark.skipif(not [*metadata.distributions(name="gossamer")], reason="gossamer is imported and not installed")
 @pytest.mark.parametrize(("name", "package"), [("transformers", "transformers"), ("lightning", "lightning.pytorch")])
 def test_without_its_framework_a_module_says_what_to_install(monkeypatch, name, package):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, f"gossamer.integrations.{name}", raising=False)
-    with pytest.raises(
-        MissingPackageError, match=r"needs the extra 'integrations' .* pip install (-e '.\[|'accelerate>=)"
-    ):
+    with pytest.raises(MissingPackageError, match=r"needs the extra 'integrations' .* pip install 'accelerate>="):
         importlib.import_module(f"gossamer.integrations.{name}")
 
 

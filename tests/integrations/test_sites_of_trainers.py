@@ -177,10 +177,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """What two sites of two processes keep and say."""
     folder = tmp_path_factory.mktemp("sites")
     joins = [f"127.0.0.1:{free_port()}" for _ in range(6)]
-    on_a_cpu = {
-        "ACCELERATE_USE_CPU": "true",
-        "CUDA_VISIBLE_DEVICES": "",
-    }  # else torch shards over GPUs, one for each process
+    # With a GPU in sight torch shards over GPUs, one for each process.
+    on_a_cpu = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     code, output = Command(folder, *joins, work=four, GLOO_SOCKET_IFNAME=loopback(), **on_a_cpu).finish()
     assert code == 0, output
     return folder, output

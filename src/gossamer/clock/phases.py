@@ -82,15 +82,8 @@ class LoopOptions(NamedTuple):
     """Called when a local phase begins, so that a driver may start to compute it."""
 
     def transmit(
-        self,
-        message: Tree,
-        layout: Layout,
-        worker: int,
-        number: int,
-        fragment: int = 0,
-        *,
-        on: torch.device | None = None,
-    ) -> tuple[Tree, int]:
+        self, message: Tree, layout: Layout, worker: int, number: int, fragment: int = 0, *, on: torch.device | None = None,
+    ) -> tuple[Tree, int]:  # fmt: skip
         """The decoded message of a worker after its phase `number`, and the bytes of its payload.
 
         Args: `layout` is that of the fragment; `on` the device that decodes it, that of the message by default.

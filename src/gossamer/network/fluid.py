@@ -115,7 +115,6 @@ class Fluid:
         """The streams of each link."""
         self._uses, self._seconds_per_bit = np.zeros((16, 1), np.int64), np.zeros((16, 1))
         """What `max_min_rates` takes, a row for each stream, so that no rates are computed from objects."""
-        self._rates_bps = np.zeros(16)
         self._free = [*range(16)]
         """The rows of no stream."""
         self._unsettled: set[int] = set()
@@ -141,8 +140,8 @@ class Fluid:
         self._uses[row, : len(bounds)] = links
         self._seconds_per_bit[row] = 0.0
         self._seconds_per_bit[row, : len(bounds)] = [1 / use.bandwidth_bps for use in bounds]
-        rate_bps = self._rates_bps[row] = 0.0 if bounds else most_bps
-        stream = self._streams[name] = _Stream(links, row, bits, self.now_s, most_bps, rate_bps)
+        stream = _Stream(links, row, bits, self.now_s, most_bps, 0.0 if bounds else most_bps)
+        self._streams[name] = stream
         for link in links:
             self._on[link].add(name)
         self._unsettled.update(links)
@@ -178,7 +177,6 @@ class Fluid:
             more = len(self._uses)
             self._free += range(more, 2 * more)
             self._grow(more, 0)
-            self._rates_bps = np.pad(self._rates_bps, (0, more))
         if links > self._uses.shape[1]:
             self._grow(0, links - self._uses.shape[1])
         return self._free.pop()
@@ -204,25 +202,20 @@ class Fluid:
         if not names:
             return
         streams = [self._streams[name] for name in names]
-        rows = np.array([stream.row for stream in streams])
-        rates = self._new_rates(rows, [stream.most_bps for stream in streams])
-        changed = np.flatnonzero(rates != self._rates_bps[rows]).tolist()
-        self._rates_bps[rows] = rates
-        of = [*names]
-        for place in changed:
-            stream = streams[place]
-            stream.flow(self.now_s)
-            stream.rate_bps = float(rates[place])
-            heapq.heappush(self._ends, (stream.end_s, of[place]))
+        for name, stream, rate_bps in zip(names, streams, self._rates(streams).tolist(), strict=True):
+            if rate_bps != stream.rate_bps:
+                stream.flow(self.now_s)
+                stream.rate_bps = rate_bps
+                heapq.heappush(self._ends, (stream.end_s, name))
 
-    def _new_rates(self, rows: Places, most_bps: Sequence[float]) -> Floats:
+    def _rates(self, streams: Sequence[_Stream]) -> Floats:
         """The rates of streams that share links with each other alone."""
+        rows = [stream.row for stream in streams]
         uses, seconds_per_bit, factors = self._uses[rows], self._seconds_per_bit[rows], self._factors
-        if bounded := [
-            row for row, most in enumerate(most_bps) if most < math.inf
-        ]:  # by one more link, each by its own
+        bounded = [place for place, stream in enumerate(streams) if stream.most_bps < math.inf]
+        if bounded:  # each has one more link, to itself
             uses, seconds_per_bit = np.pad(uses, ((0, 0), (0, 1))), np.pad(seconds_per_bit, ((0, 0), (0, 1)))
             uses[bounded, -1] = len(factors) + np.arange(len(bounded))
-            seconds_per_bit[bounded, -1] = [1 / most_bps[row] for row in bounded]
+            seconds_per_bit[bounded, -1] = [1 / streams[place].most_bps for place in bounded]
             factors = np.concatenate([factors, np.ones(len(bounded))])
         return max_min_rates(uses, seconds_per_bit, factors)

@@ -107,9 +107,8 @@ class Replay:
             self.now_s = min(self.todo[0][0] if self.todo else math.inf, self.fluid.next_s)
             if left := [self.streams.pop(name) for name in self.fluid.advance(self.now_s)]:
                 sources, targets = np.array([one.source for one in left]), np.array([one.target for one in left])
-                for stream, latency_s in zip(
-                    left, self.links.message_latency_s(sources, targets).tolist(), strict=True
-                ):
+                latencies_s = self.links.message_latency_s(sources, targets).tolist()
+                for stream, latency_s in zip(left, latencies_s, strict=True):
                     self.at(self.now_s + latency_s, self.arrive, stream)
             while self.todo and self.todo[0][0] <= self.now_s:
                 _, _, act, arguments = heapq.heappop(self.todo)

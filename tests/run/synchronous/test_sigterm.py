@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from commands import Command, free_port, run
+from commands import Command, free_port, must_have_stages_in_processes, run
 from gossamer.cli import main
 from gossamer.record import checkpoint
 from gossamer.run.bookkeeping.journal import Journal
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.simulated.simulate import simulate
-from gossamer.run.worker.stages.torch_stage import SINCE
 from gossamer.transport.processes import stopping
 from gossamer.transport.processes.local import run_local
 from tiny import tiny
@@ -66,8 +65,8 @@ def test_a_run_of_which_one_process_gets_sigterm_saves_a_round_of_all_and_goes_o
     tmp_path: Path, case: str
 ) -> None:
     config = tiny(**{"run__steps": 2 * ROUNDS, "run__checkpoint_every": ROUNDS, "run__eval_every": 0, **CASES[case]})
-    if config.pipeline.stages != 1 and torch.__version__ < SINCE:
-        pytest.skip(f"stages in several processes need torch {SINCE}")
+    if config.pipeline.stages != 1:
+        must_have_stages_in_processes()
     (tmp_path / "run.toml").write_text(dump(config))
     folder, errors = tmp_path / "real", io.StringIO()
     words = ["train", str(tmp_path / "run.toml"), "--out", str(folder)]

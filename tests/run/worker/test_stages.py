@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from commands import run
+from commands import must_have_stages_in_processes, run
 from gossamer.boundaries import aqsgd, tahquant
 from gossamer.boundaries.ends import BoundaryEnd
 from gossamer.cli import main
@@ -41,7 +41,7 @@ from gossamer.run.simulated.simulate import simulate
 from gossamer.run.synchronous.train import train_member
 from gossamer.run.worker.stages.checkpoints import WHOLE, Store, joined_state, partition_of, state_of_part
 from gossamer.run.worker.stages.in_one_process import StagedModel
-from gossamer.run.worker.stages.torch_stage import SINCE, CarriedStage
+from gossamer.run.worker.stages.torch_stage import CarriedStage
 from gossamer.run.worker.task import task_of
 from gossamer.transport.processes.launch import join, leave
 from gossamer.transport.processes.local import run_local
@@ -50,7 +50,6 @@ from tiny import preset as tiny
 from tiny import preset_document as document
 
 TIMEOUT_S = 60
-in_processes = pytest.mark.skipif(torch.__version__ < SINCE, reason=f"stages in several processes need torch {SINCE}")
 TWO = {"workers": 2, "pipeline__stages": 2, "data__accumulate": 4, "run__steps": 4, "run__timeout_s": TIMEOUT_S}
 CASES = {
     "dense, gpipe": {**TWO, "record__export": True},
@@ -168,8 +167,7 @@ def train_pipelines(argv):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, forks):
     """Every case, trained by processes and by the simulator."""
-    if torch.__version__ < SINCE:
-        pytest.skip(f"stages in several processes need torch {SINCE}")
+    must_have_stages_in_processes()
     root = tmp_path_factory.mktemp("stages")
     plan = [(str(root / "diverging"), [document(**DIVERGING)])]
     for name, case in {**CASES, **MIXED}.items():
@@ -226,10 +224,10 @@ def test_a_pipeline_of_processes_has_the_bits_and_the_bytes_of_the_virtual_one(t
     assert own == lines_of(simulated, "train", "loss", "lr", "tokens", "boundary_bytes") and own
 
 
-@in_processes
 @pytest.mark.timeout(900)  # a busy machine compiles for minutes
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler looks, and hides what it is told
 def test_compiled_stages_of_processes_have_the_bits_of_those_in_one(tmp_path):
+    must_have_stages_in_processes()
     options = {
         **TWO, "inner__compile": True, "inner__autocast": "bf16", "inner__clip": 0.5, "pipeline__forward": "tahquant",
         "pipeline__backward": "intk", "pipeline__schedule": "1f1b", "run__eval_every": 0, "run__timeout_s": 300,
@@ -392,8 +390,8 @@ def train_to_its_end(argv):
     return main(argv)
 
 
-@in_processes
 def test_when_a_stage_dies_all_processes_end_and_name_it_and_its_worker(tmp_path, forks):
+    must_have_stages_in_processes()
     config, errors = tiny(**CASES["dense, gpipe"]), io.StringIO()
     (tmp_path / "run.toml").write_text(dump(config))
     with contextlib.redirect_stderr(errors):
@@ -434,10 +432,10 @@ def lose_a_stage(argv):
     return main(argv)
 
 
-@in_processes
 def test_a_run_starts_again_without_a_stage_that_is_killed_and_goes_on_from_its_neighbours(
     tmp_path, forks, monkeypatch, caplog
 ):
+    must_have_stages_in_processes()
     small = {**TWO, "workers": 1, "pipeline__stages": 3, "data__accumulate": 3}
     config = tiny(**small)
     (tmp_path / "run.toml").write_text(dump(config))
@@ -467,8 +465,8 @@ def test_stages_as_a_word_of_a_command_cut_the_workers_of_a_file(tmp_path):
     assert code == 2 and "--local 6 but the run file has workers = 3" in output
 
 
-@in_processes
 def test_what_is_private_in_the_pipelines_of_torch_is_as_it_was():
+    must_have_stages_in_processes()
     ours = {name for name, one in vars(CarriedStage).items() if inspect.isfunction(one)} - {"__init__"}
     assert len(ours) == 8
     for name in ours:

@@ -62,9 +62,8 @@ def price_recipes(made: RunPlan, only: str | None = None, *, thorough: bool = Fa
     candidates: list[Candidate] = []
     unpriced: dict[str, str] = {}
     layout = layout_for(made.model, made.options.vocab_size)
-    teams = [*dict.fromkeys(((), *(one.left_out for one in made.candidates)))]
-    if made.workers > _FEW:
-        teams = [made.best.left_out]
+    few = made.workers <= _FEW
+    teams = [*dict.fromkeys(((), *(one.left_out for one in made.candidates)))] if few else [made.best.left_out]
     for name, one in recipes().items():
         if name in PLANNED or (only is not None and name != only):
             continue
