@@ -379,8 +379,12 @@ def test_a_disk_that_refuses_leaves_the_generation_before_whole(tmp_path: Path) 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
-        with pytest.raises(CheckpointError, match="round 2 could not be written"):
+        with pytest.raises(
+            CheckpointError, match=r"round 2 could not be written .* then resume: that of round 1 is complete$"
+        ):
             save(tmp_path, 2, 0, torch.ones(4096), digest=DIGEST)
+        with pytest.raises(CheckpointError, match=r"then start again: there is no earlier one$"):
+            save(tmp_path, 2, 1, torch.ones(4096), digest=DIGEST)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert rounds(tmp_path, 0, DIGEST) == [1]

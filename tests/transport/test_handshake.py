@@ -147,7 +147,9 @@ def test_refusals_are_counted_by_peer_and_kind_and_strangers_do_not_fill_the_cou
     )
 
 
-def test_a_server_started_by_hand_makes_a_secret_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_server_started_by_hand_makes_a_secret_for_its_owner_alone_and_a_copy_for_others_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     monkeypatch.delenv(SECRET, raising=False)
     with pytest.raises(ConfigError, match="does not know the secret of the run"):
         folder_secret(tmp_path / "worker")
@@ -160,6 +162,12 @@ def test_a_server_started_by_hand_makes_a_secret_for_its_owner_alone(tmp_path: P
         == made
         == read_secret(path).encode()
     )
+    assert not caplog.records
+    path.chmod(0o644)
+    assert read_secret(path).encode() == made
+    assert [one.getMessage() for one in caplog.records] == [
+        f"others on this machine may read the secret '{path}' (mode 644); run chmod 600 '{path}'"
+    ]
     path.write_text("guess\n")
     with pytest.raises(ConfigError, match="holds a secret of 5 characters and at least 32 are needed"):
         folder_secret(tmp_path / "run")

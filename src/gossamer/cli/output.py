@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from gossamer.errors import ConfigError
+
 if TYPE_CHECKING:
     from gossamer.report.terminal import Terminal
 
-__all__ = ["PLAIN", "Json", "Output", "json_value", "print_json", "uncollected", "working"]
+__all__ = ["PLAIN", "Json", "Output", "json_value", "must_be_new", "print_json", "uncollected", "working"]
 
 Json = Annotated[bool, Parameter(name="--json", help="print the result as one JSON object on one line (docs/json.md)")]
 """Of a verb that shows no progress."""
@@ -52,6 +54,18 @@ class Output:
 
 PLAIN = Output()
 """Text, with progress."""
+
+
+def must_be_new(out: Path) -> None:
+    """Refuses a file that is there, and makes the folder of one that is not, before the work whose result it is for.
+
+    Raises: ConfigError; DiskError for a folder that cannot be made.
+    """
+    from gossamer.record.whole_files import make_folder
+
+    if out.exists():
+        raise ConfigError(f"'{out}' already exists; name another file with --out, or remove it")
+    make_folder(out.parent)
 
 
 @contextmanager

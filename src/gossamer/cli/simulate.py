@@ -28,12 +28,17 @@ def command(
     Args:
         out: run folder (default: runs/NAME)
         resume: continue this run folder from its newest sound checkpoint, with --set for what changes; auto: continue or start
-        replay: replay the recorded run in this folder bit for bit (server, elastic, asynchronous, or with changed settings)
+        replay: replay the recorded run in this folder bit for bit (server, elastic, asynchronous, or with changed settings);
+            without FILE with the run file of that folder
     """
     from gossamer.report.page.page import write_pages
     from gossamer.run.config.resolve import resolve
     from gossamer.run.config.user_parts import own_parts
 
+    if file is None and resume is None and replay is not None:
+        from gossamer.record.folder import run_file
+
+        file = run_file(replay)
     config, folder, resumed = run_and_folder(file, changes.words, out, resume)
     with output.silenced(), resume_hint(folder), output.watching(folder):
         parts = imported_parts(config) if replay is None else own_parts(config)

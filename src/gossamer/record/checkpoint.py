@@ -149,9 +149,15 @@ def save(
         oldest = min(kept) if since is None else min(since, *kept)
         _forget(folder, worker, [r for r in _rounds(folder) if r < oldest])
     except OSError as error:
+        whole = next(
+            (r for r in reversed(_rounds(folder)) if r < round and _fault(folder, r, worker, digest) is None), None
+        )
+        instead = (
+            "start again: there is no earlier one" if whole is None else f"resume: that of round {whole} is complete"
+        )
         raise CheckpointError(
-            f"the checkpoint of worker {worker} at round {round} could not be written to '{folder}': {error}; free "
-            "some space or choose another folder, then resume: the previous checkpoint is complete"
+            f"the checkpoint of worker {worker} at round {round} could not be written to '{folder}': {error.strerror or error}; "
+            f"free some space or choose another folder, then {instead}"
         ) from error
     finally:
         with contextlib.suppress(OSError):

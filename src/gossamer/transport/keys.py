@@ -25,6 +25,7 @@ from pydantic import Field
 
 from gossamer.errors import ConfigError, RefusedError, require
 from gossamer.settings.schema import build, read_toml, settings
+from gossamer.transport.secret import others_may_read
 
 __all__ = [
     "KEY",
@@ -271,7 +272,7 @@ def certificate_of(path: Path) -> bytes:
         raise ConfigError(
             f"the key '{path}' cannot be read ({error.strerror}); make one with gossamer keys new NAME"
         ) from None
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+    if others_may_read(mode):
         raise ConfigError(
             f"the key '{path}' can be read by others (mode {stat.S_IMODE(mode):o}); run chmod 600 '{path}'"
         )

@@ -6,9 +6,11 @@ what workers send each other is not encrypted.
 """
 
 import hmac
+import logging
 import os
 import secrets
 import stat
+import sys
 from pathlib import Path
 
 from gossamer.errors import ConfigError
@@ -21,8 +23,11 @@ __all__ = [
     "environment_secret",
     "folder_secret",
     "new_secret",
+    "others_may_read",
     "read_secret",
 ]
+
+log = logging.getLogger("gossamer")
 
 SECRET = "GOSSAMER_SECRET"
 """The environment variable with the secret of a run."""
@@ -54,15 +59,31 @@ def environment_secret() -> bytes:
     return _checked(text, SECRET) if text else b""
 
 
+def others_may_read(mode: int) -> bool:
+    """Whether others than the owner may use a file of this mode; Windows has no such modes.
+
+    >>> others_may_read(0o644), others_may_read(0o600)
+    (True, False)
+    """
+    return sys.platform != "win32" and bool(mode & (stat.S_IRWXG | stat.S_IRWXO))
+
+
 def read_secret(path: Path) -> str:
-    """The secret in a file. Raises ConfigError."""
+    """The secret in a file, with a warning where others may read it: a copy often has another mode. Raises ConfigError."""
     try:
         with path.open("rb") as file:
-            text = file.read(LONGEST_BYTES).decode("utf-8", "replace")
+            mode, text = os.fstat(file.fileno()).st_mode, file.read(LONGEST_BYTES).decode("utf-8", "replace")
     except OSError as error:
         raise ConfigError(
             f"the secret of the run cannot be read from '{path}' ({error.strerror}); copy the file that the first machine wrote"
         ) from None
+    if others_may_read(mode):
+        log.warning(
+            "others on this machine may read the secret '%s' (mode %o); run chmod 600 '%s'",
+            path,
+            stat.S_IMODE(mode),
+            path,
+        )
     return _checked(text, f"the file '{path}'").decode()
 
 

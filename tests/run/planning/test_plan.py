@@ -185,8 +185,9 @@ def test_gossamer_plan_prints_a_table_and_writes_a_run_file(tmp_path: Path, caps
     assert parse(tomllib.loads((tmp_path / "run.toml").read_text())).workers == 4
     assert "it reads bytes" not in said
     words += ["--method", "diloco"]
-    assert main([*words, "--adapt", "--weigh-steps", "--out", str(tmp_path / "adaptive.toml")]) == 0
-    followed = parse(tomllib.loads((tmp_path / "adaptive.toml").read_text())).run
+    adaptive = tmp_path / "new" / "adaptive.toml"
+    assert main([*words, "--adapt", "--weigh-steps", "--out", str(adaptive)]) == 0
+    followed = parse(tomllib.loads(adaptive.read_text())).run
     assert followed.adapt is True and followed.weigh_steps
     capsys.readouterr()
     assert main([*words, "--out", str(tmp_path / "run.toml")]) == 2

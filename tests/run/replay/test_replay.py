@@ -17,7 +17,7 @@ from gossamer.record.folder import read_metrics
 from gossamer.record.logs.arrivals import ArrivalWriter, ServerInput, arrivals_file, read_arrivals
 from gossamer.record.logs.events import read_events
 from gossamer.run.config.resolve import resolve
-from gossamer.run.config.run_file import digest, dump
+from gossamer.run.config.run_file import digest
 from gossamer.run.replay.served import replay_server
 
 
@@ -107,16 +107,9 @@ def test_the_command_line_replays_a_run_of_several_workers(method, tmp_path, mon
     config = served(workers=3, run__steps=12, run__checkpoint_every=6, **method)
     together(config, tmp_path / "real", monkeypatch)
     assert_replayed(tmp_path / "real", config, tmp_path / "replay")
-    (tmp_path / "run.toml").write_text(dump(config))
-    words = [
-        "simulate",
-        str(tmp_path / "run.toml"),
-        "--out",
-        str(tmp_path / "again"),
-        "--replay",
-        str(tmp_path / "real"),
-    ]
-    assert main(words) == 0
+    assert main(["simulate", "--out", str(tmp_path / "again"), "--replay", str(tmp_path / "real")]) == 0
+    assert main(["simulate", "--out", str(tmp_path / "none"), "--replay", str(tmp_path)]) == 2
+    assert "is no run folder (no run.toml); it holds runs: again, real, replay" in capsys.readouterr().err
     assert same(saved(tmp_path / "again", config, 3), saved(tmp_path / "real", config, 3))
 
 
