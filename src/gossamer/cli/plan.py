@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gossamer.network.links import Network
     from gossamer.run.planning.candidates import Priced
     from gossamer.run.planning.choice import Candidate, Pick
+    from gossamer.run.planning.expected_loss import Law
     from gossamer.run.planning.plan import PlanSettings, RunPlan
     from gossamer.run.planning.planned_stages import StagePlan
 
@@ -172,17 +173,17 @@ def _settings(options: PlanOptions, step: dict[str, int], parameters: int) -> "P
     """What is planned for and tried. Raises ConfigError for goals and options that do not fit each other."""
     from gossamer.run.planning.plan import PlanSettings, bits_per_parameter
 
-    tokens, per_e_fold = _tokens(options, parameters, step["vocab_size"])
+    tokens, law = _tokens(options, parameters, step["vocab_size"])
     return PlanSettings(
         **step, workers=options.workers, local_steps=whole_numbers("--local-steps", options.local_steps),
         codecs=bits_per_parameter(options.codec or _CODECS, parameters), tokens=tokens,
         hours=options.hours, keep_all=options.keep_all, step_s=options.step_s, peak_flops=options.peak_flops, mfu=options.mfu,
-        source=options.data or "stdlib", per_e_fold=per_e_fold,
+        source=options.data or "stdlib", law=law,
     )  # fmt: skip
 
 
-def _tokens(options: PlanOptions, parameters: int, vocab_size: int) -> tuple[float | None, float | None]:
-    """How many tokens to plan for, and what e times as many bring on the user's text; None where nothing says it.
+def _tokens(options: PlanOptions, parameters: int, vocab_size: int) -> "tuple[float | None, Law | None]":
+    """How many tokens to plan for, and the law of losses on the user's text; None where nothing says it.
 
     Raises: ConfigError for goals that exclude each other, or a loss without an anchor or a law.
     """
@@ -204,8 +205,7 @@ def _tokens(options: PlanOptions, parameters: int, vocab_size: int) -> tuple[flo
         )
     if options.law is not None:
         law = read_law(options.law)
-        tokens = law.tokens_for(options.loss)
-        return tokens, law.per_e_fold(tokens)
+        return law.tokens_for(options.loss), law
     assert options.anchor is not None
     reached, _, at = options.anchor.partition("@")
     try:
@@ -235,7 +235,7 @@ def _facts(
 
     return {
         "parameters": made.parameters, "workers": made.workers, "tokens": choice.tokens, "hours": choice.hours,
-        "hours_to_loss": None if (hours := _hours_to_loss(choice, options)) == math.inf else hours,
+        "hours_to_loss": None if (hours := _hours_to_loss(made, choice, options)) == math.inf else hours,
         "chosen": of(choice.best), "undecided": [of(one) for one in choice.undecided],
         "candidates": [of(one) for one in [*made.candidates, *priced.candidates]],
         "race": None if found is None else race_facts(found), "outside": choice.scale.outside,
@@ -370,21 +370,19 @@ def _print(
         print(f"no price: {USUAL}: {priced.unpriced[USUAL]}")
     _print_choice(choice)
     if options.loss is not None:
-        by, hours = "law" if options.law is not None else "anchor", _hours_to_loss(choice, options)
+        by, hours = "law" if options.law is not None else "anchor", _hours_to_loss(made, choice, options)
         when = "not foretold" if hours is None else f"after about {digits_text(hours)} h"
         print(f"loss {options.loss:g} by the {by}: {when if hours != math.inf else 'never'}", flush=True)
 
 
-def _hours_to_loss(choice: "Pick", options: PlanOptions) -> float | None:
+def _hours_to_loss(made: "RunPlan", choice: "Pick", options: PlanOptions) -> float | None:
     """When the choice has the loss to reach, infinite where a law says never; None where none is asked for, or known."""
-    from gossamer.run.planning.expected_loss import read_law
-
-    own = choice.best.penalty(choice.scale)
+    own, law = choice.best.penalty(choice.scale), made.options.law
     if options.loss is None or own is None:
         return None
-    if options.law is None:
+    if law is None:
         return choice.hours_to_loss(choice.best)
-    return choice.hours_of(choice.best) * read_law(options.law).times_as_many(options.loss, own.nats)
+    return choice.hours_of(choice.best) * law.times_as_many(options.loss, own.nats)
 
 
 def _basis(choice: "Pick") -> str:

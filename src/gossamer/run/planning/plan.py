@@ -27,7 +27,7 @@ from gossamer.network.timeline import utilisation_in_words
 from gossamer.record.logs.trace import Integers, Trace, from_targets
 from gossamer.report.table import digits_text
 from gossamer.run.planning.choice import Candidate, Pick, pick
-from gossamer.run.planning.expected_loss import EXACT_CODECS, TOKENS_PER_PARAMETER, LossScale
+from gossamer.run.planning.expected_loss import EXACT_CODECS, TOKENS_PER_PARAMETER, Law, LossScale
 from gossamer.run.planning.measured_losses import (
     MEASURED_PARAMETERS,
     MEASURED_WORKERS,
@@ -138,8 +138,8 @@ class PlanSettings:
     seed: int = 0
     source: str = "stdlib"
     """The text of the run file, as in data.source."""
-    per_e_fold: float | None = None
-    """Nats that e times as many tokens bring on that text, where it is known."""
+    law: Law | None = None
+    """Of the losses on that text, where it is known."""
 
     def __post_init__(self) -> None:
         if self.tokens is not None and self.hours is not None:
@@ -249,7 +249,8 @@ def plan(
     tokens = options.tokens or TOKENS_PER_PARAMETER * parameters
     if options.hours is not None:
         tokens = 3600 * options.hours / min(one.seconds_per_token for one in candidates)
-    scale = LossScale(parameters, n, tokens, options.vocab_size, options.per_e_fold, options.step_tokens * n)
+    per_e_fold = None if options.law is None else options.law.per_e_fold(tokens)
+    scale = LossScale(parameters, n, tokens, options.vocab_size, per_e_fold, options.step_tokens * n)
     return RunPlan(tuple(candidates), pick(candidates, scale, options.hours), network, model, parameters, options)
 
 
