@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gossamer.errors import ConfigError
 from gossamer.network import pricing
-from gossamer.network.fluid import max_min_rates
+from gossamer.network.fluid import max_min_rates, rates_of_few
 from gossamer.network.links import Change, Network, Route, Site, jitter_factors, tcp_bps
 from gossamer.network.pricing import price, price_everyone
 from gossamer.network.timeline import Timeline, legs_of
@@ -479,6 +479,22 @@ def test_max_min_rates_fill_no_link_beyond_its_bandwidth_and_give_each_stream_a_
         assert any(
             load[k] > 1 - 1e-9 and rates[stream] >= rates[(uses == k).any(axis=1)].max() * (1 - 1e-9) for k in own
         )
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_few_streams_have_the_rates_that_arrays_give_them_to_the_last_bit(data: st.DataObject) -> None:
+    links, streams = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
+    factors = np.array([data.draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])) for _ in range(links)])
+    speeds = st.one_of(st.sampled_from([1e6, 3e6, 1e7]), st.floats(1, 1e9))
+    used = [data.draw(st.permutations(range(links)))[: data.draw(st.integers(0, links))] for _ in range(streams)]
+    few = [[(link, 1 / data.draw(speeds)) for link in own] for own in used]
+    uses, seconds_per_bit = np.zeros((streams, links), np.int64), np.zeros((streams, links))
+    for row, own in enumerate(few):
+        for place, (link, takes) in enumerate(own):
+            uses[row, place], seconds_per_bit[row, place] = link, takes
+    rates = max_min_rates(uses, seconds_per_bit, factors).tolist()
+    assert rates_of_few(few, dict(enumerate(factors.tolist()))) == rates
 
 
 # --- links that change, and steps that vary -------------------------------------------------------------------------

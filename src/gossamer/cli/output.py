@@ -18,7 +18,7 @@ from gossamer.errors import ConfigError
 if TYPE_CHECKING:
     from gossamer.report.terminal import Terminal
 
-__all__ = ["PLAIN", "Json", "Output", "json_value", "must_be_new", "print_json", "uncollected", "working"]
+__all__ = ["PLAIN", "Json", "Output", "json_value", "must_be_new_file", "print_json", "uncollected", "working"]
 
 Json = Annotated[bool, Parameter(name="--json", help="print the result as one JSON object on one line (docs/json.md)")]
 """Of a verb that shows no progress."""
@@ -56,7 +56,7 @@ PLAIN = Output()
 """Text, with progress."""
 
 
-def must_be_new(out: Path) -> None:
+def must_be_new_file(out: Path) -> None:
     """Refuses a file that is there, and makes the folder of one that is not, before the work whose result it is for.
 
     Raises: ConfigError; DiskError for a folder that cannot be made.

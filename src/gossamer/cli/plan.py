@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from gossamer.cli.output import must_be_new, print_json, working
+from gossamer.cli.output import must_be_new_file, print_json, working
 from gossamer.cli.race import NO_RACE, Race, RaceOptions, print_race, race, race_facts
 from gossamer.cli.run_file_options import whole_numbers
 from gossamer.cli.tables import print_sentence, print_table
@@ -106,7 +106,7 @@ def command(
             f"--{given[0].replace('_', '-')} was given, which is of a run file, and no --out; add --out FILE, or remove it"
         )
     if options.out is not None:
-        must_be_new(options.out)
+        must_be_new_file(options.out)
     links, model, step = _what(read_network(network), options, network)
     parameters = parameter_count(model, step["vocab_size"])
     settings, boundaries, cut = _settings(options, step, parameters), _boundaries(options), None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from gossamer.cli.machines import ONE_MACHINE, Machines
-from gossamer.cli.output import PLAIN, Output, must_be_new, print_json
+from gossamer.cli.output import PLAIN, Output, must_be_new_file, print_json
 from gossamer.cli.run_file_options import Overrides
 from gossamer.errors import ConfigError
 
@@ -36,7 +36,7 @@ def command(
         max_bytes: largest message (default: 16 MiB)
         test_s: seconds after which a message is long enough (default: 0.5)
     """
-    must_be_new(out)
+    must_be_new_file(out)
     among = machines.entered()
     if local is not None and local < 2 and among is None:
         raise ConfigError(f"--local {local} was given but a link has two ends; start at least 2 workers")

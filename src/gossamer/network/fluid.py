@@ -6,7 +6,7 @@ rate, while the others grow on.
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,9 +15,13 @@ from numpy.typing import NDArray
 
 from gossamer.network.links import Floats
 
-__all__ = ["Fluid", "LinkChange", "Use", "max_min_rates"]
+__all__ = ["Fluid", "LinkChange", "Use", "max_min_rates", "rates_of_few"]
 
 Places = NDArray[np.int64]
+_SAME = 1 + 1e-12
+"""Shares that differ only in their last bits count as equal."""
+_FEW = 16
+"""Streams, up to which lists are faster than arrays."""
 
 
 class Use(NamedTuple):
@@ -59,9 +63,9 @@ def max_min_rates(uses: Places, seconds_per_bit: Floats, factors: Floats) -> Flo
         np.divide(room, load, out=even, where=load > 0)
         bounds = np.where(takes > 0, even[own], math.inf)
         rate = bounds.min(axis=1)
-        # If no stream of a link has a tighter bottleneck elsewhere, the link is full at even shares. Shares that differ only
-        # in their last bits count as equal: the next iteration would have almost nothing left to share.
-        held_here = bounds <= rate[:, None] * (1 + 1e-12)
+        # If no stream of a link has a tighter bottleneck elsewhere, the link is full at even shares. Were nearly equal ones not
+        # taken as equal, the next iteration would have almost nothing left to share.
+        held_here = bounds <= rate[:, None] * _SAME
         waits = np.zeros(len(room), bool)
         waits[own[(takes > 0) & ~held_here]] = True
         settled = (held_here & ~waits[own]).any(axis=1)
@@ -71,11 +75,43 @@ def max_min_rates(uses: Places, seconds_per_bit: Floats, factors: Floats) -> Flo
     return rates
 
 
+def rates_of_few(uses: Sequence[Sequence[tuple[int, float]]], factors: Mapping[int, float]) -> list[float]:
+    """`max_min_rates` to the last bit: of a few streams, each `(link, seconds per bit)`, sooner than an array is made.
+
+    >>> rates_of_few([[(0, 1 / 8), (1, 1 / 2)], [(0, 1 / 8), (2, 1 / 64)], [(0, 1 / 8), (2, 1 / 64)]], {0: 1.0, 1: 1.0, 2: 1.0})
+    [2.0, 3.0, 3.0]
+    """
+    rates, room = [math.inf] * len(uses), {**factors}
+    growing = [k for k, own in enumerate(uses) if own]
+    while growing:
+        load = _sums((link, takes) for k in growing for link, takes in uses[k])
+        even = {link: room[link] / takes for link, takes in load.items()}
+        rate = {k: min(even[link] for link, _ in uses[k]) for k in growing}
+        held = {k: {link for link, _ in uses[k] if even[link] <= rate[k] * _SAME} for k in growing}
+        waits = {link for k in growing for link, _ in uses[k] if link not in held[k]}
+        settled = dict.fromkeys(k for k in growing if held[k] - waits)
+        for link, taken in _sums((link, rate[k] * takes) for k in settled for link, takes in uses[k]).items():
+            room[link] -= taken
+        for k in settled:
+            rates[k] = rate[k]
+        growing = [k for k in growing if k not in settled]
+    return rates
+
+
+def _sums(parts: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """The sum of each link, in the order of its parts."""
+    sums: dict[int, float] = {}
+    for link, part in parts:
+        sums[link] = sums.get(link, 0.0) + part
+    return sums
+
+
 @dataclass(slots=True)
 class _Stream:
     """A stream in flight: the bits left at `at_s`, and its rate since then; of its links, those that bound it."""
 
-    links: tuple[int, ...]
+    uses: tuple[tuple[int, float], ...]
+    """Links, and seconds per bit of each."""
     row: int
     bits: float
     at_s: float
@@ -136,15 +172,14 @@ class Fluid:
     def start(self, name: int, bits: float, uses: Sequence[Use], most_bps: float = math.inf) -> None:
         """Adds a stream, now, which is never faster than `most_bps`."""
         bounds = [use for use in uses if use.bandwidth_bps < math.inf]
-        links, row = tuple(use.link for use in bounds), self._row(len(bounds))
-        self._uses[row, : len(bounds)] = links
+        own, row = tuple((use.link, 1 / use.bandwidth_bps) for use in bounds), self._row(len(bounds))
         self._seconds_per_bit[row] = 0.0
-        self._seconds_per_bit[row, : len(bounds)] = [1 / use.bandwidth_bps for use in bounds]
-        stream = _Stream(links, row, bits, self.now_s, most_bps, 0.0 if bounds else most_bps)
-        self._streams[name] = stream
-        for link in links:
+        for place, (link, seconds_per_bit) in enumerate(own):
+            self._uses[row, place], self._seconds_per_bit[row, place] = link, seconds_per_bit
             self._on[link].add(name)
-        self._unsettled.update(links)
+            self._unsettled.add(link)
+        stream = _Stream(own, row, bits, self.now_s, most_bps, 0.0 if bounds else most_bps)
+        self._streams[name] = stream
         if not bounds:
             heapq.heappush(self._ends, (stream.end_s, name))
 
@@ -158,9 +193,9 @@ class Fluid:
                 ended.append(name)
                 gone = self._streams.pop(name)
                 self._free.append(gone.row)
-                for link in gone.links:
+                for link, _ in gone.uses:
                     self._on[link].remove(name)
-                self._unsettled.update(gone.links)
+                    self._unsettled.add(link)
         self.now_s = to_s
         while self._changes and self._changes[-1].at_s <= to_s:
             change = self._changes.pop()
@@ -198,24 +233,34 @@ class Fluid:
                 for name in self._on[link]:
                     if name not in names:
                         names[name] = None
-                        reached += self._streams[name].links
+                        reached += [link for link, _ in self._streams[name].uses]
         if not names:
             return
         streams = [self._streams[name] for name in names]
-        for name, stream, rate_bps in zip(names, streams, self._rates(streams).tolist(), strict=True):
+        for name, stream, rate_bps in zip(names, streams, self._rates(streams), strict=True):
             if rate_bps != stream.rate_bps:
                 stream.flow(self.now_s)
                 stream.rate_bps = rate_bps
                 heapq.heappush(self._ends, (stream.end_s, name))
 
-    def _rates(self, streams: Sequence[_Stream]) -> Floats:
-        """The rates of streams that share links with each other alone."""
+    def _rates(self, streams: Sequence[_Stream]) -> list[float]:
+        """The rates of streams that share links with each other alone; each with a limit has one more link, to itself."""
+        if len(streams) <= _FEW:
+            own = [[*one.uses, *_limit(-1 - k, one.most_bps)] for k, one in enumerate(streams)]
+            return rates_of_few(
+                own, {link: 1.0 if link < 0 else float(self._factors[link]) for use in own for link, _ in use}
+            )
         rows = [stream.row for stream in streams]
         uses, seconds_per_bit, factors = self._uses[rows], self._seconds_per_bit[rows], self._factors
         bounded = [place for place, stream in enumerate(streams) if stream.most_bps < math.inf]
-        if bounded:  # each has one more link, to itself
+        if bounded:
             uses, seconds_per_bit = np.pad(uses, ((0, 0), (0, 1))), np.pad(seconds_per_bit, ((0, 0), (0, 1)))
             uses[bounded, -1] = len(factors) + np.arange(len(bounded))
             seconds_per_bit[bounded, -1] = [1 / streams[place].most_bps for place in bounded]
             factors = np.concatenate([factors, np.ones(len(bounded))])
-        return max_min_rates(uses, seconds_per_bit, factors)
+        return max_min_rates(uses, seconds_per_bit, factors).tolist()
+
+
+def _limit(link: int, most_bps: float) -> list[tuple[int, float]]:
+    """What a stream uses that is never faster than that: a link to itself."""
+    return [(link, 1 / most_bps)] if most_bps < math.inf else []
