@@ -425,7 +425,7 @@ def test_the_page_about_machines_that_come_and_go_works_as_written(tmp_path, mon
     code, told = launched.finish(120)
     assert code == 0, told
     assert "4 finished" in run("status", folder)[1]
-    [replay] = re.findall(r"^gossamer simulate .+--replay.+$", page, re.MULTILINE)[:1]
+    [replay] = re.findall(r"^gossamer simulate .*--replay.+$", page, re.MULTILINE)[:1]
     assert run(*shlex.split(replay)[1:], "--quiet")[0] == 0
 
 
