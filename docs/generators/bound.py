@@ -51,7 +51,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from generators import effective_step, equal_terms
+from generators import effective_step, equal_terms, surface
 from generators.claims import claims_page, committed
 from generators.fresh import fresh_page
 from generators.gains import gains, gains_page
@@ -90,6 +90,8 @@ _GENERATED: dict[str, Callable[[], str]] = {
     "effective step, two peers": lambda: effective_step.compared(effective_step.committed_arms(), "two peers"),
     "equal terms": lambda: equal_terms.shares_table(equal_terms.committed_branches()),
     "equal terms, costs": lambda: equal_terms.costs_table(equal_terms.committed_branches()),
+    "penalties": lambda: surface.penalties_table(surface.committed_surface()),
+    "penalties, codecs": lambda: surface.codecs_table(surface.committed_surface()),
     "local steps": lambda: local_steps_table(lengths()),
     "equal bytes": lambda: equal_bytes_table(lengths()),
     "cells": lambda: gains_page(

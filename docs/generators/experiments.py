@@ -17,6 +17,7 @@ from generators.fresh import FRESH, fresh_table
 from generators.gains import Gain, drawn_gains, gains, gains_page, is_map
 from generators.leaderboard import LEADERBOARD, Standing, drawn_standings, leaderboard_table, standings
 from generators.sources import RESULTS, ROOT, config_of
+from generators.surface import PENALTY, surface_page
 from gossamer.cli.tune import tuned_page
 from gossamer.record.jsonl import json_lines
 from gossamer.report.figures import Figure, draw_figure, figure_table, mean_and_deviation, swept
@@ -29,7 +30,7 @@ from gossamer.run.experiments.tune import contenders, searched
 __all__ = ["FOLDERS", "drawn", "outcome_files", "page"]
 
 FOLDERS = ("", "paper", "evidence")
-_COMPARED = {FRESH: fresh_table, EFFECTIVE_STEP: effective_step_page}
+_COMPARED = {FRESH: fresh_table, EFFECTIVE_STEP: effective_step_page, PENALTY: surface_page}
 """What a page says of those that compare as they were registered."""
 _OTHERWISE = (*_COMPARED, STRAGGLER_CODECS, "equal_warmup")
 """Registered experiments that compare something else than momentum with none."""

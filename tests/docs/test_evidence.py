@@ -23,6 +23,7 @@ from generators import (
     leaderboard,
     local_steps,
     sources,
+    surface,
     verdicts,
 )
 from generators.verdicts import Arm
@@ -800,6 +801,27 @@ def test_fresh_seeds_are_compared_as_registered_over_those_that_all_arms_have() 
     assert len(rows) == 9 and rows[0].startswith("| momentum, everyone | DiLoCo | averaging, everyone | 3 | -0.0530 ± ")
     assert rows[0].endswith("| lower |") and rows[6].split("|")[5].strip().startswith("+0.0318")
     assert fresh.fresh_table(ended[3:]) == "", "an arm is missing"
+
+
+def test_penalties_are_told_by_local_steps_and_codec_over_the_seeds_that_all_arms_have() -> None:
+    runs = points(load_document(CONFIGS / "penalty.toml"), seeds=[5, 6, 7])
+
+    def loss(label: str, seed: int) -> float:
+        name, _, steps = label.partition(", H = ")
+        per_step = 0.001 * int(steps or 0)
+        return 1.3 + 0.01 * seed + per_step * (1 + 0.01 * seed) + (0.02 + 0.001 * seed) * ("int4" in name)
+
+    ended = [PointResult(run.method, {}, run.seed, {"loss": loss(run.method, run.seed)}) for run in runs]
+    page = surface.surface_page([*ended, PointResult("data parallel", {}, 8, {"loss": 1.0})])
+    assert "| DiLoCo, exact | 0.0053 ± " in page and "| 0.1272 ± 0.0012 |" in page
+    assert "| streaming, exact | – | 0.0159 ± " in page and "DiLoCo, exact: p < 0.001" in page
+    assert "| DiLoCo, int4 | +0.0260 ± 0.0025 | " in page and "| DiLoCo, bf16 | +0.0000 ± 0.0000 | " in page
+    assert surface.codec_costs(surface.surface_of(ended)).keys() == {
+        *(f"DiLoCo, {codec}" for codec in ("bf16", "int8", "int4", "topk2bit")), "streaming, int4",
+        *(f"GASLoC {k}-Peer, {codec}" for k in (1, 2) for codec in ("bf16", "int8")),
+    }  # fmt: skip
+    without = [one for one in ended if one.method != "data parallel"]
+    assert surface.surface_page(without) == "", "there is nothing to compare with"
 
 
 def test_momentum_is_compared_with_none_at_an_equal_effective_step_where_none_is_lowest() -> None:
