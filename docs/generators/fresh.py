@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from generators.gains import MARGIN
-from generators.sources import RESULTS
+from generators.sources import RESULTS, losses_by_seed
 from gossamer.report.paired import effect_cells, effect_heads
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import markdown_lines
@@ -28,10 +28,7 @@ COMPARED = {
 
 def fresh_table(ended: Iterable[PointResult]) -> str:
     """The nine comparisons as Markdown, over the seeds that all ten arms have."""
-    losses: dict[str, dict[int, float]] = {}
-    for one in ended:
-        if one.row["loss"] is not None:
-            losses.setdefault(one.method, {})[one.seed] = one.row["loss"]
+    losses = losses_by_seed(ended)
     arms = {method for pair in COMPARED.values() for method in pair}
     if not arms <= losses.keys():
         return ""

@@ -1,7 +1,7 @@
 """What numbers of a page are read from: committed outcomes of runs, and tables of other pages."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from gossamer.report.reach import reach
 from gossamer.report.results import PointResult, read_results
 from gossamer.run.config.experiment_file import place_in_experiment
 
-__all__ = ["NUMBER", "RESULTS", "ROOT", "TEXT", "Reading", "Source", "config_of", "source"]
+__all__ = ["NUMBER", "RESULTS", "ROOT", "TEXT", "Reading", "Source", "config_of", "losses_by_seed", "source"]
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -35,6 +35,15 @@ def config_of(outcomes: Path) -> tuple[Path, str]:
     raise FileNotFoundError(
         f"{outcomes} has no experiment file {folder / outcomes.stem}.toml; add it, or rename the outcomes"
     )
+
+
+def losses_by_seed(ended: Iterable[PointResult]) -> dict[str, dict[int, float]]:
+    """The last losses of the runs that have one, by method and seed; of an experiment without a sweep."""
+    losses: dict[str, dict[int, float]] = {}
+    for one in ended:
+        if one.row["loss"] is not None:
+            losses.setdefault(one.method, {})[one.seed] = one.row["loss"]
+    return losses
 
 
 class Reading(NamedTuple):

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from generators.sources import RESULTS
+from generators.sources import RESULTS, losses_by_seed
 from generators.verdicts import rises
 from gossamer.report.figures import mean_and_deviation
 from gossamer.report.paired import effect
@@ -12,8 +12,6 @@ from gossamer.report.table import DASH, markdown_lines
 
 __all__ = [
     "PENALTY",
-    "SPENT",
-    "Surface",
     "codec_costs",
     "codecs_table",
     "committed_surface",
@@ -24,8 +22,9 @@ __all__ = [
 
 PENALTY = "penalty"
 """The stem of the file."""
-SPENT = (5, 15, 30, 60, 120)
+_SPENT = (5, 15, 30, 60, 120)
 """Local steps."""
+_HEADS = [f"H = {h}" for h in _SPENT]
 _EXACT, _LOSSY = "exact", ("bf16", "int8", "int4", "topk2bit")
 
 Surface = Mapping[str, Mapping[int, Sequence[float]]]
@@ -34,10 +33,7 @@ Surface = Mapping[str, Mapping[int, Sequence[float]]]
 
 def surface_of(ended: Iterable[PointResult]) -> Surface:
     """Of the seeds that all arms have; nothing before one has run with all."""
-    losses: dict[str, dict[int, float]] = {}
-    for one in ended:
-        if one.row["loss"] is not None:
-            losses.setdefault(one.method, {})[one.seed] = one.row["loss"]
+    losses = losses_by_seed(ended)
     least = losses.pop("data parallel", {})
     seeds = sorted({*least}.intersection(*losses.values()))
     found: dict[str, dict[int, list[float]]] = {}
@@ -49,8 +45,7 @@ def surface_of(ended: Iterable[PointResult]) -> Surface:
 
 def committed_surface() -> Surface:
     """Of the committed outcomes."""
-    file = RESULTS / "evidence" / f"{PENALTY}.jsonl"
-    return surface_of(read_results(file))
+    return surface_of(read_results(RESULTS / "evidence" / f"{PENALTY}.jsonl"))
 
 
 def surface_page(ended: Iterable[PointResult]) -> str:
@@ -59,16 +54,17 @@ def surface_page(ended: Iterable[PointResult]) -> str:
     if not surface:
         return ""
     rows = {name: [*zip(*own.values(), strict=True)] for name, own in surface.items() if name.startswith("DiLoCo, ")}
-    if len(rows["DiLoCo, exact"]) < 2:
-        return "\n".join([penalties_table(surface), codecs_table(surface)])
     said = f"That the penalty of DiLoCo rises with local steps, by Page's test after Holm's correction: {rises(rows).effect}.\n"
-    return "\n".join([penalties_table(surface), said, codecs_table(surface)])
+    tested = [said] if len(rows["DiLoCo, exact"]) > 1 else []
+    return "\n".join([penalties_table(surface), *tested, codecs_table(surface)])
 
 
 def penalties_table(surface: Surface) -> str:
     """Nats above data parallelism, mean ± sample standard deviation over the seeds: a row for each method and codec."""
-    rows = [[name, *(mean_and_deviation(own[h]) if h in own else DASH for h in SPENT)] for name, own in surface.items()]
-    return markdown_lines([["nats above data parallelism", *_HEADS], ["---", *["---:"] * len(SPENT)], *rows])
+    rows = [
+        [name, *(mean_and_deviation(own[h]) if h in own else DASH for h in _SPENT)] for name, own in surface.items()
+    ]
+    return markdown_lines([["nats above data parallelism", *_HEADS], ["---", *["---:"] * len(_SPENT)], *rows])
 
 
 def codec_costs(surface: Surface) -> Mapping[str, Mapping[int, Sequence[float]]]:
@@ -87,14 +83,11 @@ def codec_costs(surface: Surface) -> Mapping[str, Mapping[int, Sequence[float]]]
 def codecs_table(surface: Surface) -> str:
     """What each codec adds, with the 95 % interval of the mean over seeds, and in the mean over local steps."""
     rows = [
-        [name, *(_interval(own[h]) if h in own else DASH for h in SPENT), _interval(_means(own))]
+        [name, *(_interval(own[h]) if h in own else DASH for h in _SPENT), _interval(_means(own))]
         for name, own in codec_costs(surface).items()
     ]
     heads = ["nats above exact messages", *_HEADS, "mean of all"]
     return markdown_lines([heads, ["---", *["---:"] * (len(heads) - 1)], *rows])
-
-
-_HEADS = [f"H = {h}" for h in SPENT]
 
 
 def _means(own: Mapping[int, Sequence[float]]) -> list[float]:

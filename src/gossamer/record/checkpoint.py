@@ -20,7 +20,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +139,7 @@ def save(
         sync_folder(tensor_file.parent)
         atomic_write(manifest, document)
         sync_folder(folder)
-        before = (r for r in reversed(_rounds(folder)) if r <= round)
-        kept = [*itertools.islice((r for r in before if _fault(folder, r, worker, digest) is None), keep)]
+        kept = [*itertools.islice(_sound_until(folder, round, worker, digest), keep)]
         if not kept:
             raise CheckpointError(
                 f"the checkpoint of worker {worker} at round {round} is not in '{folder}' any more as it was written there; look "
@@ -149,9 +148,7 @@ def save(
         oldest = min(kept) if since is None else min(since, *kept)
         _forget(folder, worker, [r for r in _rounds(folder) if r < oldest])
     except OSError as error:
-        whole = next(
-            (r for r in reversed(_rounds(folder)) if r < round and _fault(folder, r, worker, digest) is None), None
-        )
+        whole = next(_sound_until(folder, round - 1, worker, digest), None)
         instead = (
             "start again: there is no earlier one" if whole is None else f"resume: that of round {whole} is complete"
         )
@@ -221,6 +218,11 @@ def says_what_it_is_of(folder: Path, round: int, worker: int) -> bool:
     """Whether a sound generation has more to compare than a digest; those up to 0.1.0 have not."""
     manifest, _ = _paths(folder, round, worker)
     return bool(_manifest(manifest, round, worker, None).get("of"))
+
+
+def _sound_until(folder: Path, round: int, worker: int, digest: str | Lineage) -> Iterator[int]:
+    """The rounds up to this one whose checkpoints of a worker are sound by `_fault`, the newest first."""
+    return (r for r in reversed(_rounds(folder)) if r <= round and _fault(folder, r, worker, digest) is None)
 
 
 def _fault(folder: Path, round: int, worker: int, digest: str | Lineage | None) -> Fault | None:
