@@ -85,8 +85,10 @@ def cell_of(network: str, size: str, horizon_s: float | None = None) -> Cell:
     course = course_of(made, some[:1], SMALL, LENGTHS[0])
     of_worker = course.seq_len * course.batch_size
     fastest_s = min(one.round_s / (sum(one.local_steps) * of_worker) for one in everything)
-    tokens = (horizon_s or course.horizon_s) / fastest_s
-    small = LossScale(MEASURED_PARAMETERS, made.workers, tokens, 256, step_tokens=made.workers * of_worker)
+    seconds = horizon_s or course.horizon_s
+    tokens = seconds / fastest_s
+    steps = tokens / (made.workers * of_worker)
+    small = LossScale(MEASURED_PARAMETERS, made.workers, tokens, 256, steps=steps, seconds=seconds)
     second = pick(everything, small)
     expected = {label_of(one): loss.nats for one in everything if (loss := second.loss(one)) is not None}
     if second.best not in some:

@@ -41,6 +41,7 @@ def measured_losses() -> str:
     ]
     rest = {
         "codecs": {"DiLoCo": {"fp4": _above(_losses("systems_tuned", "DiLoCo, fp4"), _losses("systems_tuned", "DiLoCo"))}},
+        "longer": _longer(),
         "nats_per_e_fold": round(_per_e_fold(), 4),
         "gap_power": round(_gap_power(), 2),
         "drift": {name: round(value, 2) for name, value in _drift().items()},
@@ -79,6 +80,19 @@ def _above(one: _Losses, other: _Losses) -> list[float]:
     return [round(loss - other[seed], 4) for seed, loss in one.items()]
 
 
+def _longer() -> Mapping[str, Mapping[int, list[float]]]:
+    """Nats above data parallelism in four times as many steps, by seed."""
+    least = _losses("four_times_as_long", "data_parallel")
+    return {
+        method: {
+            steps: _above(_losses("four_times_as_long", f"{method}, H = {steps}"), least)
+            for steps in LENGTHS
+            if steps > 1
+        }
+        for method in ("DiLoCo", "GASLoC 2-Peer", "GASLoC 1-Peer")
+    }
+
+
 def _per_e_fold() -> float:
     """By how much the loss falls when there are e times as many tokens: DiLoCo, 20 to 79 for each parameter."""
     short, long = (_losses("rounds", "DiLoCo", run__steps=steps) for steps in (1350, 5400))
@@ -86,10 +100,10 @@ def _per_e_fold() -> float:
 
 
 def _gap_power() -> float:
-    """By which power of the tokens DiLoCo comes nearer in as many rounds, 45 of 30 and of 120 local steps."""
+    """By which power of the tokens DiLoCo comes nearer with 30 local steps."""
     gaps = [
-        statistics.fmean(_above(_losses(stem, method), _losses(stem, "data_parallel")))
-        for stem, method in (("equal_warmup", "DiLoCo, H = 30"), ("four_times_as_long", "DiLoCo, H = 120"))
+        statistics.fmean(_above(_losses(stem, "DiLoCo, H = 30"), _losses(stem, "data_parallel")))
+        for stem in ("equal_warmup", "four_times_as_long")
     ]
     return math.log(gaps[0] / gaps[1]) / math.log(4)
 

@@ -392,9 +392,10 @@ def _basis(choice: "Pick") -> str:
 
     unit = "nats a byte" if choice.scale.vocab_size <= 256 else "nats a token"
     measured = (
-        f"{MEASURED_PARAMETERS:,} parameters, {MEASURED_WORKERS} workers, {TOKENS_PER_PARAMETER} tokens a parameter"
+        f"{MEASURED_PARAMETERS:,} parameters, {MEASURED_WORKERS} workers, {TOKENS_PER_PARAMETER} tokens a parameter and four "
+        "times as many"
     )
-    line = f"loss: {unit} above data parallelism after all tokens, 95 % interval; measured with {measured}, five seeds"
+    line = f"loss: {unit} above data parallelism after all tokens, 95 % interval; measured with {measured}"
     if not choice.scale.outside:
         return f"{line}; ~: with more local steps than were measured"
     return (

@@ -150,7 +150,8 @@ def race(
     if standing is None:
         return found
     step_tokens = made.workers * text["data"]["seq_len"] * text["data"]["batch_size"]
-    scale = LossScale(parameters, made.workers, found.tokens(found.choice), 256, step_tokens=step_tokens)
+    tokens, seconds = found.tokens(found.choice), found.rounds(found.choice) * raced[found.choice].round_s
+    scale = LossScale(parameters, made.workers, tokens, 256, steps=tokens / step_tokens, seconds=seconds)
     return found._replace(planned_standing=carried_over(losses, raced, choice, scale))
 
 

@@ -102,7 +102,7 @@ def test_a_candidate_with_fewer_than_three_rounds_is_left_out_and_named(planned:
 
 def test_streaming_has_as_many_fragments_as_the_small_model_has_layers_and_needs_two(planned: Any) -> None:
     made, _, some = planned
-    streaming = next(one for one in some if one.method == USUAL)
+    streaming = next(one for one in price_recipes(made, USUAL).candidates if one.method == USUAL)
     course = race.course_of(made, [some[0], streaming], race.SMALL, 20)
     _, run = points(race.document(course, made, str(TEXT), compiled=False))
     assert run.config.schedule.fragments == 2 and "layer" not in str(examine_run(run.config).refused)
@@ -199,11 +199,11 @@ def expected(choice: Pick, one: Candidate) -> float:
 
 
 def test_a_race_that_ends_as_the_plan_expects_it_to_leaves_the_choice_and_one_that_does_not_may_change_it() -> None:
-    planned = LossScale(134_000_000, 8, 20 * 134e6, 32_000, step_tokens=8192)
-    raced = LossScale(139_584, 8, 20 * 139_584, 256, step_tokens=2048)
+    planned = LossScale(134_000_000, 8, 20 * 134e6, 32_000, steps=20 * 134e6 / 8192)
+    raced = LossScale(139_584, 8, 20 * 139_584, 256, steps=20 * 139_584 / 2048)
     long, short = (
         Candidate("DiLoCo", "bf16", None, (steps,) * 8, 1.0, 1.0, 0.9, seconds)
-        for steps, seconds in ((120, 1.0), (15, 1.05))
+        for steps, seconds in ((120, 1.0), (15, 1.15))
     )
     choice, candidates = pick([long, short], planned), {"long": long, "short": short}
     there = choice._replace(scale=raced)

@@ -1,21 +1,21 @@
 """What a candidate is expected to lose against data parallelism in the same time, and whether two can be told apart.
 
-    loss(c) - loss(data parallelism after D tokens) = gap(N, n) · f(method, R) / f(DiLoCo, R₃₀) + codec - s · ln(D_c / D)
+    loss(c) - loss(data parallelism after D tokens) = gap(N, n) · f(method, H, T) + codec - s · ln(D_c / D)
 
 D_c is what candidate c reads in the time, and s what e times as many tokens bring. `gap` is DiLoCo's, with 30 local steps:
 measured for 139,584 parameters, published from 35M on, and between them interpolated; a small model that reads more tokens for
-each parameter comes nearer. `f` is what a method lost in R rounds where it was measured, and R₃₀ the rounds of 30 local steps in
-the runs that `gap` is of: what local steps cost follows the number of rounds, where the two were told apart. What two candidates
-share cancels in their difference, whose interval has
+each parameter comes nearer. `f` is what a method lost with H local steps in T inner steps, where DiLoCo lost 1 with 30 of them.
+It was measured at two lengths, 1,350 and 5,400 steps, and is interpolated in their logarithm: in longer runs DiLoCo's long phases
+cost less of the gap. What two candidates share cancels in their difference, whose interval has
 
 - the 95 % interval of the mean over seeds, paired, and that of a codec that was measured, paired too;
 - what workers with fewer local steps than the others may cost, up to their share of the gap, as all took the same when it was
   measured;
 - far from what was measured, the share by which such differences changed there with parameters, workers and tokens (`DRIFT`), and
-  in longer runs all that more rounds with as many local steps are thought to save;
+  in longer runs than the measured ones as much as `f` changed between these in so many times the steps;
 - a share of `gap` between data parallelism and all others, and of what the tokens bring.
 
-Where `f` is known too badly to tell methods apart, their intervals hold zero, and the time decides.
+Where `f` is known too badly to tell methods apart, their intervals hold zero.
 """
 
 import math
@@ -31,12 +31,13 @@ from gossamer.run.planning.measured_losses import (
     CODECS_MEASURED,
     DRIFT,
     GAP_POWER,
+    LONGER_STEPS,
     MEASURED,
     MEASURED_PARAMETERS,
     MEASURED_STEPS,
     MEASURED_WORKERS,
     NATS_PER_E_FOLD,
-    measured_above,
+    measured_shapes,
 )
 from gossamer.settings.options import NotNegative, Positive
 from gossamer.settings.schema import build, read_toml, settings
@@ -62,8 +63,6 @@ _MOST_WORKERS = 8
 """Of arXiv 2503.09799."""
 _PUBLISHED_STEPS = 10_000
 """Inner steps of its runs: a judgement by their tokens and batches, which differ by several times between its sizes."""
-_LONGEST = 5400
-"""Inner steps with which it was measured that rounds count."""
 _GAP_DOUBT = 0.4
 """Its fits of all replicas and of each number of them, and what it measured, differ by so much of the gap."""
 _LEAST_GAP = 0.005
@@ -109,18 +108,19 @@ class LossScale(NamedTuple):
     vocab_size: int
     own_per_e_fold: float | None = None
     """What e times as many tokens bring on the user's text, where a law of it is given."""
-    step_tokens: float | None = None
-    """Tokens of an inner step of all workers together; None for as many steps as the runs have that `gap` is of."""
+    steps: float | None = None
+    """Inner steps of a worker, in which all read the tokens; None for as many as the runs have that `gap` is of."""
+    seconds: float | None = None
+    """The time, where that is the goal: a candidate takes more steps in it or fewer."""
 
     @property
-    def known_steps(self) -> float:
-        """Inner steps of the runs that `gap` is of."""
-        return self._between(MEASURED_STEPS, _PUBLISHED_STEPS)
+    def length(self) -> float:
+        """Where a run lies between both measured lengths: 0 for one of `MEASURED_STEPS` inner steps, 1 for `LONGER_STEPS`.
 
-    @property
-    def steps(self) -> float:
-        """Inner steps of a worker that reads its share of the tokens; of fewer than in the measured runs nothing is known."""
-        return self.known_steps if self.step_tokens is None else max(MEASURED_STEPS, self.tokens / self.step_tokens)
+        Of shorter ones nothing is known, and they are taken to be as these.
+        """
+        steps = self._between(MEASURED_STEPS, _PUBLISHED_STEPS) if self.steps is None else self.steps
+        return max(0.0, math.log(steps / MEASURED_STEPS) / math.log(LONGER_STEPS / MEASURED_STEPS))
 
     @property
     def level(self) -> float:
@@ -253,11 +253,12 @@ def read_law(path: Path) -> Law:
 class Penalty(NamedTuple):
     """Nats of a candidate above data parallelism after as many tokens."""
 
-    by_seed: tuple[float, ...]
+    by_seed: tuple[tuple[float, ...], ...]
+    """Of the runs of each measured length, by how near it is: their means add up."""
     gap: float
     """What all have in common that take local steps; 0 for data parallelism."""
     beyond: float
-    """What is added or taken for fewer rounds or more steps than the measured ones, which may be twice that or nothing."""
+    """What is added or taken for other local steps or more steps than the measured ones, which may be twice that or nothing."""
     codec: tuple[float, ...]
     """By seed, of a lossy one; of other runs, so the seeds are not those of `by_seed`."""
     codec_far: float
@@ -268,10 +269,12 @@ class Penalty(NamedTuple):
     @property
     def nats(self) -> float:
         """The mean."""
-        return fmean(self.by_seed) + (fmean(self.codec) if self.codec else 0.0)
+        return self.exact + (fmean(self.codec) if self.codec else 0.0)
 
-
-_NONE = Penalty((0.0,) * 5, 0.0, 0.0, (), 1.0)
+    @property
+    def exact(self) -> float:
+        """The mean with exact messages."""
+        return sum(map(fmean, self.by_seed))
 
 
 def penalty(scale: LossScale, method: str, local_steps: int, codec: str, missing: float = 0.0) -> Penalty | None:
@@ -283,25 +286,24 @@ def penalty(scale: LossScale, method: str, local_steps: int, codec: str, missing
     >>> round(penalty(at, "DiLoCo", 30, "bf16").nats, 4), penalty(at, "DiLoCo", 30, "int4")
     (0.1906, None)
     """
-    if method == "data parallel":
-        return _NONE if codec in EXACT_CODECS else None
     if len(MEASURED.get(method, {})) == 1 and local_steps not in MEASURED[method]:
         return None  # how it changes with its local steps nobody knows
-    found, near = (measured_above(method, steps / local_steps) for steps in (scale.steps, min(scale.steps, _LONGEST)))
-    known = measured_above("DiLoCo", scale.known_steps / 30)
-    if found is None or near is None:
+    if (shapes := measured_shapes(method, local_steps)) is None:
         return None
-    assert known is not None
     lossy: Sequence[float] = ()
     if codec not in EXACT_CODECS and method not in _WITH_A_CODEC:
         codecs = CODECS_MEASURED.get(method, {})
         if codec not in codecs:
             return None
         lossy = codecs[codec]
-    k = scale.gap / fmean(known[0])
-    above, beyond = found
+    later = min(1.0, scale.length)
+    weighed = [*zip((1 - later, later), shapes, strict=True)]
+    beyond = sum(share * shape.beyond for share, shape in weighed)
+    shorter, longer = (fmean(shape.by_seed) for shape in shapes)
+    beyond += abs(longer - shorter) * (scale.length - later)
     return Penalty(
-        tuple(k * nats for nats in above), scale.gap, k * (beyond + abs(fmean(near[0]) - fmean(above))),
+        tuple(tuple(share * scale.gap * one for one in shape.by_seed) for share, shape in weighed),
+        scale.gap if method != "data parallel" else 0.0, scale.gap * beyond,
         tuple(scale.gap / _MEASURED_GAP * nats for nats in lossy), 1 + abs(math.log(local_steps / 30)), scale.gap * missing,
     )  # fmt: skip
 
@@ -315,21 +317,24 @@ def expected_difference(scale: LossScale, one: Penalty, other: Penalty, more_tok
 
     >>> at = LossScale(139_584, 8, 20 * 139_584, 256)
     >>> two_peers, all_120 = penalty(at, "GASLoC 2-Peer", 30, "exact"), penalty(at, "DiLoCo", 120, "exact")
-    >>> print(expected_difference(at, two_peers, all_120)), print(expected_difference(at, two_peers, _NONE, more_tokens=3.0))
+    >>> none = penalty(at, "data parallel", 1, "exact")
+    >>> print(expected_difference(at, two_peers, all_120)), print(expected_difference(at, two_peers, none, more_tokens=3.0))
     -0.090 ± 0.034
     +0.004 ± 0.088
     (None, None)
     """
-    paired = effect([(a - b, 0.0) for a, b in zip(one.by_seed, other.by_seed, strict=True)])
-    chance, codec = paired.half or 0.0, 0.0
+    mean = chance = 0.0
+    for some, others in zip(one.by_seed, other.by_seed, strict=True):
+        paired = effect([(a - b, 0.0) for a, b in zip(some, others, strict=True)])
+        mean, chance = mean + paired.mean, math.hypot(chance, paired.half or 0.0)
     if one.codec != other.codec:
         for sign, side in ((1, one), (-1, other)):
             if side.codec:
                 lossy = effect([(nats, 0.0) for nats in side.codec])
-                codec += sign * lossy.mean
+                mean += sign * lossy.mean
                 chance = math.hypot(chance, (lossy.half or 0.0) * side.codec_far)
-    own = [fmean(side.by_seed) - side.gap for side in (one, other)]
+    own = [side.exact - side.gap for side in (one, other)]
     tokens = scale.per_e_fold * math.log(more_tokens)
     half = chance + scale.method_doubt * abs(own[0] - own[1]) + scale.gap_doubt * abs(one.gap - other.gap)
     half += abs(one.beyond - other.beyond) + abs(one.missing - other.missing) + _TOKENS_DOUBT * abs(tokens)
-    return Range(paired.mean + codec - tokens, half)
+    return Range(mean - tokens, half)

@@ -1,7 +1,8 @@
 """What methods lose at equal tokens, as it was measured over local steps, and the settings it was measured at.
 
 One small model was trained: 139,584 parameters, 8 workers that read the same text, 20 tokens for each parameter, a warm-up of a
-fifth of the steps, and for every method and number of local steps the settings that a search of whole runs chose for it.
+fifth of the steps, and for every method and number of local steps the settings that a search of whole runs chose for it. DiLoCo
+and GASLoC were trained four times as long too, at the same settings.
 `measured_losses.json` is written by `make results` from the committed outcomes, and
 `tests/run/planning/test_measured_losses.py` holds it against them.
 """
@@ -15,11 +16,15 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 __all__ = [
-    "CODECS_MEASURED", "DRIFT", "GAP_POWER", "MEASURED", "MEASURED_PARAMETERS", "MEASURED_STEPS", "MEASURED_WORKERS",
-    "NATS_PER_E_FOLD", "TunedLoss", "measured_above", "measured_schedule", "nearest_measured",
+    "CODECS_MEASURED", "DRIFT", "GAP_POWER", "LONGER_STEPS", "MEASURED", "MEASURED_PARAMETERS", "MEASURED_STEPS",
+    "MEASURED_WORKERS", "NATS_PER_E_FOLD", "Shape", "TunedLoss", "measured_schedule", "measured_shapes", "nearest_measured",
 ]  # fmt: skip
 
 MEASURED_PARAMETERS, MEASURED_WORKERS, MEASURED_STEPS = 139_584, 8, 1350
+LONGER_STEPS = 5400
+"""Inner steps of the runs that say how what methods lose changes with length."""
+_UNIT = 30
+"""Local steps of DiLoCo, what which loses is the unit of a shape."""
 _WARMUP = 0.2
 """Of the steps: a shorter warm-up costs methods with few local steps more than others."""
 
@@ -50,55 +55,98 @@ CODECS_MEASURED: Mapping[str, Mapping[str, tuple[float, ...]]] = {
     method: {codec: tuple(above) for codec, above in own.items()} for method, own in _DOCUMENT["codecs"].items()
 }
 """Nats by seed that a lossy codec adds, by method, with 30 local steps."""
+_Shapes = Mapping[str, Mapping[int, tuple[float, ...]]]
+"""By method and local steps, seed by seed."""
+
+
+def _above(one: TunedLoss) -> tuple[float, ...]:
+    """Nats above data parallelism, by seed."""
+    least = MEASURED["data parallel"][1].losses
+    return tuple(loss - other for loss, other in zip(one.losses, least, strict=True))
+
+
+def _in_units(above: _Shapes) -> _Shapes:
+    """Of what DiLoCo lost with `_UNIT` local steps."""
+    unit = fmean(above["DiLoCo"][_UNIT])
+    return {
+        method: {steps: tuple(nats / unit for nats in some) for steps, some in own.items()}
+        for method, own in above.items()
+    }
+
+
+_LONGER = _in_units({
+    method: {int(steps): tuple(some) for steps, some in own.items()} for method, own in _DOCUMENT["longer"].items()
+})  # fmt: skip
+_SHORTER = _in_units({
+    method: {steps: _above(one) for steps, one in own.items()} for method, own in MEASURED.items() if method in _LONGER
+})  # fmt: skip
 NATS_PER_E_FOLD: float = _DOCUMENT["nats_per_e_fold"]
 """By how much the loss falls with e times as many tokens: DiLoCo, from 20 to 79 tokens a parameter."""
 GAP_POWER: float = _DOCUMENT["gap_power"]
-"""By which power of tokens for each parameter DiLoCo came nearer to data parallelism, in as many rounds."""
+"""By which power of tokens for each parameter DiLoCo came nearer to data parallelism, with 30 local steps."""
 DRIFT: Mapping[str, float] = _DOCUMENT["drift"]
 """By which power of tokens, parameters and workers the difference of two methods changed where that was measured."""
 
 
-def measured_above(method: str, rounds: float) -> tuple[tuple[float, ...], float] | None:
-    """Nats by seed above data parallelism after as many tokens in so many rounds, and how much of their mean was not measured.
+class Shape(NamedTuple):
+    """What a method lost in runs of one length, in units of what DiLoCo lost there with 30 local steps."""
 
-    Between measured numbers of rounds they are interpolated in their logarithm; with fewer rounds they go on as between the last
-    two, and with more than an exchange after each step they stay. None for a method that was not measured. One that was measured
-    with one number of rounds changes with others as DiLoCo does.
+    by_seed: tuple[float, ...]
+    """Those of all methods have the same seeds."""
+    beyond: float
+    """How much of their mean was not measured."""
 
-    >>> above, beyond = measured_above("DiLoCo", 1350 / 240)
-    >>> [round(nats, 2) for nats in above], round(beyond, 2)
-    ([0.4, 0.42, 0.4, 0.42, 0.37], 0.07)
-    >>> measured_above("heloco", 45), measured_above("data parallel", 45)
-    (None, ((0.0, 0.0, 0.0, 0.0, 0.0), 0.0))
+
+def measured_shapes(method: str, local_steps: float) -> tuple[Shape, Shape] | None:
+    """In `MEASURED_STEPS` and in `LONGER_STEPS`; None for a method that was not measured.
+
+    Between measured numbers of local steps they are interpolated in their logarithm. With more, they go on as from 30 to the
+    most; with fewer than in the longer runs they change as in the shorter ones. One that was measured with one number of local
+    steps changes with others, and in longer runs, as DiLoCo does.
+
+    >>> [[round(one, 2) for one in shape.by_seed] for shape in measured_shapes("GASLoC 2-Peer", 30)]
+    [[1.38, 1.23, 1.21, 1.3, 1.31], [0.98, 1.38, 1.2]]
+    >>> measured_shapes("heloco", 30), measured_shapes("data parallel", 1)[1]
+    (None, Shape(by_seed=(0.0, 0.0, 0.0), beyond=0.0))
     """
     known = MEASURED.get(method, {})
     if not known:
         return None
-    if len(known) > 1:
-        return _along(known, rounds)
+    if method in _LONGER:
+        return _along(_SHORTER[method], local_steps), _longer(method, local_steps)
     ((steps, one),) = known.items()
-    diloco, beyond = _along(MEASURED["DiLoCo"], rounds)
-    there, own = fmean(_above(MEASURED["DiLoCo"][steps])), _above(one)
-    return tuple(fmean(diloco) / there * nats for nats in own), abs(beyond / there * fmean(own))
+    own, diloco = _above(one), (_along(_SHORTER["DiLoCo"], local_steps), _longer("DiLoCo", local_steps))
+    found = list[Shape]()
+    for shape in diloco:
+        same = own[: len(shape.by_seed)]  # of the same seeds, the longer runs have the first
+        there = fmean(_above(MEASURED["DiLoCo"][steps])[: len(same)])
+        level = fmean(shape.by_seed) / there
+        found.append(Shape(tuple(level * nats for nats in same), shape.beyond * abs(fmean(same)) / there))
+    return found[0], found[1]
 
 
-def _along(known: Mapping[int, TunedLoss], rounds: float) -> tuple[tuple[float, ...], float]:
-    """The same, along what was measured with several numbers of rounds."""
-    local_steps, steps = MEASURED_STEPS / rounds, sorted(known)
+def _along(known: Mapping[int, tuple[float, ...]], local_steps: float) -> Shape:
+    """The shape of runs of one length, from those with several numbers of local steps."""
+    steps = sorted(known)
     if local_steps <= steps[0]:
-        return _above(known[steps[0]]), 0.0
-    low, high = next(((a, b) for a, b in pairwise(steps) if local_steps <= b), (steps[-2], steps[-1]))
-    first, last = _above(known[low]), _above(known[high])
-    share = math.log(local_steps / low) / math.log(high / low)
-    if share <= 1:
-        return tuple(a + share * (b - a) for a, b in zip(first, last, strict=True)), 0.0
-    beyond = (share - 1) * (fmean(last) - fmean(first))
-    return tuple(nats + beyond for nats in last), abs(beyond)
+        return Shape(known[steps[0]], 0.0)
+    if local_steps <= steps[-1]:
+        low, high = next((a, b) for a, b in pairwise(steps) if local_steps <= b)
+        share = math.log(local_steps / low) / math.log(high / low)
+        return Shape(tuple(a + share * (b - a) for a, b in zip(known[low], known[high], strict=True)), 0.0)
+    rises = (fmean(known[steps[-1]]) - fmean(known[_UNIT])) / math.log(steps[-1] / _UNIT)
+    more = rises * math.log(local_steps / steps[-1])
+    return Shape(tuple(one + more for one in known[steps[-1]]), abs(more))
 
 
-def _above(one: TunedLoss) -> tuple[float, ...]:
-    least = MEASURED["data parallel"][1].losses
-    return tuple(loss - other for loss, other in zip(one.losses, least, strict=True))
+def _longer(method: str, local_steps: float) -> Shape:
+    """That of the longer runs, which have no fewest local steps."""
+    known, fewest = _LONGER[method], min(_LONGER[method])
+    if local_steps >= fewest:
+        return _along(known, local_steps)
+    fewer, there = (fmean(_along(_SHORTER[method], steps).by_seed) for steps in (local_steps, fewest))
+    some = tuple(one * fewer / there for one in known[fewest])
+    return Shape(some, abs(fmean(known[fewest]) - fmean(some)))
 
 
 def nearest_measured(method: str, local_steps: int) -> tuple[int, TunedLoss]:

@@ -246,11 +246,14 @@ def plan(
         for sketch in _sketches(n - len(without), options):
             if (one := _priced(sketch, team, parameters, options, part)) is not None:
                 candidates.append(one._replace(left_out=without))
-    tokens = options.tokens or TOKENS_PER_PARAMETER * parameters
+    tokens, seconds = options.tokens or TOKENS_PER_PARAMETER * parameters, None
     if options.hours is not None:
-        tokens = 3600 * options.hours / min(one.seconds_per_token for one in candidates)
+        seconds = 3600 * options.hours
+        tokens = seconds / min(one.seconds_per_token for one in candidates)
     per_e_fold = None if options.law is None else options.law.per_e_fold(tokens)
-    scale = LossScale(parameters, n, tokens, options.vocab_size, per_e_fold, options.step_tokens * n)
+    scale = LossScale(
+        parameters, n, tokens, options.vocab_size, per_e_fold, tokens / (options.step_tokens * n), seconds
+    )
     return RunPlan(tuple(candidates), pick(candidates, scale, options.hours), network, model, parameters, options)
 
 
