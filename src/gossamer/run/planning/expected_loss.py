@@ -37,7 +37,7 @@ from gossamer.run.planning.measured_losses import (
     MEASURED_STEPS,
     MEASURED_WORKERS,
     NATS_PER_E_FOLD,
-    measured_shapes,
+    relative_losses,
 )
 from gossamer.settings.options import NotNegative, Positive
 from gossamer.settings.schema import build, read_toml, settings
@@ -286,9 +286,7 @@ def penalty(scale: LossScale, method: str, local_steps: int, codec: str, missing
     >>> round(penalty(at, "DiLoCo", 30, "bf16").nats, 4), penalty(at, "DiLoCo", 30, "int4")
     (0.1906, None)
     """
-    if len(MEASURED.get(method, {})) == 1 and local_steps not in MEASURED[method]:
-        return None  # how it changes with its local steps nobody knows
-    if (shapes := measured_shapes(method, local_steps)) is None:
+    if (both := relative_losses(method, local_steps)) is None:
         return None
     lossy: Sequence[float] = ()
     if codec not in EXACT_CODECS and method not in _WITH_A_CODEC:
@@ -297,12 +295,12 @@ def penalty(scale: LossScale, method: str, local_steps: int, codec: str, missing
             return None
         lossy = codecs[codec]
     later = min(1.0, scale.length)
-    weighed = [*zip((1 - later, later), shapes, strict=True)]
-    beyond = sum(share * shape.beyond for share, shape in weighed)
-    shorter, longer = (fmean(shape.by_seed) for shape in shapes)
+    weighed = [*zip((1 - later, later), both, strict=True)]
+    beyond = sum(share * one.beyond for share, one in weighed)
+    shorter, longer = (fmean(one.by_seed) for one in both)
     beyond += abs(longer - shorter) * (scale.length - later)
     return Penalty(
-        tuple(tuple(share * scale.gap * one for one in shape.by_seed) for share, shape in weighed),
+        tuple(tuple(share * scale.gap * part for part in one.by_seed) for share, one in weighed),
         scale.gap if method != "data parallel" else 0.0, scale.gap * beyond,
         tuple(scale.gap / _MEASURED_GAP * nats for nats in lossy), 1 + abs(math.log(local_steps / 30)), scale.gap * missing,
     )  # fmt: skip

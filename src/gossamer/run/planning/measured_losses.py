@@ -17,14 +17,15 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "CODECS_MEASURED", "DRIFT", "GAP_POWER", "LONGER_STEPS", "MEASURED", "MEASURED_PARAMETERS", "MEASURED_STEPS",
-    "MEASURED_WORKERS", "NATS_PER_E_FOLD", "Shape", "TunedLoss", "measured_schedule", "measured_shapes", "nearest_measured",
+    "MEASURED_WORKERS", "NATS_PER_E_FOLD", "RelativeLoss", "TunedLoss", "measured_schedule", "nearest_measured",
+    "relative_losses",
 ]  # fmt: skip
 
 MEASURED_PARAMETERS, MEASURED_WORKERS, MEASURED_STEPS = 139_584, 8, 1350
 LONGER_STEPS = 5400
 """Inner steps of the runs that say how what methods lose changes with length."""
 _UNIT = 30
-"""Local steps of DiLoCo, what which loses is the unit of a shape."""
+"""Local steps of DiLoCo, whose loss is the unit of others."""
 _WARMUP = 0.2
 """Of the steps: a shorter warm-up costs methods with few local steps more than others."""
 
@@ -55,7 +56,7 @@ CODECS_MEASURED: Mapping[str, Mapping[str, tuple[float, ...]]] = {
     method: {codec: tuple(above) for codec, above in own.items()} for method, own in _DOCUMENT["codecs"].items()
 }
 """Nats by seed that a lossy codec adds, by method, with 30 local steps."""
-_Shapes = Mapping[str, Mapping[int, tuple[float, ...]]]
+_BySeed = Mapping[str, Mapping[int, tuple[float, ...]]]
 """By method and local steps, seed by seed."""
 
 
@@ -65,7 +66,7 @@ def _above(one: TunedLoss) -> tuple[float, ...]:
     return tuple(loss - other for loss, other in zip(one.losses, least, strict=True))
 
 
-def _in_units(above: _Shapes) -> _Shapes:
+def _in_units(above: _BySeed) -> _BySeed:
     """Of what DiLoCo lost with `_UNIT` local steps."""
     unit = fmean(above["DiLoCo"][_UNIT])
     return {
@@ -88,7 +89,7 @@ DRIFT: Mapping[str, float] = _DOCUMENT["drift"]
 """By which power of tokens, parameters and workers the difference of two methods changed where that was measured."""
 
 
-class Shape(NamedTuple):
+class RelativeLoss(NamedTuple):
     """What a method lost in runs of one length, in units of what DiLoCo lost there with 30 local steps."""
 
     by_seed: tuple[float, ...]
@@ -97,56 +98,54 @@ class Shape(NamedTuple):
     """How much of their mean was not measured."""
 
 
-def measured_shapes(method: str, local_steps: float) -> tuple[Shape, Shape] | None:
+def relative_losses(method: str, local_steps: int) -> tuple[RelativeLoss, RelativeLoss] | None:
     """In `MEASURED_STEPS` and in `LONGER_STEPS`; None for a method that was not measured.
 
     Between measured numbers of local steps they are interpolated in their logarithm. With more, they go on as from 30 to the
-    most; with fewer than in the longer runs they change as in the shorter ones. One that was measured with one number of local
-    steps changes with others, and in longer runs, as DiLoCo does.
+    most; with fewer than in the longer runs they change as in the shorter ones. What was measured with one number of local steps
+    is known with that alone, and stands to DiLoCo in longer runs as it does in shorter ones.
 
-    >>> [[round(one, 2) for one in shape.by_seed] for shape in measured_shapes("GASLoC 2-Peer", 30)]
-    [[1.38, 1.23, 1.21, 1.3, 1.31], [0.98, 1.38, 1.2]]
-    >>> measured_shapes("heloco", 30), measured_shapes("data parallel", 1)[1]
-    (None, Shape(by_seed=(0.0, 0.0, 0.0), beyond=0.0))
+    >>> [[round(nats, 2) for nats in one.by_seed] for one in relative_losses("GASLoC 2-Peer", 30)]
+    [[1.38, 1.23, 1.22, 1.3, 1.31], [0.99, 1.38, 0.82]]
+    >>> relative_losses("heloco", 30), relative_losses("muloco", 60), relative_losses("data parallel", 1)[1].by_seed
+    (None, None, (0.0, 0.0, 0.0))
     """
-    known = MEASURED.get(method, {})
-    if not known:
-        return None
     if method in _LONGER:
         return _along(_SHORTER[method], local_steps), _longer(method, local_steps)
-    ((steps, one),) = known.items()
-    own, diloco = _above(one), (_along(_SHORTER["DiLoCo"], local_steps), _longer("DiLoCo", local_steps))
-    found = list[Shape]()
-    for shape in diloco:
-        same = own[: len(shape.by_seed)]  # of the same seeds, the longer runs have the first
-        there = fmean(_above(MEASURED["DiLoCo"][steps])[: len(same)])
-        level = fmean(shape.by_seed) / there
-        found.append(Shape(tuple(level * nats for nats in same), shape.beyond * abs(fmean(same)) / there))
-    return found[0], found[1]
+    if (only := MEASURED.get(method, {}).get(local_steps)) is None:
+        return None
+    own, diloco = _above(only), _above(MEASURED["DiLoCo"][local_steps])
+
+    def beside(there: RelativeLoss) -> RelativeLoss:
+        n = len(there.by_seed)  # the longer runs have the first of the seeds
+        unit = fmean(diloco[:n]) / fmean(there.by_seed)
+        return RelativeLoss(tuple(nats / unit for nats in own[:n]), 0.0)
+
+    return beside(_along(_SHORTER["DiLoCo"], local_steps)), beside(_longer("DiLoCo", local_steps))
 
 
-def _along(known: Mapping[int, tuple[float, ...]], local_steps: float) -> Shape:
-    """The shape of runs of one length, from those with several numbers of local steps."""
+def _along(known: Mapping[int, tuple[float, ...]], local_steps: int) -> RelativeLoss:
+    """What runs of one length lost, from those with several numbers of local steps."""
     steps = sorted(known)
     if local_steps <= steps[0]:
-        return Shape(known[steps[0]], 0.0)
+        return RelativeLoss(known[steps[0]], 0.0)
     if local_steps <= steps[-1]:
         low, high = next((a, b) for a, b in pairwise(steps) if local_steps <= b)
         share = math.log(local_steps / low) / math.log(high / low)
-        return Shape(tuple(a + share * (b - a) for a, b in zip(known[low], known[high], strict=True)), 0.0)
+        return RelativeLoss(tuple(a + share * (b - a) for a, b in zip(known[low], known[high], strict=True)), 0.0)
     rises = (fmean(known[steps[-1]]) - fmean(known[_UNIT])) / math.log(steps[-1] / _UNIT)
     more = rises * math.log(local_steps / steps[-1])
-    return Shape(tuple(one + more for one in known[steps[-1]]), abs(more))
+    return RelativeLoss(tuple(one + more for one in known[steps[-1]]), abs(more))
 
 
-def _longer(method: str, local_steps: float) -> Shape:
+def _longer(method: str, local_steps: int) -> RelativeLoss:
     """That of the longer runs, which have no fewest local steps."""
     known, fewest = _LONGER[method], min(_LONGER[method])
     if local_steps >= fewest:
         return _along(known, local_steps)
     fewer, there = (fmean(_along(_SHORTER[method], steps).by_seed) for steps in (local_steps, fewest))
     some = tuple(one * fewer / there for one in known[fewest])
-    return Shape(some, abs(fmean(known[fewest]) - fmean(some)))
+    return RelativeLoss(some, abs(fmean(known[fewest]) - fmean(some)))
 
 
 def nearest_measured(method: str, local_steps: int) -> tuple[int, TunedLoss]:
