@@ -302,7 +302,7 @@ def penalty(scale: LossScale, method: str, local_steps: int, codec: str, missing
     return Penalty(
         tuple(tuple(share * scale.gap * part for part in one.by_seed) for share, one in weighed),
         scale.gap if method != "data parallel" else 0.0, scale.gap * beyond,
-        tuple(scale.gap / _MEASURED_GAP * nats for nats in lossy), 1 + abs(math.log(local_steps / 30)), scale.gap * missing,
+        tuple(scale.gap * nats for nats in lossy), 1 + abs(math.log(local_steps / 30)), scale.gap * missing,
     )  # fmt: skip
 
 

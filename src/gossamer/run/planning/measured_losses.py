@@ -55,7 +55,7 @@ MEASURED: Mapping[str, Mapping[int, TunedLoss]] = {
 CODECS_MEASURED: Mapping[str, Mapping[str, tuple[float, ...]]] = {
     method: {codec: tuple(above) for codec, above in own.items()} for method, own in _DOCUMENT["codecs"].items()
 }
-"""Nats by seed that a lossy codec adds, by method, with 30 local steps."""
+"""What a lossy codec adds, by method and seed, where DiLoCo with 30 local steps and exact messages loses 1."""
 _BySeed = Mapping[str, Mapping[int, tuple[float, ...]]]
 """By method and local steps, seed by seed."""
 

@@ -29,6 +29,7 @@ from gossamer.report.table import digits_text
 from gossamer.run.planning.choice import Candidate, Pick, pick
 from gossamer.run.planning.expected_loss import EXACT_CODECS, TOKENS_PER_PARAMETER, Law, LossScale
 from gossamer.run.planning.measured_losses import (
+    CODECS_MEASURED,
     MEASURED_PARAMETERS,
     MEASURED_WORKERS,
     measured_schedule,
@@ -522,7 +523,7 @@ def with_tables(document: Mapping[str, Any], tables: Mapping[str, Mapping[str, A
 def method_tables(chosen: Candidate) -> dict[str, dict[str, Any]]:
     """The tables `rule`, `topology` and `codec` of a run file for a candidate of `plan`, at the best measured settings."""
     rule, peers = _METHODS[chosen.method]
-    if peers is not None and chosen.codec not in EXACT_CODECS:
+    if peers is not None and chosen.codec not in (*EXACT_CODECS, *CODECS_MEASURED.get(chosen.method, ())):
         rule = "anchored_gasloc"  # the same bytes, but of differences
     _, tuned = nearest_measured(chosen.method, chosen.full_steps)
     return {
