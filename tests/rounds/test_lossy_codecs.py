@@ -52,8 +52,8 @@ def test_workers_that_agree_and_stand_still_stay(name, request):
         changes_as_little_as_said(facts)
         if not combination_faults(facts):
             share, sentence = coding.change(facts), coding.lossy_warning(facts) or ""
-            assert ("whole parameters" in sentence) == (share is not None)
-            assert share is None or f"up to {share:.2%} of their norm" in sentence
+            assert ("whole parameters" in sentence) == (share is not None and not coding.harmless(facts))
+            assert not sentence or share is None or f"up to {share:.2%} of their norm" in sentence
 
 
 @pytest.mark.parametrize("rule", [gossip(), gasloc(), noloco(), restarted(gasloc())], ids=lambda rule: rule.name)
@@ -65,6 +65,13 @@ def test_the_number_of_the_warning_holds_for_workers_that_nearly_agree_and_is_no
     apart = [START + 0.01 * noise for noise in random_vectors(4, START.numel(), dtype=torch.float32)]
     share = coding.change(facts)
     assert share is not None and share / 4 < distance_moved(facts, apart) <= share
+
+
+def test_gossip_in_rounds_with_as_fine_a_codec_as_was_trained_is_not_warned_of_and_with_a_coarser_one_is():
+    for codec, warned in ((bf16(), False), (int8(), False), (int8(rounding="stochastic"), True)):
+        facts = Combination(rule=gasloc(lr=0.7, momentum=0.7), topology=random(8), codec=codec)
+        assert bool(warnings_of(facts)) == warned and coding.change(facts) is not None
+    assert warnings_of(Combination(rule=local_sgd(), topology=complete(8), codec=bf16())), "which takes the decoded mean"
 
 
 REFUSED = {
