@@ -9,7 +9,7 @@ from typing import Any
 
 from generators.local_steps import LENGTHS
 from generators.sources import RESULTS, ROOT, config_of
-from generators.surface import codec_costs, committed_surface
+from generators.surface import codec_costs, committed_surface, means_by_seed
 from gossamer.report.results import PointResult, read_results
 from gossamer.run.config.document import load_document
 from gossamer.run.planning.expected_loss import EXACT_CODECS
@@ -97,12 +97,11 @@ def _codecs() -> Mapping[str, Mapping[str, list[float]]]:
     gap = statistics.fmean(_above(_losses("equal_warmup", "DiLoCo, H = 30"), _losses("equal_warmup", "data_parallel")))
     found = {"DiLoCo": {"fp4": [round(nats / gap, 4) for nats in four]}}
     surface = committed_surface()
-    unit = statistics.fmean(surface["DiLoCo, exact"][30])
+    unit = statistics.fmean(surface["DiLoCo, exact"][30].values())
     for name, own in codec_costs(surface).items():
         method, _, codec = name.rpartition(", ")
         if method in _BY_LOCAL_STEPS and codec not in EXACT_CODECS:
-            by_seed = zip(*own.values(), strict=True)
-            found.setdefault(method, {})[codec] = [round(statistics.fmean(seed) / unit, 4) for seed in by_seed]
+            found.setdefault(method, {})[codec] = [round(nats / unit, 4) for nats in means_by_seed(own)]
     return found
 
 

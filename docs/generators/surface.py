@@ -12,9 +12,11 @@ from gossamer.report.table import DASH, markdown_lines
 
 __all__ = [
     "PENALTY",
+    "by_seed",
     "codec_costs",
     "codecs_table",
     "committed_surface",
+    "means_by_seed",
     "penalties_table",
     "surface_of",
     "surface_page",
@@ -27,19 +29,22 @@ _SPENT = (5, 15, 30, 60, 120)
 _HEADS = [f"H = {h}" for h in _SPENT]
 _EXACT, _LOSSY = "exact", ("bf16", "int8", "int4", "topk2bit")
 
-Surface = Mapping[str, Mapping[int, Sequence[float]]]
-"""Nats above data parallelism, of each seed, by method with its codec and local steps."""
+Surface = Mapping[str, Mapping[int, Mapping[int, float]]]
+"""Nats above data parallelism, by method with its codec, local steps and seed."""
 
 
 def surface_of(ended: Iterable[PointResult]) -> Surface:
-    """Of the seeds that all arms have; nothing before one has run with all."""
+    """Of each row the seeds that data parallelism has and the row at all of its local steps; nothing before one has."""
     losses = losses_by_seed(ended)
     least = losses.pop("data parallel", {})
-    seeds = sorted({*least}.intersection(*losses.values()))
-    found: dict[str, dict[int, list[float]]] = {}
-    for label, own in losses.items() if seeds else ():
+    rows: dict[str, dict[int, dict[int, float]]] = {}
+    for label, own in losses.items():
         name, _, steps = label.rpartition(", H = ")
-        found.setdefault(name, {})[int(steps)] = [own[seed] - least[seed] for seed in seeds]
+        rows.setdefault(name, {})[int(steps)] = own
+    found: dict[str, dict[int, dict[int, float]]] = {}
+    for name, row in rows.items():
+        if seeds := sorted({*least}.intersection(*row.values())):
+            found[name] = {steps: {seed: own[seed] - least[seed] for seed in seeds} for steps, own in row.items()}
     return found
 
 
@@ -53,7 +58,7 @@ def surface_page(ended: Iterable[PointResult]) -> str:
     surface = surface_of(ended)
     if not surface:
         return ""
-    rows = {name: [*zip(*own.values(), strict=True)] for name, own in surface.items() if name.startswith("DiLoCo, ")}
+    rows = {name: by_seed(own) for name, own in surface.items() if name.startswith("DiLoCo, ")}
     said = f"That the penalty of DiLoCo rises with local steps, by Page's test after Holm's correction: {rises(rows).effect}.\n"
     tested = [said] if len(rows["DiLoCo, exact"]) > 1 else []
     return "\n".join([penalties_table(surface), *tested, codecs_table(surface)])
@@ -62,37 +67,46 @@ def surface_page(ended: Iterable[PointResult]) -> str:
 def penalties_table(surface: Surface) -> str:
     """Nats above data parallelism, mean ± sample standard deviation over the seeds: a row for each method and codec."""
     rows = [
-        [name, *(mean_and_deviation(own[h]) if h in own else DASH for h in _SPENT)] for name, own in surface.items()
+        [name, *(mean_and_deviation([*own[h].values()]) if h in own else DASH for h in _SPENT)]
+        for name, own in surface.items()
     ]
     return markdown_lines([["nats above data parallelism", *_HEADS], ["---", *["---:"] * len(_SPENT)], *rows])
 
 
-def codec_costs(surface: Surface) -> Mapping[str, Mapping[int, Sequence[float]]]:
-    """What a codec adds to exact messages, of each seed, by method with that codec and local steps."""
-    return {
-        f"{method}, {codec}": {
-            h: [lossy - exact for lossy, exact in zip(own[h], surface[f"{method}, {_EXACT}"][h], strict=True)]
-            for h in own
-        }
-        for method in dict.fromkeys(name.rpartition(", ")[0] for name in surface if name.endswith(f", {_EXACT}"))
-        for codec in _LOSSY
-        if (own := surface.get(f"{method}, {codec}"))
-    }
+def codec_costs(surface: Surface) -> Surface:
+    """What a codec adds to exact messages, by method with that codec, local steps and seed."""
+    found: dict[str, dict[int, dict[int, float]]] = {}
+    for method in dict.fromkeys(name.rpartition(", ")[0] for name in surface if name.endswith(f", {_EXACT}")):
+        exact = surface[f"{method}, {_EXACT}"]
+        for codec in _LOSSY:
+            own = surface.get(f"{method}, {codec}", {})
+            both = {
+                h: {seed: nats - exact[h][seed] for seed, nats in some.items() if seed in exact[h]}
+                for h, some in own.items()
+            }
+            if both and all(both.values()):
+                found[f"{method}, {codec}"] = both
+    return found
 
 
 def codecs_table(surface: Surface) -> str:
     """What each codec adds, with the 95 % interval of the mean over seeds, and in the mean over local steps."""
     rows = [
-        [name, *(_interval(own[h]) if h in own else DASH for h in _SPENT), _interval(_means(own))]
+        [name, *(_interval([*own[h].values()]) if h in own else DASH for h in _SPENT), _interval(means_by_seed(own))]
         for name, own in codec_costs(surface).items()
     ]
     heads = ["nats above exact messages", *_HEADS, "mean of all"]
     return markdown_lines([heads, ["---", *["---:"] * (len(heads) - 1)], *rows])
 
 
-def _means(own: Mapping[int, Sequence[float]]) -> list[float]:
-    """Of each seed, over the local steps."""
-    return [statistics.fmean(seed) for seed in zip(*own.values(), strict=True)]
+def by_seed(own: Mapping[int, Mapping[int, float]]) -> list[tuple[float, ...]]:
+    """A row, over its local steps, of each seed."""
+    return [*zip(*(some.values() for some in own.values()), strict=True)]
+
+
+def means_by_seed(own: Mapping[int, Mapping[int, float]]) -> list[float]:
+    """The means of a row over its local steps, of each seed."""
+    return [statistics.fmean(seed) for seed in by_seed(own)]
 
 
 def _interval(differences: Sequence[float]) -> str:

@@ -803,7 +803,7 @@ def test_fresh_seeds_are_compared_as_registered_over_those_that_all_arms_have() 
     assert fresh.fresh_table(ended[3:]) == "", "an arm is missing"
 
 
-def test_penalties_are_told_by_local_steps_and_codec_over_the_seeds_that_all_arms_have() -> None:
+def test_penalties_are_told_by_local_steps_and_codec_over_the_seeds_that_a_row_has_at_all_of_its_local_steps() -> None:
     runs = points(load_document(CONFIGS / "penalty.toml"), seeds=[5, 6, 7])
 
     def loss(label: str, seed: int) -> float:
@@ -820,6 +820,10 @@ def test_penalties_are_told_by_local_steps_and_codec_over_the_seeds_that_all_arm
         *(f"DiLoCo, {codec}" for codec in ("bf16", "int8", "int4", "topk2bit")), "streaming, int4",
         *(f"GASLoC {k}-Peer, {codec}" for k in (1, 2) for codec in ("bf16", "int8")),
     }  # fmt: skip
+    cut = [one for one in ended if one.seed != 7 or one.method not in ("MuLoCo, H = 120", "DiLoCo, int4, H = 5")]
+    kept = surface.surface_of(cut)
+    assert {name for name, row in kept.items() if len(surface.by_seed(row)) == 2} == {"MuLoCo", "DiLoCo, int4"}
+    assert [*surface.codec_costs(kept)["DiLoCo, int4"][5]] == [5, 6]
     without = [one for one in ended if one.method != "data parallel"]
     assert surface.surface_page(without) == "", "there is nothing to compare with"
 

@@ -71,7 +71,9 @@ def test_gossip_in_rounds_with_as_fine_a_codec_as_was_trained_is_not_warned_of_a
     for codec, warned in ((bf16(), False), (int8(), False), (int8(rounding="stochastic"), True)):
         facts = Combination(rule=gasloc(lr=0.7, momentum=0.7), topology=random(8), codec=codec)
         assert bool(warnings_of(facts)) == warned and coding.change(facts) is not None
-    assert warnings_of(Combination(rule=local_sgd(), topology=complete(8), codec=bf16())), "which takes the decoded mean"
+    assert warnings_of(Combination(rule=local_sgd(), topology=complete(8), codec=bf16())), (
+        "which takes the decoded mean"
+    )
 
 
 REFUSED = {

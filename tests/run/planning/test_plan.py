@@ -95,7 +95,7 @@ def test_bits_per_parameter_scale_the_bytes_and_lossy_sums_come_back_in_bf16_whe
     assert ("data parallel", "int8") not in bytes_of
     gossips = {c.codec: tomllib.loads(run_toml(made, c)) for c in made.candidates if c.method == "GASLoC 1-Peer"}
     assert {codec: run["rule"]["name"] for codec, run in gossips.items()} == {
-        "exact": "gasloc", "int8": "anchored_gasloc", "topk2bit": "anchored_gasloc",
+        "exact": "gasloc", "int8": "gasloc", "topk2bit": "anchored_gasloc",
     }  # fmt: skip
     assert not any(faults_of(parse(run)) for run in gossips.values())
 
@@ -181,7 +181,7 @@ def test_gossamer_plan_prints_a_table_and_writes_a_run_file(tmp_path: Path, caps
     assert recipes().keys() - PLANNED.keys() <= named, "every method has a price, or a reason why it has none"
     assert "no price: snoo: it is for 1 worker" in said and "…" not in said
     assert "192,960 parameters, 4 workers with inner steps of 8 x 128 tokens, 3.859e+06 tokens, 20 a parameter" in said
-    assert "chosen: " in said and " local steps, codec exact: " in said and "not measured" in said
+    assert "chosen: " in said and " local steps, codec int8: " in said and "not measured" in said
     assert parse(tomllib.loads((tmp_path / "run.toml").read_text())).workers == 4
     assert "it reads bytes" not in said
     words += ["--method", "diloco"]
