@@ -243,7 +243,9 @@ def test_on_the_slow_uplink_the_slow_worker_is_dropped_and_told(
     assert all(found["left_out"] == [] for found in kept["candidates"])
 
 
-def test_beside_one_slow_uplink_what_is_not_decided_is_near_and_with_everybody_the_slow_worker_takes_fewer_steps() -> None:
+def test_beside_one_slow_uplink_what_is_not_decided_is_near_and_with_everybody_the_slow_worker_takes_fewer_steps() -> (
+    None
+):
     found, kept = made(), made(keep_all=True)
     best, all_eight = found.choice.loss(found.best), kept.choice.loss(kept.best)
     assert found.best.name == "data parallel less 7" and best is not None and best.nats == 0

@@ -66,7 +66,9 @@ def test_a_cast_is_exact_a_measured_codec_widens_the_interval_and_any_other_is_n
     exact, cast, four = (known(at, "DiLoCo", 30, codec) for codec in ("exact", "bf16", "fp4"))
     assert exact == cast and expected_difference(at, exact, cast) == (0.0, 0.0)
     above = expected_difference(at, four, cast)
-    assert above.open and above.nats == pytest.approx(0.0028, abs=1e-4) and above.half == pytest.approx(0.0055, abs=1e-4)
+    assert (
+        above.open and above.nats == pytest.approx(0.0028, abs=1e-4) and above.half == pytest.approx(0.0055, abs=1e-4)
+    )
     assert expected_difference(at, known(at, "DiLoCo", 120, "fp4"), known(at, "DiLoCo", 120)).half > above.half
     assert penalty(at, "DiLoCo", 30, "topk") is None and penalty(at, "GASLoC 1-Peer", 30, "fp4") is None
     assert penalty(at, "data parallel", 1, "int8") is None and penalty(at, "sgp", 1, "exact") is None
