@@ -283,7 +283,7 @@ def penalty(scale: LossScale, method: str, local_steps: int, codec: str, missing
     Args: `missing` is the share of all workers' local steps that some of them leave out.
 
     >>> at = LossScale(139_584, 8, 20 * 139_584, 256)
-    >>> round(penalty(at, "DiLoCo", 30, "bf16").nats, 4), penalty(at, "DiLoCo", 30, "int4")
+    >>> round(penalty(at, "DiLoCo", 30, "bf16").nats, 4), penalty(at, "DiLoCo", 30, "topk")
     (0.1906, None)
     """
     if (both := relative_losses(method, local_steps)) is None:
