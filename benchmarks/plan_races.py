@@ -60,14 +60,12 @@ class Cell(NamedTuple):
 
     made: RunPlan
     course: Course
+    choice: str
+    """What the plan picks."""
     second: str
     """What the plan would pick if its losses were those of the small model."""
     expected: dict[str, float]
     """Nats that the plan expects of each candidate there, above data parallelism that reads as much as the pick."""
-
-    @property
-    def choice(self) -> str:
-        return self.course.entrants[0].label
 
 
 def cell_of(network: str, size: str, horizon_s: float | None = None) -> Cell:
@@ -93,16 +91,9 @@ def cell_of(network: str, size: str, horizon_s: float | None = None) -> Cell:
     expected = {label_of(one): loss.nats for one in everything if (loss := second.loss(one)) is not None}
     if second.best not in some:
         some.append(second.best)
-    course = course_of(made, some, SMALL, LENGTHS[0])
-    return Cell(made, course if horizon_s is None else _in_time(course, horizon_s), label_of(second.best), expected)
-
-
-def _in_time(course: Course, horizon_s: float) -> Course:
-    """With the rounds that each candidate has in this time."""
-    entrants = (
-        one._replace(rounds=math.floor(horizon_s / one.candidate.round_s * (1 + 1e-9))) for one in course.entrants
+    return Cell(
+        made, course_of(made, some, SMALL, LENGTHS[0], seconds), label_of(choice.best), label_of(second.best), expected
     )
-    return course._replace(horizon_s=horizon_s, entrants=tuple(entrants))
 
 
 def at_its_own_size(network: str) -> Cell:
@@ -123,13 +114,14 @@ def run(core_hours: float, own_size: str | None, jobs: int) -> None:
         if left_s <= 0:
             return
         there = [] if own_size else of_cell(outcomes(), network, size)
-        if (ended := verdict(there)) is None:
-            cell = at_its_own_size(network) if own_size else cell_of(network, size)
-        elif (cell := cell_of(network, size, there[0]["horizon_s"])).second in ended.losses:
+        ended = verdict(there)
+        horizon_s = None if ended is None else there[0]["horizon_s"]
+        cell = at_its_own_size(network) if own_size else cell_of(network, size, horizon_s)
+        if ended is not None:  # a pick that has changed since joins the race that its cell has
+            late = (one for one in cell.course.entrants if one.label == cell.second and one.label not in ended.losses)
+            cell = cell._replace(course=cell.course._replace(entrants=tuple(late)))
+        if not cell.course.entrants:
             continue
-        else:  # the pick has changed since: it joins the race that its cell has
-            late = tuple(one for one in cell.course.entrants if one.label == cell.second)
-            cell = cell._replace(course=cell.course._replace(entrants=late))
         text = document(cell.course, cell.made, "stdlib", compiled=True)
         some = sorted(points(text, seeds=SEEDS[:3] if own_size else seeds_of(network, size)), key=lambda one: one.seed)
         some = [one for one in some if (network, size, one.method, one.seed, cell.course.horizon_s) not in known]

@@ -94,7 +94,7 @@ def _codecs() -> Mapping[str, Mapping[str, list[float]]]:
         _losses("straggler_codecs", "DiLoCo, H = 30, 4 bits", **at),
         _losses("straggler_codecs", "DiLoCo, H = 30, fp32", **at),
     )
-    gap = statistics.fmean(_above(_losses("equal_warmup", "DiLoCo, H = 30"), _losses("equal_warmup", "data_parallel")))
+    gap = _gap("equal_warmup")
     found = {"DiLoCo": {"fp4": [round(nats / gap, 4) for nats in four]}}
     surface = committed_surface()
     unit = statistics.fmean(surface["DiLoCo, exact"][30].values())
@@ -126,11 +126,12 @@ def _per_e_fold() -> float:
 
 def _gap_power() -> float:
     """By which power of the tokens DiLoCo comes nearer with 30 local steps."""
-    gaps = [
-        statistics.fmean(_above(_losses(stem, "DiLoCo, H = 30"), _losses(stem, "data_parallel")))
-        for stem in ("equal_warmup", "four_times_as_long")
-    ]
-    return math.log(gaps[0] / gaps[1]) / math.log(4)
+    return math.log(_gap("equal_warmup") / _gap("four_times_as_long")) / math.log(4)
+
+
+def _gap(stem: str) -> float:
+    """What DiLoCo with 30 local steps loses against data parallelism."""
+    return statistics.fmean(_above(_losses(stem, "DiLoCo, H = 30"), _losses(stem, "data_parallel")))
 
 
 def _drift() -> Mapping[str, float]:

@@ -124,14 +124,19 @@ def courses(made: RunPlan, some: Sequence[Candidate]) -> list[Course]:
     return sorted(found, key=lambda one: -one.parameters * one.tokens)
 
 
-def course_of(made: RunPlan, some: Sequence[Candidate], model: ModelConfig, tokens_per_parameter: float) -> Course:
-    """The race in which the choice reads so many tokens a parameter, and more where that were few rounds."""
+def course_of(
+    made: RunPlan, some: Sequence[Candidate], model: ModelConfig, tokens_per_parameter: float, horizon_s: float | None = None
+) -> Course:  # fmt: skip
+    """The race in which the choice reads so many tokens a parameter, and more where that were few rounds.
+
+    Args: `horizon_s` is the time; that of the choice unless given.
+    """
     n, choice = made.workers, some[0]
     batch_size = max(1, _SEQUENCES // n)
     parameters = parameter_count(model, 256)
-    of_round = sum(choice.local_steps) * _SEQ_LEN * batch_size
-    rounds = max(_ROUNDS, round(tokens_per_parameter * parameters / of_round))
-    horizon_s = rounds * choice.round_s
+    if horizon_s is None:
+        of_round = sum(choice.local_steps) * _SEQ_LEN * batch_size
+        horizon_s = max(_ROUNDS, round(tokens_per_parameter * parameters / of_round)) * choice.round_s
     entrants, left = list[Entrant](), dict[str, str]()
     for one in some:
         if any(label_of(one) == entrant.label for entrant in entrants):

@@ -252,9 +252,8 @@ def plan(
         seconds = 3600 * options.hours
         tokens = seconds / min(one.seconds_per_token for one in candidates)
     per_e_fold = None if options.law is None else options.law.per_e_fold(tokens)
-    scale = LossScale(
-        parameters, n, tokens, options.vocab_size, per_e_fold, tokens / (options.step_tokens * n), seconds
-    )
+    steps = tokens / (options.step_tokens * n)
+    scale = LossScale(parameters, n, tokens, options.vocab_size, per_e_fold, steps=steps, seconds=seconds)
     return RunPlan(tuple(candidates), pick(candidates, scale, options.hours), network, model, parameters, options)
 
 
