@@ -2,7 +2,7 @@
 
     python benchmarks/simulator.py [--size 1m] [--workers 8] [--steps 30]
     python benchmarks/simulator.py --own
-    python benchmarks/simulator.py --size 0.2m --layers 2 --sequences 4 --seq-len 64 --batched 8
+    python benchmarks/simulator.py --size 0.2m --layers 2 --sequences 4 --seq-len 64 --batched 8 [--optimizer spectral_muon]
 
 The bare loop trains the same n models one after the other on one thread, with the same batches, optimizer and clipping, and
 never exchanges. Ratio = simulator / (cores x bare loop). Each side runs in its own process, the two alternate, and the ratio is
@@ -35,7 +35,8 @@ def config_of(args: argparse.Namespace):
             "topology": {"name": "random"},
             "model": {"size": args.size} | ({"layers": args.layers} if args.layers else {}),
             "data": {"batch_size": args.sequences, "seq_len": args.seq_len},
-            "inner": {"clip": 1.0} | ({"autocast": "bf16", "compile": True} if args.side == "compiled" else {}),
+            "inner": {"clip": 1.0, "optimizer": args.optimizer}
+            | ({"autocast": "bf16", "compile": True} if args.side == "compiled" else {}),
             "run": {
                 "steps": args.steps, "local_steps": args.steps // 3, "eval_every": 0, "eval_batches": 1, "checkpoint_every": 0,
                 "device": "cpu", "batched": args.batched if args.side in ("batched", "compiled") else 1,
@@ -105,6 +106,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8, help="of a batch")
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--batched", type=int, default=1)
+    parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--own", action="store_true", help="model, data and loss as functions of a user's")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--side", choices=["simulated", "batched", "compiled", "bare"], help=argparse.SUPPRESS)

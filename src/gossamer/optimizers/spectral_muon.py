@@ -31,17 +31,17 @@ class SpectralMuon(Optimizer):
     O(u) is near the orthogonal factor U Vᵀ of u = U S Vᵀ; see `orthogonalized`.
 
     Args:
-        params: matrices `[fan_out, fan_in]`, or groups of them.
+        params: matrices `[fan_out, fan_in]`, stacks of them `[..., fan_out, fan_in]`, each with a factor of its own, or groups.
         lr: learning rate; the authors' default is 0.02.
         weight_decay: λ.
         momentum: μ.
         nesterov: whether the momentum looks ahead.
         eps: is added to the norm that u is divided by.
-    Raises: ConfigError for values out of range, and for a parameter that is no matrix.
+    Raises: ConfigError for values out of range, and for a vector among the parameters.
     Cost: one momentum (1 P), and 15 products of bf16 matrices for each matrix and step.
     Source: MuLoCo, arXiv 2505.23725, and its code, which took Muon from Ahn et al., arXiv 2504.05295. The scale is that of
         arXiv 2310.17813. `torch.optim.Muon` takes one triple for all steps, and scales otherwise.
-    Differs: only matrices; their code also flattens tensors of more dimensions.
+    Differs: a tensor of more dimensions is a stack of matrices; their code flattens it to one.
     Fails when: one matrix holds several maps, such as fused queries, keys and values: each has an orthogonal factor of its own.
 
     >>> w = torch.nn.Parameter(torch.zeros(2, 2))
@@ -66,7 +66,7 @@ class SpectralMuon(Optimizer):
         settings = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "eps": eps}
         super().__init__(params, settings)
         for p in (p for group in self.param_groups for p in group["params"]):
-            if p.ndim != 2:
+            if p.ndim < 2:
                 raise ConfigError(
                     f"SpectralMuon got a parameter of shape {tuple(p.shape)}; only matrices have an orthogonal factor: give "
                     "the others to another optimizer, such as AdamW"
@@ -83,23 +83,23 @@ class SpectralMuon(Optimizer):
                 m = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
                 m.mul_(group["momentum"]).add_(p.grad)
                 u = m * group["momentum"] + p.grad if group["nesterov"] else m
-                fan_out, fan_in = p.shape
+                fan_out, fan_in = p.shape[-2:]
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.add_(orthogonalized(u, group["eps"]).to(p.dtype), alpha=-group["lr"] * (fan_out / fan_in) ** 0.5)
         return loss
 
 
 def orthogonalized(u: Tensor, eps: float = 1e-8) -> Tensor:
-    """Nearly the orthogonal factor of a matrix, in bf16: the directions of u with singular values from 0.96 to 1.04.
+    """Nearly the orthogonal factor of each matrix `[..., m, n]`, in bf16: u's directions with singular values from 0.96 to 1.04.
 
     X ← u / (‖u‖_F + ε), transposed if it is tall;   five times, with (a, b, c) of that step: A = X Xᵀ;   X ← a X + (b A + c A²) X
 
     Those below some 2e-3 of the norm stay smaller.
     """
     x = u.to(torch.bfloat16)
-    tall = x.shape[0] > x.shape[1]
+    tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
-    x = x / (x.norm() + eps)
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + eps)
     by = torch.matmul if x.device.type != "cpu" or has_bf16() else _rounded_product
     for a, b, c in _TRIPLES:
         gram = by(x, x.mT)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from commands import Command
 from gossamer.cli import main
@@ -26,6 +27,7 @@ from gossamer.run.config.resolve import resolve, settings_of
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.simulated import threads as lanes
 from gossamer.run.simulated.simulate import simulate
+from gossamer.run.worker.replica import Replica
 from gossamer.transport.processes.launch import available_cores
 from tiny import DEVICE, single, tiny
 
@@ -182,6 +184,29 @@ def test_data_parallel_workers_equal_one_worker_with_their_batches_together(tmp_
     torch.testing.assert_close(
         vectors(tmp_path / "three", three)[0], vectors(tmp_path / "local", local)[0], rtol=1e-5, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "spectral_muon", "adamw"])
+def test_workers_whose_steps_are_one_step_leave_what_each_alone_would(tmp_path, monkeypatch, optimizer):
+    config = single(
+        rule__name="data_parallel", topology__name="complete", run__local_steps=1, run__steps=4,
+        inner__optimizer=optimizer, inner__clip=0.1,
+    )  # fmt: skip
+    stepped = []
+    step = Replica.step_on_gradient
+    monkeypatch.setattr(Replica, "step_on_gradient", lambda own, round: (stepped.append(own.index), step(own, round)))
+    simulate(config, tmp_path / "once")
+    assert len(stepped) == (12 if optimizer == "adamw" else 6)  # at first each has no moments yet
+    monkeypatch.setattr(Replica, "steps_like", lambda own, other: False)
+    simulate(config, tmp_path / "each")
+    assert same_run(tmp_path / "once", tmp_path / "each", config)  # with their learning rates
+    for worker in range(3):
+        states = [
+            checkpoint.load(tmp_path / name / "checkpoints", 4, worker, digest(config)) for name in ("once", "each")
+        ]
+        mine, theirs = (tree_leaves(state["inner"]) for state in states)
+        for one, other in zip(mine, theirs, strict=True):
+            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 def test_a_run_that_asks_for_it_has_its_outer_updates_compiled(tmp_path, request):

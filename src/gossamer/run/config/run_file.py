@@ -50,10 +50,11 @@ _IN_TOKENS = ("tokens", "tokens_per_parameter")
 _LONGEST_S = 1e6  # twelve days; threads and sockets take no wait without end
 _BATCHED: dict[str, Any] = {
     "model.loss": None, "model.dropout": 0.0, "model.bottleneck": None, "model.experts": None, "pipeline.stages": 1,
-    "inner.optimizer": "adamw", "inner.averaging": None,
-    "run.adapt": False, "run.pace_s": 0.0,
+    "inner.averaging": None, "run.adapt": False, "run.pace_s": 0.0,
 }  # fmt: skip
 """The only values with which several replicas can train as one computation."""
+_STACKED = ("accum_adamw", "adamw", "sgd", "spectral_muon")
+"""The inner optimizers for the parameters of several replicas at once; torch's Muon takes single matrices."""
 _PER_WORKER = {
     "run.local_steps": "give one number, or one per worker",
     "run.pace_s": "give one number, or one per worker",
@@ -112,7 +113,7 @@ class LoopSettings:
     """Intra-op threads per worker; 0 takes one in the simulator and an equal share of the cores in real runs."""
     batched: Count = 1
     """How many replicas a simulation trains as one computation. On small models that is faster; their numbers then differ from
-    those of processes by rounding. It takes the built-in model with AdamW."""
+    those of processes by rounding. It takes the built-in model, with any inner optimizer by name but muon."""
     compile: Annotated[bool, NEUTRAL] = False
     """Compile the outer update (needs a C++ compiler); bitwise the same, faster on large models."""
     timeout_s: Annotated[float, Field(gt=0, le=_LONGEST_S), NEUTRAL] = 300.0
@@ -253,10 +254,12 @@ class RunConfig(RunLength):
         own = {"model.size": self.model.own, "data.source": self.data.own}
         wrong = [key for key, given in own.items() if given]
         wrong += [key for key, value in _BATCHED.items() if attrgetter(key)(self) != value]
+        wrong += ["inner.optimizer"] if self.inner.optimizer not in _STACKED else []
         for key in wrong:
             yield (
                 f"run.batched is {self.run.batched} and {key} is {attrgetter(key)(self)!r:.60}, but only whole replicas of the "
-                "built-in model with AdamW and fixed local steps train as one computation; remove one of the two"
+                f"built-in model with one of the optimizers {', '.join(_STACKED)} and fixed local steps train as one "
+                "computation; remove one of the two"
             )
 
     def _split_totals(self) -> None:

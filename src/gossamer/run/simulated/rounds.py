@@ -39,7 +39,7 @@ from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.simulated.alignment import Alignment
 from gossamer.run.simulated.threads import Lanes
 from gossamer.run.worker.batched import Stacks
-from gossamer.run.worker.replica import LocalPhase, Replica, must_start_alike
+from gossamer.run.worker.replica import LocalPhase, Replica, must_start_alike, step_on_gradients
 from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.run.worker.stages.recovery import recover_all
 from gossamer.run.worker.stages.timing import in_stages, pipeline_work, stage_seconds
@@ -237,7 +237,8 @@ def train_together(
         for key in workers[0].loop.due(round, segments[0].stop):
             _finish(key, workers, each)
         each(lambda turn: turn[0].receive(turn[1]), turns)
-    each(lambda worker: worker.replica.step_on_gradient(round), workers)
+    if workers:
+        step_on_gradients([worker.replica for worker in workers], round, each)
     if workers and round + 1 == workers[0].config.rounds:
         for key in dict.fromkeys(key for worker in workers for key in worker.loop.rest()):
             _finish(key, workers, each)

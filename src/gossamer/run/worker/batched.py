@@ -3,13 +3,14 @@
 import time
 from collections.abc import Sequence
 from itertools import groupby
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch.optim import AdamW
+from torch import Tensor
+from torch.optim import Optimizer
 
 from gossamer.models.stacked import stacked_losses
-from gossamer.optimizers.uncompiled import uncompiled
+from gossamer.optimizers import InnerOptimizer, Joined
 from gossamer.rounds.exchange import Each
 from gossamer.run.worker.compiled import made_ready
 from gossamer.run.worker.replica import LocalPhase, Replica, loss_must_be_finite
@@ -36,10 +37,14 @@ class Stack:
         }
         self._losses = made_ready(stacked_losses, like.config)
         names = {p: name for name, p in like.model.named_parameters()}
-        self._optimizer = uncompiled(AdamW)(
-            {**group, "params": [self._weights[names[p]] for p in group["params"]]}
-            for group in like.optimizer.param_groups
-        )
+        self._part: dict[str, str] = {}
+        """Which of the optimizers that are joined steps with a parameter."""
+        parts = dict[str, Optimizer]()
+        for part, own in _parts(like.optimizer).items():
+            self._part |= {names[p]: part for group in own.param_groups for p in group["params"]}
+            groups = ({**g, "params": [self._weights[names[p]] for p in g["params"]]} for g in own.param_groups)
+            parts[part] = cast(Any, type(own))(groups)
+        self._optimizer = Joined(**parts)
 
     def train(self, round: int, start: int, stop: int) -> list[LocalPhase]:
         """The inner steps `start` to `stop` of a round, or their gradients alone; what each replica reports.
@@ -101,29 +106,35 @@ class Stack:
         """Copies the parameters of all replicas, and their moments where it is to step."""
         for r, replica in enumerate(self._replicas):
             for name, p in replica.model.named_parameters():
-                weight, own = self._weights[name], cast(AdamW, replica.optimizer).state.get(p)
+                weight = self._weights[name]
                 weight[r].copy_(p)
-                if moments and own:
-                    state = self._optimizer.state[weight]
-                    for key, saved in own.items():
-                        if key == "step":
-                            state[key] = saved.clone()  # all have taken as many
-                        else:
-                            state.setdefault(key, torch.empty_like(weight))[r].copy_(saved)
+                if not moments:
+                    continue
+                shared, own = self._states(replica, name, p)
+                for key, saved in own.items():
+                    if _is_one_for_each(saved, p):
+                        shared.setdefault(key, torch.empty_like(weight))[r].copy_(saved)
+                    else:
+                        shared[key] = _copied(saved)  # the steps, of which all have taken as many
 
     @torch.no_grad()
     def _give(self) -> None:
         """Copies them back, moments to where they are, as these may be views of what is sent."""
         for r, replica in enumerate(self._replicas):
             for name, p in replica.model.named_parameters():
-                weight, own = self._weights[name], cast(AdamW, replica.optimizer).state[p]
+                weight, (shared, own) = self._weights[name], self._states(replica, name, p)
                 p.copy_(weight[r])
-                for key, value in self._optimizer.state[weight].items():
-                    mine = value if key == "step" else value[r]
-                    if key in own:
+                for key, value in shared.items():
+                    mine = value[r] if _is_one_for_each(value, weight) else value
+                    if isinstance(own.get(key), Tensor):
                         own[key].copy_(mine)
                     else:
-                        own[key] = mine.clone()
+                        own[key] = _copied(mine)
+
+    def _states(self, replica: Replica, name: str, p: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The optimizer's state for a parameter of all replicas, and that of one."""
+        part = self._part[name]
+        return self._optimizer.parts[part].state[self._weights[name]], _parts(replica.optimizer)[part].state[p]
 
     @torch.no_grad()
     def _give_gradients(self) -> None:
@@ -133,6 +144,20 @@ class Stack:
                 gradient = self._weights[name].grad
                 assert gradient is not None and p.grad is not None
                 p.grad.copy_(gradient[r])
+
+
+def _parts(optimizer: InnerOptimizer) -> dict[str, Optimizer]:
+    """The optimizers that it joins, by name, or it alone."""
+    return dict(optimizer.parts) if isinstance(optimizer, Joined) else {"alone": cast(Optimizer, optimizer)}
+
+
+def _is_one_for_each(value: Any, parameter: Tensor) -> bool:
+    """Whether this is a moment of each number of a parameter, rather than a count."""
+    return isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 class Stacks:

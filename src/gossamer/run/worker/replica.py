@@ -16,8 +16,9 @@ from gossamer.finite import GO_ON
 from gossamer.layout import attach, flat_gradients, layout_of, restricted, views
 from gossamer.models.experts import keep_experts
 from gossamer.models.llama import Llama
-from gossamer.optimizers import GPA, InnerOptimizer
+from gossamer.optimizers import GPA, InnerOptimizer, Joined
 from gossamer.optimizers.inner import build_optimizer, clip_gradients, lr_scale, share_moments, warn_of_slow_bf16
+from gossamer.rounds.exchange import Each
 from gossamer.run.config.layouts import arranged
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.compiled import made_ready
@@ -25,7 +26,7 @@ from gossamer.run.worker.shards import Shards
 from gossamer.run.worker.stages.in_one_process import InStages, StagedModel, computing
 from gossamer.run.worker.task import Task, buffers_of, on_device
 
-__all__ = ["LocalPhase", "Replica", "loss_must_be_finite", "merged_phases", "must_start_alike"]
+__all__ = ["LocalPhase", "Replica", "loss_must_be_finite", "merged_phases", "must_start_alike", "step_on_gradients"]
 
 
 class LocalPhase(NamedTuple):
@@ -47,6 +48,20 @@ def merged_phases(phases: Sequence[LocalPhase]) -> LocalPhase:
     """Consecutive phases as one."""
     losses = tuple(loss for phase in phases for loss in phase.losses)
     return LocalPhase(losses, phases[-1].lr, sum(p.compute_s for p in phases), sum(p.tokens for p in phases))
+
+
+def step_on_gradients(replicas: Sequence["Replica"], round: int, each: Each) -> None:
+    """The inner steps of all replicas on gradients that have been exchanged, as `Replica.step_on_gradient` makes them.
+
+    Where Muon would orthogonalize the same matrices for each, with data parallelism, the first steps and the others take over
+    what it has found, which is the same to the last bit.
+    """
+    first, *others = replicas
+    if not all(map(first.steps_like, others)):
+        each(lambda replica: replica.step_on_gradient(round), replicas)
+        return
+    first.step_on_gradient(round)
+    each(lambda other: other.take_step_of(first, round), others)
 
 
 def loss_must_be_finite(loss: float, replica: "Replica", round: int) -> None:
@@ -194,6 +209,28 @@ class Replica:
         """The inner step on a gradient that has been exchanged; nothing for a replica that keeps none."""
         if self.gradient is not None:
             self._step(round, self.local_steps - 1)
+
+    def steps_like(self, other: "Replica") -> bool:
+        """Whether Muon's step on the gradient of another replica is its step here, to the last bit."""
+        if self.gradient is None or self.staged is not None or not isinstance(self.optimizer, Joined):
+            return False
+        mine, theirs = self._stepped(), other._stepped()
+        if len(mine) == 2:
+            return False  # before the first step there are no moments to copy to
+        return all(map(torch.equal, mine, theirs))
+
+    def take_step_of(self, other: "Replica", round: int) -> None:
+        """The step of `step_on_gradient` from a replica that was alike in all and has made it."""
+        self.set_lr(self.optimizer, round, self.local_steps - 1)
+        for own, found in zip(self._stepped(), other._stepped(), strict=True):
+            own.copy_(found)
+
+    def _stepped(self) -> list[Tensor]:
+        """What a step on the gradient changes."""
+        assert self.gradient is not None and isinstance(self.optimizer, Joined)
+        groups = ((part.state, group) for part in self.optimizer.parts.values() for group in part.param_groups)
+        moments = [value for state, group in groups for p in group["params"] for value in state[p].values()]
+        return [self.x, self.gradient, *moments]
 
     @contextlib.contextmanager
     def holding_evaluated(self) -> Iterator[None]:
