@@ -53,7 +53,7 @@ from typing import Any, NamedTuple, cast
 
 from generators import effective_step, equal_terms, surface
 from generators.claims import claims_page, committed
-from generators.fresh import fresh_page
+from generators.fresh import fresh_page, long_page
 from generators.gains import gains, gains_page
 from generators.leaderboard import leaderboard_page
 from generators.local_steps import equal_bytes_table, lengths, local_steps_table
@@ -85,6 +85,7 @@ _GENERATED: dict[str, Callable[[], str]] = {
     "leaderboard": leaderboard_page,
     "fresh": fresh_page,
     "fresh prose": lambda: fresh_page("-prose"),
+    "long": long_page,
     "effective step, losses": lambda: effective_step.losses_table(effective_step.committed_arms()),
     "effective step, everyone": lambda: effective_step.compared(effective_step.committed_arms(), "everyone"),
     "effective step, two peers": lambda: effective_step.compared(effective_step.committed_arms(), "two peers"),

@@ -1,6 +1,6 @@
-"""The comparisons of stage 1 on seeds that chose nothing: those that docs/evidence/registered.md lists, corrected together."""
+"""The comparisons of stage 1 on seeds that chose nothing, A and B of docs/evidence/registered.md, corrected together."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from generators.gains import MARGIN
 from generators.sources import RESULTS, losses_by_seed
@@ -8,10 +8,10 @@ from gossamer.report.paired import effect_cells, effect_heads
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import markdown_lines
 
-__all__ = ["COMPARED", "FRESH", "fresh_page", "fresh_table"]
+__all__ = ["COMPARED", "COMPARED_LONG", "FRESH", "LONG", "fresh_page", "fresh_table", "long_page", "long_table"]
 
-FRESH = "fresh"
-"""The stem of the file."""
+FRESH, LONG = "fresh", "long_tuned"
+"""The stems of the files."""
 COMPARED = {
     "momentum, everyone": ("DiLoCo", "averaging, everyone"),
     "momentum, two peers": ("GASLoC 2-Peer", "averaging, two peers"),
@@ -25,23 +25,38 @@ COMPARED = {
 }
 """What each is of, and the two methods: the loss of the first above that of the second."""
 
+_METHODS = ("DiLoCo", "local SGD", "GASLoC 2-Peer", "gossip 2-Peer", "GASLoC 1-Peer", "gossip 1-Peer", "NoLoCo")
+COMPARED_LONG = {name: pair for name, pair in COMPARED.items() if set(pair) <= {*_METHODS}} | {
+    f"{method}, beside data parallelism": (method, "data parallel") for method in (*_METHODS, "data parallel, Muon")
+}
+"""Those of them that B has, and each of its methods beside data parallelism."""
+
 
 def fresh_table(ended: Iterable[PointResult]) -> str:
-    """The nine comparisons as Markdown, over the seeds that all ten arms have."""
+    """The nine comparisons of A as Markdown, over the seeds that all ten arms have."""
+    return _table(ended, COMPARED)
+
+
+def long_table(ended: Iterable[PointResult]) -> str:
+    """The comparisons of B as Markdown, over the seeds that all arms have."""
+    return _table(ended, COMPARED_LONG)
+
+
+def _table(ended: Iterable[PointResult], compared: Mapping[str, tuple[str, str]]) -> str:
     losses = losses_by_seed(ended)
-    arms = {method for pair in COMPARED.values() for method in pair}
+    arms = {method for pair in compared.values() for method in pair}
     if not arms <= losses.keys():
         return ""
     seeds = sorted(set.intersection(*(set(losses[arm]) for arm in arms)))
     pairs = [
         [(losses[ours][seed] - losses[theirs][seed], losses[theirs][seed]) for seed in seeds]
-        for ours, theirs in COMPARED.values()
+        for ours, theirs in compared.values()
     ]
     heads = ["", "loss of", "above that of", "seeds", *effect_heads(MARGIN, None)[1:]]
     cells = effect_cells(pairs, MARGIN, None)
     rows = [
         [name, ours, theirs, str(len(seeds)), *own[1:]]
-        for (name, (ours, theirs)), own in zip(COMPARED.items(), cells, strict=True)
+        for (name, (ours, theirs)), own in zip(compared.items(), cells, strict=True)
     ]
     return markdown_lines([heads, ["---", "---", "---", *["---:"] * (len(heads) - 3)], *rows]) if seeds else ""
 
@@ -49,3 +64,8 @@ def fresh_table(ended: Iterable[PointResult]) -> str:
 def fresh_page(text: str = "") -> str:
     """The table of the committed outcomes on source code, or on another text."""
     return fresh_table(read_results(RESULTS / "evidence" / f"{FRESH}{text}.jsonl"))
+
+
+def long_page() -> str:
+    """The table of the committed outcomes of B."""
+    return long_table(read_results(RESULTS / "evidence" / f"{LONG}.jsonl"))

@@ -803,6 +803,28 @@ def test_fresh_seeds_are_compared_as_registered_over_those_that_all_arms_have() 
     assert fresh.fresh_table(ended[3:]) == "", "an arm is missing"
 
 
+def test_long_runs_are_compared_as_registered_with_each_other_and_with_data_parallelism() -> None:
+    arms = {arm for pair in fresh.COMPARED_LONG.values() for arm in pair}
+    assert {run.method for run in points(load_document(CONFIGS / "long.toml"))} == arms and len(arms) == 9
+    shift = {"data parallel": 0.06, "DiLoCo": 0.03}
+    ended = [
+        PointResult(arm, {}, seed, {"loss": 2.0 - shift.get(arm, 0.0) * (1 + 0.01 * seed)})
+        for arm in sorted(arms)
+        for seed in (5, 6, 7)
+    ]
+    rows = fresh.long_table(ended).splitlines()[2:]
+    assert [row.split("|")[1].strip() for row in rows[:6]] == [
+        name for name, pair in fresh.COMPARED.items() if {*pair} <= arms
+    ]
+    beside = {row.split("|")[2].strip(): row.split("|")[5].strip() for row in rows[6:]}
+    assert (
+        len(beside) == 8
+        and beside["DiLoCo"].startswith("+0.0318 ± ")
+        and beside["data parallel, Muon"].startswith("+0.0636 ± ")
+    )
+    assert fresh.long_table(ended[3:]) == "", "an arm is missing"
+
+
 def test_penalties_are_told_by_local_steps_and_codec_over_the_seeds_that_a_row_has_at_all_of_its_local_steps() -> None:
     runs = points(load_document(CONFIGS / "penalty.toml"), seeds=[5, 6, 7])
 
