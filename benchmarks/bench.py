@@ -26,6 +26,7 @@ COMMANDS = {
     ),
     "many_workers": ("many_workers.py",),
     "prices": ("prices.py",),
+    "plan": ("prices.py", "--plan", "64"),
     "delay": ("delay.py",),
     "start": ("start.py",),
     "update": ("update.py", "--repeats", "5"),

@@ -1,13 +1,19 @@
 """Gossip among 100,000 workers on a network whose links are not shared: who talks to whom is drawn, made a trace, and priced.
 
     python benchmarks/prices.py [--workers 100000] [--rounds 1000] [--peers 1 2]
+    python benchmarks/prices.py --plan 64
 
 Processor seconds of one process, and its peak memory. Every worker has an uplink of its own speed, so no two rounds are alike.
+With `--plan` it is a whole `gossamer plan` for so many workers, whose downlinks, latencies and steps differ as well.
 """
 
 import argparse
+import contextlib
+import io
 import resource
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -28,13 +34,35 @@ def drawn(n: int, rounds: int, peers: int) -> np.ndarray:
     return targets
 
 
+def planned_s(n: int) -> float:
+    """Processor seconds of a plan for so many unlike workers and 134 million parameters."""
+    rng, file = np.random.default_rng(0), Path(tempfile.mkdtemp()) / "unlike.toml"
+    columns = {
+        "uplink_bps": rng.lognormal(np.log(2.5e7), 0.5, n).round(),
+        "downlink_bps": rng.lognormal(np.log(6.5e7), 0.5, n).round(),
+        "latency_s": rng.uniform(0.01, 0.05, n).round(4),
+        "step_s": rng.lognormal(np.log(0.5), 0.3, n).round(3),
+    }
+    file.write_text("\n".join(f"{name} = {values.tolist()}" for name, values in columns.items()))
+    began = time.process_time()
+    from gossamer.cli import main as gossamer  # whose imports count
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        gossamer(["plan", str(file), "--model", "134m", "--hours", "100"])
+    return time.process_time() - began
+
+
 def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--peers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--plan", type=int, metavar="N", help="workers of a plan, which is timed alone")
     args = parser.parse_args()
+    if args.plan:
+        print(f"a plan for {args.plan} unlike workers, s = {planned_s(args.plan):.1f}   (aim at most 10)")
+        return
     n, rounds = args.workers, args.rounds
     uplinks = np.exp(np.random.default_rng(0).normal(np.log(1e8), 0.5, n)).round()
     network = Network(uplink_bps=tuple(uplinks.tolist()), downlink_bps=1e9, latency_s=0.05, step_s=0.5)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from gossamer.errors import ConfigError
 from gossamer.network import pricing
-from gossamer.network.fluid import max_min_rates, rates_of_few
+from gossamer.network.fluid import ends_at_once, max_min_rates, rates_of_few
 from gossamer.network.links import Change, Network, Route, Site, jitter_factors, tcp_bps
-from gossamer.network.pricing import price, price_everyone
+from gossamer.network.pricing import price, price_everyone, price_together
 from gossamer.network.timeline import Timeline, legs_of
 from gossamer.record.logs.trace import KINDS, Entry, Kind, Operation, Trace, from_entries, from_targets
 
@@ -567,12 +567,20 @@ def test_jitter_moves_the_seconds_of_the_local_phases() -> None:
 # --- operations that overlap ----------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=["replayed", "by rounds"])
+def replayed_or_by_rounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Overlap is priced by replaying a run, or a round at once where rounds are large, here all."""
+    if request.param == "by rounds":
+        monkeypatch.setattr(pricing, "_MOST_REPLAYED", 0)
+
+
 def overlapped(rounds: int, overlap_steps: int, steps: int = 10, size: int = 1000) -> Trace:
     """Two workers that swap one message a round."""
     trace = from_targets(np.tile([1, 0], (rounds, 1)), size, steps=steps)
     return trace._replace(messages=trace.messages._replace(overlap_steps=np.full(2 * rounds, overlap_steps)))
 
 
+@pytest.mark.usefixtures("replayed_or_by_rounds")
 def test_a_transfer_hides_behind_the_steps_that_it_overlaps_with() -> None:
     network = Network(uplink_bps=8e3, downlink_bps=8e3, latency_s=3.0, step_s=1.0)  # 4 s for a message
     waits_at_once = price(overlapped(3, 0), network)
@@ -585,6 +593,7 @@ def test_a_transfer_hides_behind_the_steps_that_it_overlaps_with() -> None:
     assert part.communication_s[:, 0].tolist() == [0, 3, 7]
 
 
+@pytest.mark.usefixtures("replayed_or_by_rounds")
 def test_an_overlap_of_more_than_a_round_is_waited_for_rounds_later() -> None:
     network = Network(uplink_bps=math.inf, downlink_bps=math.inf, latency_s=25.0, step_s=1.0)
     # sent at 10, 20, 30, ... and waited for 15 steps later: the first is due at 25 and comes at 35
@@ -592,6 +601,7 @@ def test_an_overlap_of_more_than_a_round_is_waited_for_rounds_later() -> None:
     assert price(overlapped(2, 15), network).end_s[:, 0].tolist() == [10, 45]
 
 
+@pytest.mark.usefixtures("replayed_or_by_rounds")
 def test_a_worker_with_fewer_steps_waits_after_its_share_of_them() -> None:
     # both compute for 10 s a round; a message of 6 s is waited for after 4 of 10 steps, or 2 of 5, which is 4 s for either
     network = Network(uplink_bps=math.inf, downlink_bps=math.inf, latency_s=6.0, step_s=(1.0, 2.0))
@@ -604,6 +614,7 @@ def test_a_worker_with_fewer_steps_waits_after_its_share_of_them() -> None:
     assert rounded.end_s.tolist() == [[10, 10], [30, 30]]
 
 
+@pytest.mark.usefixtures("replayed_or_by_rounds")
 def test_what_is_sent_after_another_exchange_goes_with_the_steps_before_both() -> None:
     # the second entry has no steps of its own; its message of 15 s is waited for after 10 of 10 steps, or 5 of 5
     network = Network(uplink_bps=math.inf, downlink_bps=math.inf, latency_s=15.0, step_s=(1.0, 2.0))
@@ -627,6 +638,7 @@ def fragments(steps: list[list[int]], overlap_steps: int, size: int = 1000, kind
     )
 
 
+@pytest.mark.usefixtures("replayed_or_by_rounds")
 def test_an_overlap_longer_than_the_parts_of_a_round_has_several_fragments_under_way() -> None:
     # parts of 3, 3 and 4 steps; each fragment is waited for 5 steps after it left, and takes 4 s: nothing is exposed but the end
     steps = [[3, 3], [3, 3], [4, 4]] * 2
@@ -640,6 +652,7 @@ def test_an_overlap_longer_than_the_parts_of_a_round_has_several_fragments_under
     assert late.communication_s[:, 0].tolist() == [0, 0, 2, 0, 2, 7]
 
 
+@pytest.mark.usefixtures("replayed_or_by_rounds")
 def test_means_overlap_over_parts_and_who_is_late_holds_both_of_their_halves() -> None:
     # a mean through two owners is two exchanges of 2 s: sent at 3 s, there at 7 s, waited for after 3 steps and so at 6 s
     steps = [[3, 3], [3, 3], [4, 4]]
@@ -650,6 +663,7 @@ def test_means_overlap_over_parts_and_who_is_late_holds_both_of_their_halves() -
     assert uneven.end_s[:2].tolist() == [[3, 6], [10, 12]]
 
 
+@pytest.mark.usefixtures("replayed_or_by_rounds")
 def test_fragments_under_way_together_share_the_link() -> None:
     # 8 kbit at 2 kbit/s: 4 s alone. Sent at 3, 6 and 9 s: the first is alone until 6, and has 1 s left; shared until 8.
     # The second then has 3 s left, 1 s alone until 9, 2 s shared with the third until 13, when that has 2 s left: 15.
@@ -661,6 +675,7 @@ def test_fragments_under_way_together_share_the_link() -> None:
     np.testing.assert_allclose(price(fragments([[3, 3], [3, 3], [3, 3]], 4), network).end_s[:, 0], [3, 6, 15])
 
 
+@pytest.mark.usefixtures("replayed_or_by_rounds")
 def test_a_worker_without_steps_of_its_own_in_a_part_waits_before_its_next_one() -> None:
     # the straggler takes its only step in the last part; the others' fragments are under way for 2 s
     network = Network(uplink_bps=math.inf, downlink_bps=math.inf, latency_s=2.0, step_s=(1.0, 10.0))
@@ -702,6 +717,65 @@ def test_where_nothing_is_shared_a_longer_overlap_is_never_slower(
     assert totals[1] <= totals[0] * (1 + 1e-12)
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_large_rounds_that_overlap_are_never_cheaper_than_replayed_and_hardly_dearer(data: st.DataObject) -> None:
+    n, rounds, kind = data.draw(st.integers(6, 9)), 5, data.draw(st.sampled_from(("exchange", "mean")))
+    rates = st.lists(st.floats(2e6, 2e7), min_size=n, max_size=n).map(tuple)
+    network = Network(
+        uplink_bps=data.draw(rates), downlink_bps=data.draw(rates), latency_s=0.05,
+        step_s=data.draw(st.lists(st.floats(0.1, 0.3), min_size=n, max_size=n).map(tuple)),
+    )  # fmt: skip
+    everyone = np.array([[[j for j in range(n) if j != i] for i in range(n)]] * rounds)
+    trace = from_targets(everyone, data.draw(st.integers(10**3, 10**6)), steps=10, kind=kind)
+    overlap = np.full(len(trace.messages.round), data.draw(st.integers(1, 10)))
+    trace = trace._replace(messages=trace.messages._replace(overlap_steps=overlap))
+    replayed = price(trace, network)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pricing, "_MOST_REPLAYED", 0)
+        by_rounds = price(trace, network)
+    assert 1 - 1e-9 < by_rounds.total_s / replayed.total_s < 1.25
+    spent = (by_rounds.compute_s + by_rounds.communication_s).cumsum(axis=0)
+    np.testing.assert_allclose(spent, by_rounds.end_s, rtol=1e-9)
+    np.testing.assert_array_equal(by_rounds.compute_s, replayed.compute_s)
+    assert set(np.unique(by_rounds.waits_on)) <= {*range(n)}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_runs_that_are_priced_together_cost_what_each_costs_alone(data: st.DataObject) -> None:
+    first = data.draw(runs())
+    network = data.draw(networks(first.workers))
+    network = network if network.step_s is None else replace(network, jitter=data.draw(st.sampled_from((0.0, 0.3))))
+    scaled = [
+        first._replace(steps=k * first.steps, messages=first.messages._replace(bytes=k * first.messages.bytes))
+        for k in (1, 2, 3)
+    ]
+    for trace, together in zip(scaled, price_together(scaled, network), strict=True):
+        alone = price(trace, network)
+        for one, other in zip(together[:4], alone[:4], strict=True):
+            assert one.shape == other.shape
+        np.testing.assert_allclose(together.end_s, alone.end_s, rtol=1e-9)
+        np.testing.assert_allclose(together.compute_s, alone.compute_s, rtol=1e-9)
+        assert set(np.unique(together.waits_on)) <= {*range(trace.workers)}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_streams_of_many_groups_at_once_end_when_those_of_each_do(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 12))
+    use = st.tuples(st.integers(0, 15), st.sampled_from((0.0, 1 / 8, 1 / 3, 1.0)))
+    uses = data.draw(
+        st.lists(st.lists(use, min_size=2, max_size=2, unique_by=lambda one: one[0]), min_size=count, max_size=count)
+    )
+    leaves = data.draw(st.lists(st.sampled_from((0.0, 1.0, 2.5, 40.0)), min_size=count, max_size=count))
+    bits = data.draw(st.lists(st.sampled_from((0.0, 1.0, 10.0, 100.0)), min_size=count, max_size=count))
+    links, takes = (np.array([[one[k] for one in own] for own in uses]) for k in (0, 1))
+    found = ends_at_once(np.array(leaves), np.array(bits), links, takes)
+    np.testing.assert_allclose(found, ends_by_hand(leaves, bits, uses), rtol=1e-9)
+
+
+@pytest.mark.usefixtures("replayed_or_by_rounds")
 def test_a_round_without_steps_scales_no_overlap() -> None:
     network = Network(uplink_bps=math.inf, downlink_bps=math.inf, latency_s=3.0, step_s=1.0)
     assert price(fragments([[0, 0], [4, 4]], 2), network).end_s[:, 0].tolist() == [0, 8]

@@ -13,19 +13,19 @@ Where packets are lost, a message is never faster than `gossamer.network.links.t
 
 Messages that use the same direction of a link at the same time share it, max-min fair (`gossamer.network.fluid`): when one
 ends, the others speed up. An uncontended message runs at `min(uplink_j, downlink_i)`; k simultaneous ones get 1/k each. Where
-such cases decide when everyone ends, a round is priced at once. Otherwise it is replayed event by event. No worker is in two
-rounds at a time, so each round can be priced by itself.
+such cases decide when everyone ends, a round is priced at once. Otherwise it goes from event to event: an exchange in groups of
+messages that share links, anything else in a replay. No worker is in two rounds at a time, so each round can be priced by itself.
 
 A whole run is replayed where sites or routes share links, bandwidths change, or an operation overlaps with the steps after
-it. Worker i waits for an overlapping message after `⌊overlap_steps · steps_i / max steps⌋` more inner steps, across rounds if
-need be, or at the end of the run.
+it, unless its rounds are large. Worker i waits for an overlapping message after `⌊overlap_steps · steps_i / max steps⌋` more
+inner steps, across rounds if need be, or at the end of the run.
 
 While no two messages share a direction, all times are maxima and sums of terms that fall with the bandwidth, so more
 bandwidth is never slower. Where messages share, more bandwidth for one may slow down another.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -33,12 +33,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gossamer.errors import ConfigError
+from gossamer.network.fluid import ends_at_once
 from gossamer.network.links import Floats, Links, Network, PerWorker, links_of
 from gossamer.network.replay import Replay
-from gossamer.network.timeline import Leg, Timeline, compute_seconds, legs_among, legs_of, no_rounds, streams_of
+from gossamer.network.timeline import (
+    Leg,
+    Timeline,
+    compute_seconds,
+    legs_among,
+    legs_of,
+    no_rounds,
+    operations_of,
+    overlap_of_each,
+    streams_of,
+)
 from gossamer.record.logs.trace import KINDS, Integers, Kind, Messages, Trace
 
-__all__ = ["price", "price_everyone"]
+__all__ = ["price", "price_everyone", "price_together"]
 
 _MOST_REPLAYED = 1000
 """Most messages of a single round that is replayed; with more, each event may change the rates of all others."""
@@ -51,8 +62,8 @@ def price(trace: Trace, network: Network, computing: PerWorker = 1.0) -> Timelin
         other, which counts towards the seconds of a local phase, and not towards utilisation.
     Raises: ConfigError when the network describes another number of workers than the trace has, or one of the two is none.
     Cost: O(messages), vectorised over a round: 10 to 20 s for 100,000 workers and 1,000 rounds of single exchanges. A replay
-        costs 0.1 to 1 ms per message. A single round of more than 1,000 messages is not replayed. It is priced as if its
-        messages shared their links evenly all the time, which is never too fast and at most some per cent too slow.
+        costs 0.1 to 1 ms per message. Rounds of more than 1,000 messages are not replayed. They are priced as if these shared
+        their links evenly all the time, one operation after the other, which is at most some per cent too slow.
 
     >>> from gossamer.record.logs.trace import from_targets
     >>> swap = from_targets(np.array([[1, 0]]), payload_bytes=1000, steps=30)
@@ -64,27 +75,78 @@ def price(trace: Trace, network: Network, computing: PerWorker = 1.0) -> Timelin
             raise ConfigError(f"price got {given!r:.60}, which is no {kind.__name__}; make one with {how}")
     links = links_of(network, trace.workers)
     share = np.broadcast_to(np.asarray(computing, float), trace.workers)
-    if network.shares or trace.messages.overlap_steps.any():
-        return Replay(trace, network, links).run()._replace(computing=share)
-    timeline = no_rounds(trace)._replace(computing=share)
+    overlaps = bool(trace.messages.overlap_steps.any())
+    if network.shares or (overlaps and _most_of_a_round(trace) <= _MOST_REPLAYED):
+        timeline = Replay(trace, network, links).run()
+    else:
+        timeline = (_overlapping if overlaps else _rounds)(trace, network, links)
+    return timeline._replace(computing=share)
+
+
+def price_together(traces: Sequence[Trace], network: Network, computing: PerWorker = 1.0) -> list[Timeline]:
+    """`price` of each of several runs with as many workers and rounds, sooner than one by one where they gossip.
+
+    Raises: ConfigError as `price`.
+    """
+    n, count = traces[0].workers, len(traces)
+    if network.shares or not all(map(_is_small_gossip, traces)):
+        return [price(trace, network, computing) for trace in traces]
+    # One run of as many copies of the network, between which nothing is sent. Its seconds are given, as jitter goes by worker.
+    links, each = links_of(network, n), ("uplink_bps", "downlink_bps", "latency_s", "loss", "site")
+    seconds = [[compute_seconds(trace, network, links, r) for r in range(trace.rounds)] for trace in traces]
+    moved = [
+        trace.messages._replace(source=trace.messages.source + k * n, target=trace.messages.target + k * n)
+        for k, trace in enumerate(traces)
+    ]
+    messages = Messages(*map(np.concatenate, zip(*moved, strict=True)))
+    order = np.argsort(messages.round, kind="stable")
+    everyone = Trace(
+        np.hstack([trace.steps for trace in traces]),
+        np.hstack([np.reshape(some, (-1, n)) for some in seconds]),
+        Messages(*(column[order] for column in messages)),
+    )
+    copies = links._replace(step_s=None, **{name: np.tile(getattr(links, name), count) for name in each})
+    parts = [np.split(one, count, axis=1) for one in _rounds(everyone, network, copies, count)[:4]]
+    share = np.broadcast_to(np.asarray(computing, float), n)
+    return [
+        Timeline(compute_s, communication_s, waits_on - k * n, end_s, share)
+        for k, (compute_s, communication_s, waits_on, end_s) in enumerate(zip(*parts, strict=True))
+    ]
+
+
+def _is_small_gossip(trace: Trace) -> bool:
+    """Whether a round is some exchanges, without overlap."""
+    messages = trace.messages
+    return not messages.kind.any() and not messages.overlap_steps.any() and _most_of_a_round(trace) <= _MOST_REPLAYED
+
+
+def _most_of_a_round(trace: Trace) -> int:
+    """The messages of the round that has most."""
+    return int(np.bincount(trace.messages.round).max(initial=0))
+
+
+# --- links of their own: a round at once ----------------------------------------------------------------------------
+
+
+def _rounds(trace: Trace, network: Network, links: Links, runs: int = 1) -> Timeline:
+    """Rounds without overlap, one after the other, of one run or of several side by side."""
+    timeline, end = no_rounds(trace), np.zeros(trace.workers)
     bounds = np.searchsorted(trace.messages.round, np.arange(trace.rounds + 1))
-    end = np.zeros(trace.workers)
     for r in range(trace.rounds):
         start, seconds = end, compute_seconds(trace, network, links, r)
         ready = start + seconds
         messages = trace.messages.span(bounds[r], bounds[r + 1])
-        replayable = len(messages.round) <= _MOST_REPLAYED
-        end, waits_on, sure = _round(start, ready, messages, links, network, replayable)
-        if not sure and replayable:
+        exact = len(messages.round) <= runs * _MOST_REPLAYED
+        end, waits_on, sure = _round(start, ready, messages, links, network, exact)
+        if not sure and exact and not messages.kind.any():
+            end, waits_on = _exchange_by_events(start, ready, messages, links, network)
+        elif not sure and exact:
             alone = Trace(trace.steps[r, None], seconds[None], messages._replace(round=np.zeros_like(messages.round)))
             replayed = Replay(alone, network, links._replace(step_s=None), start).run()
             end, waits_on = replayed.end_s[0], replayed.waits_on[0]
         timeline.compute_s[r], timeline.communication_s[r] = seconds, end - ready
         timeline.waits_on[r], timeline.end_s[r] = waits_on, end
     return timeline
-
-
-# --- links of their own: a round at once ----------------------------------------------------------------------------
 
 
 def _round(
@@ -124,18 +186,51 @@ def _ended(
     leaves = np.maximum(ready[source], start[target])
     takes, sure = _even_shares(ways, leaves, size, ask)
     arrival = leaves + links.message_latency_s(source, target) + takes
-    end = _latest(ready, source, target, arrival)
+    end, waits_on = _arrived(start, ready, waits_on, source, target, leaves, arrival, ways.up_is_slower)
+    if not ask:
+        return end, waits_on, False
+    surely = end if sure.all() else _latest(ready, source[sure], target[sure], arrival[sure])
+    return end, waits_on, bool((end == surely).all())
 
-    waits_on, slower_up = waits_on.copy(), ways.up_is_slower
+
+def _arrived(
+    start: Floats, ready: Floats, waits_on: Integers, source: Integers, target: Integers, leaves: Floats, arrival: Floats,
+    up_is_slower: NDArray[np.bool_],
+) -> tuple[Floats, Integers]:  # fmt: skip
+    """When an exchange ends for each worker, and whom it waits for, given when its messages leave and arrive."""
+    end = _latest(ready, source, target, arrival)
+    waits_on, slower_up = waits_on.copy(), up_is_slower
     for worker in (source, target):
         last = np.flatnonzero((arrival == end[worker]) & (arrival > ready[worker]))
         a, b, held, left_s = source[last], target[last], worker[last], leaves[last]
         late = left_s - ready[held] > arrival[last] - left_s
         waits_on[held] = np.where(np.where(late, ready[a] >= start[b], slower_up[last]), a, b)
-    if not ask:
-        return end, waits_on, False
-    surely = end if sure.all() else _latest(ready, source[sure], target[sure], arrival[sure])
-    return end, waits_on, bool((end == surely).all())
+    return end, waits_on
+
+
+def _exchange_by_events(
+    start: Floats, ready: Floats, messages: Messages, links: Links, network: Network
+) -> tuple[Floats, Integers]:  # fmt: skip
+    """An exchange whose messages do not share their links evenly all the time, as `Replay` has it but for rounding."""
+    n, (source, target, size) = len(ready), streams_of(messages)
+    up_s, down_s = 1 / links.uplink_bps[source], 1 / links.downlink_bps[target]
+    down = target if network.duplex == "half" else n + target
+    if network.duplex == "full":
+        # A link that cannot be full bounds nothing, and so ties no messages to each other. An uplink must bound what comes
+        # through it where a downlink was left out, so uplinks are left out only where all downlinks behind them are in.
+        idle = np.bincount(target, links.uplink_bps[source], n) <= links.downlink_bps
+        down_s = np.where(idle[target], 0.0, down_s)
+        behind = np.bincount(source, np.where(idle[target], math.inf, links.downlink_bps[target]), n)
+        up_s = np.where((behind <= links.uplink_bps)[source], 0.0, up_s)
+    uses, seconds_per_bit = [source, down], [up_s, down_s]
+    if links.loses:
+        uses.append(2 * n + np.arange(len(source)))
+        seconds_per_bit.append(1 / links.stream_bps(source, target))
+    leaves = np.maximum(ready[source], start[target])
+    left = ends_at_once(leaves, (8 * size).astype(float), np.stack(uses, axis=1), np.stack(seconds_per_bit, axis=1))
+    arrival = left + links.message_latency_s(source, target)
+    slower_up = links.uplink_bps[source] <= links.downlink_bps[target]
+    return _arrived(start, ready, np.arange(n), source, target, leaves, arrival, slower_up)
 
 
 def _mean(
@@ -175,6 +270,76 @@ def _legs(
 
 
 _CARRY: dict[Kind, _Carry] = {"exchange": _exchange, "mean": _mean}
+
+
+# --- large rounds that overlap with the steps after them ----------------------------------------------------------------
+
+_NEVER = np.iinfo(np.int64).max
+
+
+class _UnderWay(NamedTuple):
+    """An operation that overlaps, for each worker."""
+
+    after: Integers
+    """The inner steps after which it is waited for; `_NEVER` of who has it or is not part of it."""
+    done_s: Floats
+    waits_on: Integers
+
+
+def _overlapping(trace: Trace, network: Network, links: Links) -> Timeline:
+    """A run whose operations overlap with the steps after them, a round at once.
+
+    The messages of an operation leave once the links of their two workers are free of what these have entered before, so that
+    they share links with each other alone.
+    """
+    bounds = np.searchsorted(trace.messages.round, np.arange(trace.rounds + 1))
+    n, timeline, finished = trace.workers, no_rounds(trace), trace.steps.cumsum(axis=0)
+    everybody, end, free, under_way = np.arange(n), np.zeros(n), np.zeros(n), list[_UnderWay]()
+    for r in range(trace.rounds):
+        start, seconds = end, compute_seconds(trace, network, links, r)
+        step_s = np.divide(seconds, trace.steps[r], out=np.zeros(n), where=trace.steps[r] > 0)
+        end, waits_on = start + seconds, everybody.copy()
+        for one in under_way:
+            due = np.flatnonzero(one.after <= finished[r])
+            came_s = one.done_s[due] + (finished[r] - one.after)[due] * step_s[due]
+            _wait(end, waits_on, due, came_s, one)
+            one.after[due] = _NEVER
+        longest_s, blocking = end - start - seconds, list[tuple[Kind, Messages]]()
+        for kind, overlap_steps, messages in operations_of(trace.messages.span(*bounds[r : r + 2])):
+            if not overlap_steps:
+                blocking.append((kind, messages))
+                continue
+            entered = np.maximum(start, free), np.maximum(end, free)
+            done_s, blamed, _ = _CARRY[kind](*entered, everybody, messages, links, network, False)
+            members = np.union1d(messages.source, messages.target)
+            after = np.full(n, _NEVER)
+            after[members] = (finished[r] + overlap_of_each(trace, r, overlap_steps))[members]
+            free[members] = (done_s - links.latency_s)[members]
+            under_way.append(_UnderWay(after, done_s, blamed))
+        for kind, messages in blocking:
+            ready = end
+            entered = np.maximum(start, free), np.maximum(ready, free)
+            done_s, blamed, _ = _CARRY[kind](*entered, everybody, messages, links, network, False)
+            members = np.union1d(messages.source, messages.target)
+            end = ready.copy()
+            end[members] = done_s[members]
+            free[members] = (done_s - links.latency_s)[members]
+            waits_on = np.where(end - ready > longest_s, blamed, waits_on)
+            longest_s = np.maximum(longest_s, end - ready)
+        if r + 1 == trace.rounds:
+            for one in under_way:
+                due = np.flatnonzero(one.after < _NEVER)
+                _wait(end, waits_on, due, one.done_s[due], one)
+        under_way = [one for one in under_way if (one.after < _NEVER).any()]
+        timeline.compute_s[r], timeline.communication_s[r] = seconds, end - start - seconds
+        timeline.waits_on[r], timeline.end_s[r] = waits_on, end
+    return timeline
+
+
+def _wait(end: Floats, waits_on: Integers, due: Integers, came_s: Floats, operation: _UnderWay) -> None:
+    """Those who wait for an operation go on when it has come, if that is later."""
+    late = came_s > end[due]
+    end[due[late]], waits_on[due[late]] = came_s[late], operation.waits_on[due[late]]
 
 
 # --- among everyone -------------------------------------------------------------------------------------------------

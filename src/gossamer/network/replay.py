@@ -10,8 +10,17 @@ import numpy as np
 
 from gossamer.network.fluid import Fluid, LinkChange, Use
 from gossamer.network.links import Floats, Links, MeanKind, Network
-from gossamer.network.timeline import Leg, Timeline, compute_seconds, legs_of, no_rounds, streams_of
-from gossamer.record.logs.trace import KINDS, Kind, Messages, Trace
+from gossamer.network.timeline import (
+    Leg,
+    Timeline,
+    compute_seconds,
+    legs_of,
+    no_rounds,
+    operations_of,
+    overlap_of_each,
+    streams_of,
+)
+from gossamer.record.logs.trace import Kind, Messages, Trace
 
 __all__ = ["Replay"]
 
@@ -165,29 +174,16 @@ class Replay:
         self.stages[i] = [operation for operation in own if not operation.overlap_steps]
         for operation in own:
             if operation.overlap_steps:
-                due = int(self.finished_steps[r + 1, i]) + self.own_overlap_steps(r, i, operation.overlap_steps)
-                self.pending[i].append((due, operation.then or operation))
+                after = int(overlap_of_each(self.trace, r, operation.overlap_steps)[i])
+                self.pending[i].append((int(self.finished_steps[r + 1, i]) + after, operation.then or operation))
                 self.enter(operation, i)
         self.next_stage(i)
-
-    def own_overlap_steps(self, r: int, i: int, overlap_steps: int) -> int:
-        """Steps of a worker that go with so many of the one that takes most; without any before, nothing is scaled.
-
-        An entry without steps, of what is sent after an exchange in the same place, goes with the one before it.
-        """
-        steps = next((steps for steps in self.trace.steps[r::-1] if steps.any()), self.trace.steps[r])
-        most = int(steps.max())
-        return overlap_steps * int(steps[i]) // most if most else overlap_steps
 
     def plan(self, r: int) -> Iterator[_Operation]:
         """The operations of a round."""
         messages = self.trace.messages.span(self.bounds[r], self.bounds[r + 1])
-        for code, kind in enumerate(KINDS):
-            for overlap_steps in np.unique(messages.overlap_steps[messages.kind == code]).tolist():
-                these = (messages.kind == code) & (messages.overlap_steps == overlap_steps)
-                yield _Operation(
-                    r, kind, overlap_steps, Messages(*(column[these] for column in messages)), self.network.mean
-                )
+        for kind, overlap_steps, these in operations_of(messages):
+            yield _Operation(r, kind, overlap_steps, these, self.network.mean)
 
     def next_stage(self, i: int) -> None:
         """The next operation to wait for, or the end of the round."""

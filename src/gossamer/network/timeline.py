@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from gossamer.network.links import Floats, Links, MeanKind, Network, jitter_factors
-from gossamer.record.logs.trace import Integers, Messages, Trace
+from gossamer.record.logs.trace import KINDS, Integers, Kind, Messages, Trace
 
 __all__ = [
     "Leg",
@@ -15,6 +15,8 @@ __all__ = [
     "legs_among",
     "legs_of",
     "no_rounds",
+    "operations_of",
+    "overlap_of_each",
     "streams_of",
     "utilisation_in_words",
 ]
@@ -120,6 +122,24 @@ def compute_seconds(trace: Trace, network: Network, links: Links, r: int) -> Flo
     if links.step_s is None:
         return trace.compute_s[r]
     return trace.steps[r] * links.step_s * jitter_factors(network, r, trace.workers)
+
+
+def operations_of(messages: Messages) -> Iterator[tuple[Kind, int, Messages]]:
+    """The operations of a round: their kind, the steps that they overlap with, and their messages."""
+    for code, kind in enumerate(KINDS):
+        for overlap_steps in np.unique(messages.overlap_steps[messages.kind == code]).tolist():
+            these = (messages.kind == code) & (messages.overlap_steps == overlap_steps)
+            yield kind, overlap_steps, Messages(*(column[these] for column in messages))
+
+
+def overlap_of_each(trace: Trace, r: int, overlap_steps: int) -> Integers:
+    """Steps of each worker, `[workers]`, that go with so many of the one that takes most; without any before, nothing is scaled.
+
+    An entry without steps, of what is sent after an exchange in the same place, goes with the one before it.
+    """
+    steps = next((steps for steps in trace.steps[r::-1] if steps.any()), trace.steps[r])
+    most = int(steps.max())
+    return overlap_steps * steps // most if most else np.full_like(steps, overlap_steps)
 
 
 def streams_of(messages: Messages) -> tuple[Integers, Integers, Integers]:

@@ -22,8 +22,8 @@ from gossamer.network.estimates.limits import ensure
 from gossamer.network.estimates.utilisation import step_seconds
 from gossamer.network.links import Links, Network, PerWorker, links_of, to_options
 from gossamer.network.pacing import Pace, cycle_s, fitting_steps, uplinks_bps, whole_steps
-from gossamer.network.pricing import price, price_everyone
-from gossamer.network.timeline import utilisation_in_words
+from gossamer.network.pricing import price, price_everyone, price_together
+from gossamer.network.timeline import Timeline, utilisation_in_words
 from gossamer.record.logs.trace import Integers, Trace, from_targets
 from gossamer.report.table import digits_text
 from gossamer.run.planning.choice import Candidate, Pick, pick
@@ -225,8 +225,8 @@ def plan(
 
     Args: `computing` is as in `gossamer.network.pricing.price`.
     Raises: ConfigError for what cannot be, or when nothing gives the step time.
-    Cost: some 10 ms per candidate, up to a minute where links are uneven or shared and there are hundreds of workers, and two
-        minutes for 100,000.
+    Cost: some ms per candidate, up to a minute where links are shared and there are hundreds of workers, and two minutes for
+        100,000.
     """
     listed = network.shares or network.loses
     n, most = workers_of(network, options), _LIMIT_SHARED if listed else _LIMIT_WORKERS
@@ -244,9 +244,8 @@ def plan(
     candidates = list[Candidate]()
     for without, part in teams:
         team = network_without(network, n, without)
-        for sketch in _sketches(n - len(without), options):
-            if (one := _priced(sketch, team, parameters, options, part)) is not None:
-                candidates.append(one._replace(left_out=without))
+        for one in _all_priced(_sketches(n - len(without), options), team, parameters, options, part):
+            candidates.append(one._replace(left_out=without))
     tokens, seconds = options.tokens or TOKENS_PER_PARAMETER * parameters, None
     if options.hours is not None:
         seconds = 3600 * options.hours
@@ -275,8 +274,7 @@ def quicker_collective(plan: RunPlan) -> tuple[str, float] | None:
     )
     hours = dict[str, float]()
     for kind in ("ring", "tree"):
-        other = _priced(sketch, replace(team, mean=kind), plan.parameters, options, 1.0)
-        assert other is not None
+        (other,) = _all_priced([sketch], replace(team, mean=kind), plan.parameters, options, 1.0)
         hours[kind] = plan.choice.hours_of(other)
     kind = min(hours, key=hours.__getitem__)
     return (kind, hours[kind]) if hours[kind] < 0.9 * plan.choice.hours_of(ours) else None
@@ -374,41 +372,61 @@ def _sketches(n: int, options: PlanSettings) -> Iterator[_Sketch]:
                         yield _Sketch(n, method, steps, codec, bits, matched)
 
 
-def _priced(
-    sketch: _Sketch, network: Network, parameters: int, options: PlanSettings, computing: PerWorker
-) -> Candidate | None:  # fmt: skip
-    """The price of a sketch; None of one whose workers should take fewer local steps, where none is slow."""
-    n, method, _, codec, bits, _ = sketch
-    payload_bytes = math.ceil(parameters * bits / 8)
-    back, own = None, _own_steps(sketch, network, payload_bytes)
-    if own is None:
-        return None
-    if sketch.peers is not None:
-        rounds = options.rounds if network.jitter or network.changes else max(16, 8 * options.rounds // n)
-        trace = _gossip(n, sketch.peers, _at_most(min(rounds, options.rounds), n), options.seed)
+def _all_priced(
+    sketches: Iterable[_Sketch], network: Network, parameters: int, options: PlanSettings, computing: PerWorker
+) -> list[Candidate]:  # fmt: skip
+    """The prices of sketches of one team, without those whose workers should take fewer local steps, where none is slow."""
+    traces, candidates = dict[_Sketch, Trace](), dict[_Sketch, Candidate | None]()
+    for sketch in sketches:
+        payload_bytes = math.ceil(parameters * sketch.bits / 8)
+        if (own := _own_steps(sketch, network, payload_bytes)) is None:
+            continue
+        if sketch.peers is None:
+            candidates[sketch] = _priced_mean(sketch, own, payload_bytes, network, parameters, options, computing)
+            continue
+        candidates[sketch] = None  # in its place
+        rounds = options.rounds if network.jitter or network.changes else max(16, 8 * options.rounds // sketch.n)
+        trace = _gossip(sketch.n, sketch.peers, _at_most(min(rounds, options.rounds), sketch.n), options.seed)
         sizes = np.broadcast_to(np.int64(payload_bytes), len(trace.messages.bytes))
         steps = np.broadcast_to(np.array(own), trace.steps.shape)
-        trace = trace._replace(steps=steps, messages=trace.messages._replace(bytes=sizes))
-        timeline, sent_bytes = price(trace, network, computing), float(trace.sent_bytes.mean()) / trace.rounds
+        traces[sketch] = trace._replace(steps=steps, messages=trace.messages._replace(bytes=sizes))
+    timelines = price_together([*traces.values()], network, computing) if traces else []
+    for (sketch, trace), timeline in zip(traces.items(), timelines, strict=True):
+        own = tuple(trace.steps[0].tolist())
+        candidates[sketch] = _candidate(
+            sketch, own, None, float(trace.sent_bytes.mean()) / trace.rounds, timeline, options
+        )
+    return [one for one in candidates.values() if one is not None]
+
+
+def _priced_mean(
+    sketch: _Sketch, own: tuple[int, ...], payload_bytes: int, network: Network, parameters: int, options: PlanSettings,
+    computing: PerWorker,
+) -> Candidate:  # fmt: skip
+    """The price of a sketch in which everyone sends to everyone."""
+    n, codec, bits = sketch.n, sketch.codec, sketch.bits
+    back = "bf16" if codec not in EXACT and (bits + _BACK_BITS) / n < bits else None
+    kind, message_bytes = "exchange", payload_bytes
+    if back or codec in EXACT:
+        mean_bytes = math.ceil(parameters * (bits + _BACK_BITS) / 8) if back else 2 * payload_bytes
+        kind, message_bytes = "mean", round(mean_bytes / n)
+    rounds = _rounds_of_means(network, n, options.rounds)
+    if network.shares or network.loses or n <= _LIMIT_LISTED:
+        timeline = price(from_targets(_everyone(n, rounds), message_bytes, own, kind=kind), network, computing)
     else:
-        back = "bf16" if codec not in EXACT and (bits + _BACK_BITS) / n < bits else None
-        kind, message_bytes = "exchange", payload_bytes
-        if back or codec in EXACT:
-            mean_bytes = math.ceil(parameters * (bits + _BACK_BITS) / 8) if back else 2 * payload_bytes
-            kind, message_bytes = "mean", round(mean_bytes / n)
-        rounds = _rounds_of_means(network, n, options.rounds)
-        if network.shares or network.loses or n <= _LIMIT_LISTED:
-            trace = from_targets(_everyone(n, rounds), message_bytes, own, kind=kind)
-            timeline = price(trace, network, computing)
-        else:
-            timeline = price_everyone(
-                np.broadcast_to(np.array(own), (rounds, n)), message_bytes, network, kind=kind, computing=computing
-            )
-        sent_bytes = float((n - 1) * message_bytes)
+        steps = np.broadcast_to(np.array(own), (rounds, n))
+        timeline = price_everyone(steps, message_bytes, network, kind=kind, computing=computing)
+    return _candidate(sketch, own, back, float((n - 1) * message_bytes), timeline, options)
+
+
+def _candidate(
+    sketch: _Sketch, own: tuple[int, ...], back: str | None, sent_bytes: float, timeline: Timeline, options: PlanSettings
+) -> Candidate:  # fmt: skip
+    """A sketch with its price."""
     rounds = len(timeline.end_s)
     return Candidate(
-        method=method,
-        codec=codec,
+        method=sketch.method,
+        codec=sketch.codec,
         back=back,
         local_steps=own,
         round_s=timeline.total_s / rounds,
