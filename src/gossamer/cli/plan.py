@@ -407,7 +407,7 @@ def _basis(choice: "Pick") -> str:
 def _print_choice(choice: "Pick") -> None:
     from gossamer.report.table import digits_text
 
-    best, others = choice.best, sorted({one.name for one in choice.undecided} - {choice.best.name})
+    best = choice.best
     left = f"dropping {best.dropped} (slowest): " if best.dropped else ""
     steps = f"{best.full_steps} local step{'s' if best.full_steps > 1 else ''}"
     print_sentence(
@@ -426,9 +426,9 @@ def _print_choice(choice: "Pick") -> None:
     if best.left_out:
         print("text that only the dropped have is lost; --keep-all plans with everybody")
     if choice.undecided:
-        among = ", ".join(others) or f"{best.name} with other settings"
         print_sentence(
-            f"not decided between this and {among}: the lowest expectation is taken, within 0.005 nats the fastest"
+            f"not decided between this and {choice.undecided_in_words}: the lowest expectation is taken, within 0.005 nats "
+            "the fastest"
         )
     print("another method is taken with --method NAME; --all shows every candidate")
 

@@ -254,6 +254,16 @@ def test_beside_one_slow_uplink_what_is_not_decided_is_near_and_gossip_is_taken_
     assert DRIFT == {"parameters": 0.29, "tokens": 0.72, "workers": 0.81}
 
 
+def test_what_is_not_decided_is_told_by_method_however_many_sets_of_workers_may_be_left_out() -> None:
+    best, others = one("DiLoCo", 30, 1.0), [one("DiLoCo", 30, 1.0, left_out=gone) for gone in ((7,), (6, 7), (5, 6, 7))]
+    gossip = one("GASLoC 1-Peer", 30, 1.0, left_out=(7,))
+    found = pick([best], SCALE)
+    assert found._replace(undecided=(*others, gossip)).undecided_in_words == (
+        "DiLoCo without some workers in 3 ways, GASLoC 1-Peer less 7"
+    )
+    assert found._replace(undecided=(one("DiLoCo", 60, 1.0),)).undecided_in_words == "DiLoCo with other settings"
+
+
 def test_a_table_fits_a_hundred_columns_and_has_one_row_for_each_family() -> None:
     found = made(tokens=1e12)
     shown = list(best_of_each(found.choice, found.candidates))

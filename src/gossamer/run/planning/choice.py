@@ -116,6 +116,19 @@ class Pick(NamedTuple):
     hours: float
     """The time."""
 
+    @property
+    def undecided_in_words(self) -> str:
+        """What is not decided from the choice; several of a method that leave out other workers count together."""
+        names: dict[tuple[str, bool], set[str]] = {}
+        for one in self.undecided:
+            if one.name != self.best.name:
+                names.setdefault(one.family, set()).add(one.name)
+        words = [
+            own.pop() if len(own) == 1 else f"{method} without some workers in {len(own)} ways"
+            for (method, _), own in sorted(names.items())
+        ]
+        return ", ".join(words) or f"{self.best.name} with other settings"
+
     def hours_of(self, one: Candidate) -> float:
         """What a candidate needs for the tokens."""
         return self.tokens * one.seconds_per_token / 3600
