@@ -184,9 +184,30 @@ def test_the_recipe_muloco_trains_with_the_settings_of_its_authors_code() -> Non
     assert (found.weight_decay, found.betas) == (0.01, (0.9, 0.95))
 
 
-def test_spectral_muon_refuses_a_vector() -> None:
-    with pytest.raises(ConfigError, match=r"SpectralMuon got a parameter of shape \(3,\); only matrices"):
-        SpectralMuon([torch.zeros(3)])
+@pytest.mark.parametrize(
+    ("shape", "stacks"), [((3,), False), ((16, 8, 3, 3), False), ((16, 8, 3), False), ((3, 4), True)]
+)
+def test_spectral_muon_refuses_what_is_neither_a_matrix_nor_a_stack_that_was_announced(
+    shape: tuple[int, ...], stacks: bool
+) -> None:
+    with pytest.raises(ConfigError, match=r"SpectralMuon got a parameter of shape .*; only matrices"):
+        SpectralMuon([torch.zeros(shape)], stacks=stacks)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_stack_of_matrices_steps_as_each_alone_to_the_last_bit(nesterov: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(3, 24, 8, generator=generator)
+    alone = [matrix.clone() for matrix in whole]
+    together = SpectralMuon([whole], nesterov=nesterov, stacks=True)
+    each = SpectralMuon(alone, nesterov=nesterov)
+    for _ in range(3):
+        whole.grad = torch.randn(3, 24, 8, generator=generator)
+        for matrix, gradient in zip(alone, whole.grad, strict=True):
+            matrix.grad = gradient.clone()
+        together.step()
+        each.step()
+    assert torch.equal(whole, torch.stack(alone))
 
 
 @pytest.mark.parametrize("kind", ["muon", "spectral_muon"])

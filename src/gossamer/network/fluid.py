@@ -71,6 +71,7 @@ def max_min_rates(uses: Places, seconds_per_bit: Floats, factors: Floats) -> Flo
         settled = (held_here & ~waits[own]).any(axis=1)
         rates[growing[settled]] = rate[settled]
         room -= np.bincount(own[settled].ravel(), (rate[settled, None] * takes[settled]).ravel(), len(room))
+        np.maximum(room, 0.0, out=room)  # what is left of a full link may round below nothing
         growing = growing[~settled]
     return rates
 
@@ -91,7 +92,7 @@ def rates_of_few(uses: Sequence[Sequence[tuple[int, float]]], factors: Mapping[i
         waits = {link for k in growing for link, _ in uses[k] if link not in held[k]}
         settled = dict.fromkeys(k for k in growing if held[k] - waits)
         for link, taken in _sums((link, rate[k] * takes) for k in settled for link, takes in uses[k]).items():
-            room[link] -= taken
+            room[link] = max(0.0, room[link] - taken)
         for k in settled:
             rates[k] = rate[k]
         growing = [k for k in growing if k not in settled]
@@ -133,7 +134,9 @@ def ends_at_once(leaves_s: Floats, bits: Floats, uses: Places, seconds_per_bit: 
         some = flying[begun]
         rates = max_min_rates(uses[some], seconds_per_bit[some], factors)
         event_s = leaves.copy()
-        event_s[begun] = now_s[begun] + left[some] / rates
+        takes_s = np.where(left[some] > 0, math.inf, 0.0)
+        np.divide(left[some], rates, out=takes_s, where=(left[some] > 0) & (rates > 0))
+        event_s[begun] = now_s[begun] + takes_s
         clock_s = _least(own, event_s, len(bits))
         to_s = clock_s[own]
         over = begun & (event_s <= to_s * _SAME)

@@ -31,17 +31,18 @@ class SpectralMuon(Optimizer):
     O(u) is near the orthogonal factor U Vᵀ of u = U S Vᵀ; see `orthogonalized`.
 
     Args:
-        params: matrices `[fan_out, fan_in]`, stacks of them `[..., fan_out, fan_in]`, each with a factor of its own, or groups.
+        params: matrices `[fan_out, fan_in]`, or groups of them.
         lr: learning rate; the authors' default is 0.02.
         weight_decay: λ.
         momentum: μ.
         nesterov: whether the momentum looks ahead.
         eps: is added to the norm that u is divided by.
-    Raises: ConfigError for values out of range, and for a vector among the parameters.
+        stacks: whether each parameter is a stack of matrices instead, `[count, fan_out, fan_in]`, each with a factor of its own.
+    Raises: ConfigError for values out of range, and for a parameter that is no matrix, or no stack.
     Cost: one momentum (1 P), and 15 products of bf16 matrices for each matrix and step.
     Source: MuLoCo, arXiv 2505.23725, and its code, which took Muon from Ahn et al., arXiv 2504.05295. The scale is that of
         arXiv 2310.17813. `torch.optim.Muon` takes one triple for all steps, and scales otherwise.
-    Differs: a tensor of more dimensions is a stack of matrices; their code flattens it to one.
+    Differs: only matrices; their code also flattens tensors of more dimensions.
     Fails when: one matrix holds several maps, such as fused queries, keys and values: each has an orthogonal factor of its own.
 
     >>> w = torch.nn.Parameter(torch.zeros(2, 2))
@@ -62,11 +63,12 @@ class SpectralMuon(Optimizer):
         momentum: Decay = 0.95,
         nesterov: bool = False,
         eps: NotNegative = 1e-8,
+        stacks: bool = False,
     ) -> None:
         settings = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "eps": eps}
         super().__init__(params, settings)
         for p in (p for group in self.param_groups for p in group["params"]):
-            if p.ndim < 2:
+            if p.ndim != 2 + stacks:
                 raise ConfigError(
                     f"SpectralMuon got a parameter of shape {tuple(p.shape)}; only matrices have an orthogonal factor: give "
                     "the others to another optimizer, such as AdamW"

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from commands import Command
 from gossamer.cli import main
 from gossamer.errors import CheckpointError, ConfigError, TrainingError
-from gossamer.optimizers import inner
+from gossamer.optimizers import AccumAdamW, Joined, SpectralMuon, inner
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.record.logs.trace import read_trace
@@ -207,6 +207,29 @@ def test_workers_whose_steps_are_one_step_leave_what_each_alone_would(tmp_path, 
         mine, theirs = (tree_leaves(state["inner"]) for state in states)
         for one, other in zip(mine, theirs, strict=True):
             assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a count where no parameter's state is."""
+
+    def step(self, closure=None):
+        self.param_groups[0]["taken"] = self.param_groups[0].get("taken", 0) + 1
+        return super().step(closure)
+
+
+def joined(parameters):
+    matrices = [p for p in parameters if p.ndim == 2]
+    rest = [p for p in parameters if p.ndim != 2]
+    return Joined(muon=SpectralMuon(matrices[:-1]), adamw=AccumAdamW(matrices[-1:]), counting=Counting(rest, lr=0.1))
+
+
+def test_each_worker_makes_the_steps_of_an_optimizer_of_the_users(tmp_path):
+    config = single(rule__name="data_parallel", topology__name="complete", run__local_steps=1, run__steps=4)
+    ended = simulate(config, tmp_path / "run", optimizer=joined)
+    folder, name = tmp_path / "run" / "checkpoints", digest(ended.config)
+    states = [checkpoint.load(folder, 4, worker, name)["inner"] for worker in range(3)]
+    assert [state["counting"]["param_groups"][0]["taken"] for state in states] == [4, 4, 4]
+    assert [{one["step"] for one in state["adamw"]["state"].values()} for state in states] == [{4}] * 3
 
 
 def test_a_run_that_asks_for_it_has_its_outer_updates_compiled(tmp_path, request):

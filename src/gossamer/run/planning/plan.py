@@ -390,7 +390,7 @@ def _all_priced(
         sizes = np.broadcast_to(np.int64(payload_bytes), len(trace.messages.bytes))
         steps = np.broadcast_to(np.array(own), trace.steps.shape)
         traces[sketch] = trace._replace(steps=steps, messages=trace.messages._replace(bytes=sizes))
-    timelines = price_together([*traces.values()], network, computing) if traces else []
+    timelines = price_together([*traces.values()], network, computing)
     for (sketch, trace), timeline in zip(traces.items(), timelines, strict=True):
         own = tuple(trace.steps[0].tolist())
         candidates[sketch] = _candidate(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer.models.stacked import stacked_losses
-from gossamer.optimizers import InnerOptimizer, Joined
+from gossamer.optimizers import InnerOptimizer, Joined, SpectralMuon
 from gossamer.rounds.exchange import Each
 from gossamer.run.worker.compiled import made_ready
 from gossamer.run.worker.replica import LocalPhase, Replica, loss_must_be_finite
@@ -43,7 +43,8 @@ class Stack:
         for part, own in _parts(like.optimizer).items():
             self._part |= {names[p]: part for group in own.param_groups for p in group["params"]}
             groups = ({**g, "params": [self._weights[names[p]] for p in g["params"]]} for g in own.param_groups)
-            parts[part] = cast(Any, type(own))(groups)
+            stacks = {"stacks": True} if isinstance(own, SpectralMuon) else {}  # others go number by number
+            parts[part] = cast(Any, type(own))(groups, **stacks)
         self._optimizer = Joined(**parts)
 
     def train(self, round: int, start: int, stop: int) -> list[LocalPhase]:

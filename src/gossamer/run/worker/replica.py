@@ -57,7 +57,7 @@ def step_on_gradients(replicas: Sequence["Replica"], round: int, each: Each) -> 
     what it has found, which is the same to the last bit.
     """
     first, *others = replicas
-    if not all(map(first.steps_like, others)):
+    if not all(each(first.steps_like, others)):
         each(lambda replica: replica.step_on_gradient(round), replicas)
         return
     first.step_on_gradient(round)
@@ -214,8 +214,10 @@ class Replica:
         """Whether Muon's step on the gradient of another replica is its step here, to the last bit."""
         if self.gradient is None or self.staged is not None or not isinstance(self.optimizer, Joined):
             return False
+        if self.task.optimizer is not None:
+            return False  # what a step of the user's own changes is not known
         mine, theirs = self._stepped(), other._stepped()
-        if len(mine) == 2:
+        if len(mine) != len(theirs) or len(mine) == 2:
             return False  # before the first step there are no moments to copy to
         return all(map(torch.equal, mine, theirs))
 
@@ -229,7 +231,7 @@ class Replica:
         """What a step on the gradient changes."""
         assert self.gradient is not None and isinstance(self.optimizer, Joined)
         groups = ((part.state, group) for part in self.optimizer.parts.values() for group in part.param_groups)
-        moments = [value for state, group in groups for p in group["params"] for value in state[p].values()]
+        moments = [value for state, group in groups for p in group["params"] for value in state.get(p, {}).values()]
         return [self.x, self.gradient, *moments]
 
     @contextlib.contextmanager
