@@ -200,11 +200,10 @@ def _ended(
 
 def _arrived(
     start: Floats, ready: Floats, waits_on: Integers, source: Integers, target: Integers, leaves: Floats, arrival: Floats,
-    up_is_slower: NDArray[np.bool_],
+    slower_up: NDArray[np.bool_],
 ) -> tuple[Floats, Integers]:  # fmt: skip
     """When an exchange ends for each worker, and whom it waits for, given when its messages leave and arrive."""
-    end = _latest(ready, source, target, arrival)
-    waits_on, slower_up = waits_on.copy(), up_is_slower
+    end, waits_on = _latest(ready, source, target, arrival), waits_on.copy()
     for worker in (source, target):
         last = np.flatnonzero((arrival == end[worker]) & (arrival > ready[worker]))
         a, b, held, left_s = source[last], target[last], worker[last], leaves[last]

@@ -57,6 +57,8 @@ def step_on_gradients(replicas: Sequence["Replica"], round: int, each: Each) -> 
     what it has found, which is the same to the last bit.
     """
     first, *others = replicas
+    if first.gradient is None:  # nor has any other one
+        return
     if not all(each(first.steps_like, others)):
         each(lambda replica: replica.step_on_gradient(round), replicas)
         return
@@ -212,7 +214,7 @@ class Replica:
 
     def steps_like(self, other: "Replica") -> bool:
         """Whether Muon's step on the gradient of another replica is its step here, to the last bit."""
-        if self.gradient is None or self.staged is not None or not isinstance(self.optimizer, Joined):
+        if self.staged is not None or not isinstance(self.optimizer, Joined):
             return False
         if self.task.optimizer is not None:
             return False  # what a step of the user's own changes is not known
