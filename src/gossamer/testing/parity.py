@@ -39,7 +39,7 @@ from gossamer.transport.processes.group import GroupTransport
 from gossamer.transport.processes.launch import leave
 from gossamer.transport.processes.local import loopback
 from gossamer.transport.processes.member import Member
-from gossamer.transport.processes.store import hosted_store, reached_store
+from gossamer.transport.processes.store import listening, reached_store, served_store
 from gossamer.tree import leaves
 
 __all__ = ["check_parity"]
@@ -148,15 +148,16 @@ def _simulated(run: _Run) -> list[Trail]:
 def _in_processes(run: _Run, folder: Path) -> list[Trail]:
     """The trails of workers that are processes. Raises AssertionError when one of them fails, or they take too long."""
     n, deadline = run.m.topology.n, time.monotonic() + run.timeout_s
-    store = hosted_store("127.0.0.1", 0, run.timeout_s)
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_worker, args=(run, i, store.port, folder), daemon=True) for i in range(n)]
+    listener, context = listening("127.0.0.1", 0), multiprocessing.get_context("fork")
+    port = listener.getsockname()[1]
+    processes = [context.Process(target=_worker, args=(run, i, port, folder), daemon=True) for i in range(n)]
     try:
-        with warnings.catch_warnings():
+        with listener, warnings.catch_warnings():
             # The child runs what is here and in torch, and waits for no thread of this process.
             warnings.simplefilter("ignore", DeprecationWarning)
             for process in processes:
                 process.start()
+            _store = served_store(listener, run.timeout_s)  # not before all are forked, and until they have ended
         _wait(processes, deadline)
         codes = [process.exitcode for process in processes]
         where = _where(processes, folder)

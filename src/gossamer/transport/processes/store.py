@@ -27,7 +27,8 @@ from gossamer.transport.processes.interfaces import address_towards, advised, le
 from gossamer.transport.secret import CODE_BYTES, code
 
 __all__ = [
-    "ENTRY_BYTES", "Entries", "hosted_store", "listening", "reached_store", "report_fallen", "shared_part", "store_answers",
+    "ENTRY_BYTES", "Entries", "hosted_store", "listening", "reached_store", "report_fallen", "served_store", "shared_part",
+    "store_answers",
 ]  # fmt: skip
 
 ENTRY_BYTES = 1 << 20
@@ -180,12 +181,21 @@ def hosted_store(host: str, port: int, timeout_s: float = 300.0) -> TCPStore:
     Raises: OSError when the port is taken or the host unknown, ConfigError where the address towards the others is not known.
     """
     with listening(host, port) as listener:
-        address, taken = listener.getsockname()[:2]
-        store = TCPStore(
-            address, taken, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
-            master_listen_fd=listener.fileno(),
-        )  # fmt: skip
-        listener.detach()  # the store closes it
+        return served_store(listener, timeout_s)
+
+
+def served_store(listener: socket.socket, timeout_s: float) -> TCPStore:
+    """A new store in this process that answers at this socket, which is closed with it.
+
+    From here on a thread of torch looks up the names of whoever connects, with a lock of the C library: a process that is forked
+    meanwhile can find that lock taken for ever. So whoever forks begins to serve after it.
+    """
+    address, port = listener.getsockname()[:2]
+    store = TCPStore(
+        address, port, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
+        master_listen_fd=listener.fileno(),
+    )  # fmt: skip
+    listener.detach()  # the store closes it
     return store
 
 
