@@ -135,8 +135,7 @@ def _most_of_a_round(trace: Trace) -> int:
 
 def _rounds(trace: Trace, network: Network, links: Links, runs: int = 1) -> Timeline:
     """Rounds without overlap, one after the other, of one run or of several side by side."""
-    timeline, end = no_rounds(trace), np.zeros(trace.workers)
-    bounds = np.searchsorted(trace.messages.round, np.arange(trace.rounds + 1))
+    bounds, timeline, end = trace.bounds, no_rounds(trace), np.zeros(trace.workers)
     for r in range(trace.rounds):
         start, seconds = end, compute_seconds(trace, network, links, r)
         ready = start + seconds
@@ -297,8 +296,7 @@ def _overlapping(trace: Trace, network: Network, links: Links) -> Timeline:
     The messages of an operation leave once the bits of what their two workers have entered before are through, so that they share
     links with each other alone.
     """
-    bounds = np.searchsorted(trace.messages.round, np.arange(trace.rounds + 1))
-    n, timeline, finished = trace.workers, no_rounds(trace), trace.steps.cumsum(axis=0)
+    bounds, n, timeline, finished = trace.bounds, trace.workers, no_rounds(trace), trace.steps.cumsum(axis=0)
     at_once = links._replace(latency_s=np.zeros(n), route_latency_s=np.zeros_like(links.route_latency_s))
     everybody, end, free, under_way = np.arange(n), np.zeros(n), np.zeros(n), list[_UnderWay]()
     for r in range(trace.rounds):

@@ -83,7 +83,7 @@ class Replay:
         )
         self.timeline = no_rounds(trace)
         self.finished_steps = np.vstack([np.zeros((1, n), np.int64), trace.steps.cumsum(axis=0)])
-        self.bounds = np.searchsorted(trace.messages.round, np.arange(trace.rounds + 1))
+        self.bounds = trace.bounds
         self.operations: dict[int, list[_Operation]] = {}
         self.streams: dict[int, _Stream] = {}
         self.todo: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []

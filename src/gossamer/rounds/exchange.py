@@ -310,8 +310,9 @@ def _through_owners(job: _Job) -> _Legs:
     template = chunks(message_template(rule, part.x, part.s, ctx), n, codec)
     share = encode(codec, template[place[i]], 0)
     sums = [encode(back, map_leaves(widen, chunk), 0) for chunk in template]
+    like = leaves(share)
     for j in others:
-        transport.expect(there, j, leaves(share))
+        transport.expect(there, j, like)
         transport.expect(gather, j, leaves(sums[place[j]]))
     yield None
 
@@ -321,8 +322,9 @@ def _through_owners(job: _Job) -> _Legs:
     payloads = [encode(codec, chunk, key) for chunk, key in zip(message, keys, strict=True)]
     for j in others:
         transport.post(there, j, leaves(payloads[place[j]]))
-    sends = tuple((j, nbytes(payloads[place[j]]) + nbytes(sums[place[i]])) for j in others)
-    receives = tuple((j, nbytes(share) + nbytes(sums[place[j]])) for j in others)
+    share_bytes, sum_bytes = nbytes(share), [nbytes(chunk) for chunk in sums]
+    sends = tuple((j, nbytes(payloads[place[j]]) + sum_bytes[place[i]]) for j in others)
+    receives = tuple((j, share_bytes + sum_bytes[place[j]]) for j in others)
     yield _Posted(sent, Operation("mean", part.fragment, sends, receives, job.setup.overlap_steps))
     yield there
 

@@ -162,6 +162,11 @@ class Trace(NamedTuple):
         return self.steps.shape[1]
 
     @property
+    def bounds(self) -> Integers:
+        """Where the messages of each round begin, `[rounds + 1]`; those of round r end where those of r + 1 begin."""
+        return np.searchsorted(self.messages.round, np.arange(self.rounds + 1))
+
+    @property
     def sent_bytes(self) -> Integers:
         """Bytes each worker sent in the whole run, `[workers]`."""
         sent = np.zeros(self.workers, np.int64)
