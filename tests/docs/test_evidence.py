@@ -428,12 +428,17 @@ def given(run: Point) -> dict[str, Any]:
     }
 
 
-def test_what_runs_again_and_the_demo_use_the_settings_that_whole_runs_chose() -> None:
-    chosen = {
+def chosen_by(search: str) -> dict[str, dict[str, Any]]:
+    """The settings of each variant of a search that has ended for it."""
+    return {
         one.contender.row.label: one.contender.chosen(one.found.best)
-        for one in searched(contenders(load_document(CONFIGS / "leaderboard.toml")), FIRST_STAGE / "leaderboard.jsonl")
+        for one in searched(contenders(load_document(CONFIGS / f"{search}.toml")), FIRST_STAGE / f"{search}.jsonl")
         if one.found is not None and one.found.best is not None
     }
+
+
+def test_what_runs_again_and_the_demo_use_the_settings_that_whole_runs_chose() -> None:
+    chosen = chosen_by("leaderboard")
     for file in (CONFIGS / "tuned_again.toml", CONFIGS / "straggler_again.toml", ROOT / "configs" / "demo.toml"):
         for run in points(load_document(file)):
             wanted = chosen[SEARCHED_AS[run.method]]
@@ -823,6 +828,28 @@ def test_long_runs_are_compared_as_registered_with_each_other_and_with_data_para
         and beside["data parallel, Muon"].startswith("+0.0636 ± ")
     )
     assert fresh.long_table(ended[3:]) == "", "an arm is missing"
+
+
+def test_long_runs_have_the_settings_that_their_search_chose_and_seeds_that_chose_none() -> None:
+    chosen = chosen_by("long")
+    runs = points(load_document(CONFIGS / "long_tuned.toml"))
+    assert (
+        [run.method for run in runs]
+        == [*chosen]
+        == [run.method for run in points(load_document(CONFIGS / "long.toml", {"tune": {}}))]
+    )
+    assert all(chosen[run.method].items() <= given(run).items() for run in runs)
+    assert min(one.seed for one in read_results(FIRST_STAGE / "long_tuned.jsonl")) >= 5
+
+
+def test_gossip_costs_less_than_half_of_it_in_long_runs_as_the_page_says() -> None:
+    assert "Gossip costs less than half of what it does in short runs" in page_of_evidence()
+    for method in ("GASLoC 2-Peer", "GASLoC 1-Peer"):
+        long, short = (
+            float(difference(losses_of(stem, method), losses_of(stem, "DiLoCo"), spread=False))
+            for stem in ("long_tuned", "fresh")
+        )
+        assert 0 < long < short / 2, method
 
 
 def test_penalties_are_told_by_local_steps_and_codec_over_the_seeds_that_a_row_has_at_all_of_its_local_steps() -> None:
