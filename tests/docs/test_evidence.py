@@ -852,6 +852,16 @@ def test_gossip_costs_less_than_half_of_it_in_long_runs_as_the_page_says() -> No
         assert 0 < long < short / 2, method
 
 
+def test_what_a_plan_takes_for_30_local_steps_in_long_runs_holds_what_the_search_at_that_length_finds() -> None:
+    assert "lies inside the 95 % intervals of the plan's three seeds" in page_of_evidence()
+    least, floor = losses_of("four_times_as_long", "data_parallel"), losses_of("long_tuned", "data parallel")
+    for method in ("DiLoCo", "GASLoC 2-Peer", "GASLoC 1-Peer"):
+        taken, found = losses_of("four_times_as_long", f"{method}, H = 30"), losses_of("long_tuned", method)
+        plan = effect([(taken[seed] - least[seed], least[seed]) for seed in taken])
+        above = statistics.fmean(found[seed] - floor[seed] for seed in found)
+        assert plan.half is not None and abs(above - plan.mean) < plan.half, method
+
+
 def test_penalties_are_told_by_local_steps_and_codec_over_the_seeds_that_a_row_has_at_all_of_its_local_steps() -> None:
     runs = points(load_document(CONFIGS / "penalty.toml"), seeds=[5, 6, 7])
 
