@@ -156,6 +156,7 @@ def dial_any(
         if keys is not None:
             secret = SECRET_WORD
             channel.encrypt(keys, server=False, deadline=time.monotonic() + patience_s)
+            keys.must_list(channel.certificate)
             if whom is not None:
                 keys.must_have(channel.certificate, whom)
         accepted = prove_to_listener(channel, secret, run=run, me=me, older=older, timeout_s=patience_s)
