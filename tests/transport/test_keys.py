@@ -112,8 +112,12 @@ def opened(keys: list[Keys]) -> Iterator[Opened]:
 class Relay:
     """Somebody on the path: keeps what he sees, and may change bytes that go from the dialler to the listener."""
 
-    def __init__(self, port: int, change: Callable[[int, bytes], bytes] = lambda _, data: data) -> None:
+    def __init__(
+        self, port: int, change: Callable[[int, bytes], bytes] = lambda _, data: data, delay_s: float = 0.0
+    ) -> None:
         self._sock, self._port, self._change = socket.create_server(("127.0.0.1", 0)), port, change
+        self._delay_s = delay_s
+        """Of what goes either way."""
         self.seen, self.forth = bytearray(), bytearray()
         self.address = f"127.0.0.1:{self._sock.getsockname()[1]}"
         self._carried: list[socket.socket] = []
@@ -136,6 +140,7 @@ class Relay:
                 self.seen += data
                 if forth:
                     self.forth += data
+                time.sleep(self._delay_s)
                 sink.sendall(self._change(place, data) if forth else data)
                 place += len(data)
         for sock in (source, sink):
@@ -526,6 +531,95 @@ def test_floods_and_slow_connections_cost_no_descriptor_for_good(keys: list[Keys
     until(lambda: descriptors() <= before + 1)  # that of the peer; the listener goes on
     opened.close()
     until(lambda: descriptors() <= before)
+
+
+@contextlib.contextmanager
+def flood(port: int, per_s: float, first: bytes) -> Iterator[list[socket.socket]]:
+    """In here somebody opens so many connections in a second, sends this in each, and then a byte a tick in the newest ones."""
+    ended, opened = threading.Event(), list[socket.socket]()
+
+    def open_them() -> None:
+        while per_s and not ended.wait(1 / per_s):
+            with contextlib.suppress(OSError):
+                opened.append(socket.create_connection(("127.0.0.1", port)))
+                opened[-1].sendall(first)
+            for sock in opened[-10:] if first else ():
+                with contextlib.suppress(OSError):
+                    sock.sendall(b"\1")
+
+    thread = threading.Thread(target=open_them, daemon=True)
+    thread.start()
+    try:
+        yield opened
+    finally:
+        ended.set()
+        thread.join(TIMEOUT_S)
+        for sock in opened:
+            sock.close()
+
+
+BEGINNINGS = {False: b"GOS", True: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"}
+"""Of an honest dial, by whether it is encrypted: of its version, and of a ClientHello of 512 bytes."""
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
+@pytest.mark.parametrize(
+    ("per_s", "slow"), [(0, False), (12, False), (40, False), (40, True)], ids=["calm", "12/s", "40/s", "40/s, slow"]
+)
+def test_honest_dials_get_in_while_idle_and_slow_connections_come_from_their_address(
+    keys: list[Keys], encrypted: bool, per_s: float, slow: bool
+) -> None:
+    """Honest workers behind the same router as whoever floods, 200 ms of round trip away."""
+    ours, theirs = (keys[0], keys[1]) if encrypted else (None, None)
+    with (
+        contextlib.closing(Opened(ours)) as opened,
+        contextlib.closing(Relay(opened.port, delay_s=0.1)) as relay,
+        flood(opened.port, per_s, BEGINNINGS[encrypted] if slow else b"") as strangers,
+        ThreadPoolExecutor(6) as pool,
+    ):
+        until(lambda: len(strangers) >= 10 or not per_s)
+        made = [
+            pool.submit(dial, relay.address, b"a secret", run=RUN, me=1, timeout_s=TIMEOUT_S, keys=theirs)
+            for _ in range(6)
+        ]
+        for one in made:
+            one.result(TIMEOUT_S).close()
+        until(lambda: len(opened.came) == 6)
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
+def test_who_has_begun_a_handshake_outlives_any_number_of_silent_connections_and_threads_are_bounded(
+    keys: list[Keys], encrypted: bool
+) -> None:
+    def arrivals() -> int:
+        return sum(thread.name == "gossamer arrival" for thread in threading.enumerate())
+
+    hello = BEGINNINGS[False] + b"S" + WIRE_VERSION.to_bytes(2, "little") + bytes(2)
+    if encrypted:
+        came, goes = ssl.MemoryBIO(), ssl.MemoryBIO()
+        with contextlib.suppress(ssl.SSLWantReadError):
+            keys[1].context(server=False).wrap_bio(came, goes).do_handshake()
+        hello = goes.read()
+    with contextlib.closing(Opened(keys[0] if encrypted else None)) as opened, contextlib.ExitStack() as stack:
+
+        def connected() -> socket.socket:
+            return stack.enter_context(socket.create_connection(("127.0.0.1", opened.port), TIMEOUT_S))
+
+        honest, first = connected(), connected()
+        honest.sendall(hello)
+        assert honest.recv(1 << 16), "it is answered"
+        time.sleep(0.2)  # without keys the answer comes before what was sent has been read
+        silent = [connected() for _ in range(200)]
+        first.settimeout(TIMEOUT_S)
+        with contextlib.suppress(ConnectionError):
+            while first.recv(1 << 16):  # until it has given way to a later one
+                pass
+        until(lambda: arrivals() <= 66)
+        honest.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            assert honest.recv(1 << 16), "it has been ended"
+        assert opened.listener.busy
+        del silent
 
 
 @contextlib.contextmanager
