@@ -3,13 +3,15 @@
 import base64
 import contextlib
 import os
+import re
 import secrets
 import socket
 import ssl
 import stat
+import string
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
@@ -20,6 +22,9 @@ import torch
 from commands import free_port
 from gossamer.cli import main
 from gossamer.errors import ConfigError, PeerError, RefusedError
+from gossamer.library.parts import keys_of_sites
+from gossamer.run.config.run_file import dump
+from gossamer.settings.schema import build
 from gossamer.transport.contract import WIRE_VERSION, Ticket
 from gossamer.transport.elastic.core import Outcome
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry, membership_update
@@ -29,13 +34,23 @@ from gossamer.transport.keys import Keys, Peer, certificate_of, keys_for, new_ke
 from gossamer.transport.processes.keyed_store import KeyedStore
 from gossamer.transport.sockets.connection import Endpoint
 from gossamer.transport.sockets.handshake import dial
-from gossamer.transport.sockets.header import LetterKind
+from gossamer.transport.sockets.header import NEWCOMER, WATCHER, LetterKind
 from gossamer.transport.sockets.letter import Letter, body_of, encode, receive_letter, send_letter
 from gossamer.transport.sockets.listener import Arrival, Listener, Refusals
 from gossamer.transport.sockets.tls import TlsSocket
-from tiny import limits
+from tiny import limits, tiny
 
 pytest.importorskip("cryptography")
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
 RUN, TIMEOUT_S = 77, 8.0
 NAMES = ("berlin", "paris", "rome")
@@ -49,6 +64,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def peers_of(files: dict[str, Path], *names: str, **more: Peer) -> dict[str, Peer]:
     return {name: Peer(certificate=base64.b64encode(certificate_of(files[name])).decode()) for name in names} | more
+
+
+def peers_toml(listed: Mapping[str, Mapping[str, str]]) -> str:
+    return "".join(f'[peers.{name}]\ncertificate = "{one["certificate"]}"\n' for name, one in listed.items())
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +112,12 @@ def opened(keys: list[Keys]) -> Iterator[Opened]:
 class Relay:
     """Somebody on the path: keeps what he sees, and may change bytes that go from the dialler to the listener."""
 
-    def __init__(self, port: int, change: Callable[[int, bytes], bytes] = lambda _, data: data) -> None:
+    def __init__(
+        self, port: int, change: Callable[[int, bytes], bytes] = lambda _, data: data, delay_s: float = 0.0
+    ) -> None:
         self._sock, self._port, self._change = socket.create_server(("127.0.0.1", 0)), port, change
+        self._delay_s = delay_s
+        """Of what goes either way."""
         self.seen, self.forth = bytearray(), bytearray()
         self.address = f"127.0.0.1:{self._sock.getsockname()[1]}"
         self._carried: list[socket.socket] = []
@@ -117,6 +140,7 @@ class Relay:
                 self.seen += data
                 if forth:
                     self.forth += data
+                time.sleep(self._delay_s)
                 sink.sendall(self._change(place, data) if forth else data)
                 place += len(data)
         for sock in (source, sink):
@@ -168,6 +192,64 @@ def test_a_key_file_that_is_none_is_told(tmp_path: Path, content: bytes, sentenc
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=sentence):
         certificate_of(path)
+
+
+def without_private_key(files: dict[str, Path], name: str = "berlin") -> str:
+    text = files[name].read_text()
+    return text[text.index(ssl.PEM_HEADER) :]
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("missing", r"no private key that fits its certificate \(it is missing or damaged\); copy the whole file"),
+        ("damaged", r"no private key that fits its certificate \(it is missing or damaged\)"),
+        ("another one's", r"no private key that fits its certificate \(key values mismatch\)"),
+        ("behind a password", r"the private key in '.*' has a password"),
+    ],
+    ids=["missing", "damaged", "another one's", "behind a password"],
+)
+def test_a_key_without_the_private_key_of_its_certificate_fails_at_the_start_of_each_verb(
+    files: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    sentence: str,
+) -> None:
+    certificate, private = without_private_key(files), load_pem_private_key(files["berlin"].read_bytes(), None)
+    before = {
+        "missing": "",
+        "damaged": files["berlin"]
+        .read_text()
+        .replace("-----BEGIN PRIVATE KEY-----\n", "-----BEGIN PRIVATE KEY-----\n!"),
+        "another one's": files["paris"].read_text().partition(ssl.PEM_HEADER)[0],
+        "behind a password": private.private_bytes(
+            Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"word")
+        ).decode(),
+    }[what]
+    key, run_file = tmp_path / "key.pem", tmp_path / "run.toml"
+    key.touch(0o600)
+    key.write_text(before.partition(ssl.PEM_HEADER)[0] + certificate)
+    monkeypatch.setenv("GOSSAMER_KEY", str(key))
+    with pytest.raises(ConfigError, match=sentence):
+        Keys(key, peers_of(files, *NAMES), 3)
+    listed = {name: {"certificate": one.certificate} for name, one in peers_of(files, *NAMES).items()}
+    run_file.write_text(dump(tiny(workers=3, run__elastic=True, peers=listed)))
+    out, address = str(tmp_path / "run"), f"127.0.0.1:{free_port()}"
+    for words in (
+        ["train", str(run_file), "--listen", address, "--out", out, "--key", str(key)],
+        ["train", str(run_file), "--join", address, "--out", out, "--key", str(key)],
+        ["doctor", str(run_file), "--key", str(key)],
+        ["keys", "show", "berlin", "--out", str(key)],
+    ):
+        assert main(words) in (1, 2), words
+        said = capsys.readouterr()
+        assert re.search(sentence, " ".join((said.out + said.err).split())), said
+    assert not (tmp_path / "run").exists(), "nothing was begun"
+    (tmp_path / "peers.toml").write_text(peers_toml(listed))
+    with pytest.raises(ConfigError, match=sentence):
+        keys_of_sites(tmp_path / "peers.toml", (0, 3))  # what Outer(peers=) asks first
 
 
 def test_a_machine_finds_its_key_by_the_run_file_and_says_when_it_has_none(
@@ -262,6 +344,76 @@ def test_who_is_listed_does_not_talk_to_a_listener_that_is_not(files: dict[str, 
         with pytest.raises(RefusedError, match=r"showed a certificate that is not in the run's \[peers\]"):
             dial(opened.address, b"a secret", run=RUN, me=1, timeout_s=TIMEOUT_S, keys=keys[1])
         assert not opened.came
+
+
+def authority_and_child(folder: Path) -> tuple[Path, Path]:
+    """The key of an authority, as openssl req -x509 makes it, and one with a certificate that it has signed."""
+    names = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]) for name in ("authority", "child")]
+    private = [Ed25519PrivateKey.generate() for _ in names]
+    files = folder / "authority.pem", folder / "child.pem"
+    for file, name, key in zip(files, names, private, strict=True):
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(names[0])
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(datetime.now() - timedelta(days=1))
+            .not_valid_after(datetime.now() + timedelta(days=1))
+            .add_extension(x509.BasicConstraints(ca=file == files[0], path_length=None), critical=True)
+            .sign(private[0], None)
+        )
+        file.touch(0o600)
+        pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        file.write_bytes(pem + certificate.public_bytes(Encoding.PEM))
+    return files
+
+
+def test_a_certificate_that_a_listed_authority_has_signed_is_none_of_the_run_at_either_end(
+    files: dict[str, Path], tmp_path: Path
+) -> None:
+    files = {**files, **dict(zip(("authority", "child"), authority_and_child(tmp_path), strict=True))}
+    here = Keys(files["berlin"], peers_of(files, "berlin", "authority"), 2)
+    child = Keys(files["child"], peers_of(files, "child", "berlin"), 2)
+    listed = Keys(files["authority"], peers_of(files, "berlin", "authority"), 2)
+    with contextlib.closing(Opened(here)) as opened:
+        for place, me in enumerate((WATCHER, NEWCOMER, 0), 1):
+            with contextlib.suppress(PeerError, OSError):  # it may have read the answer before it is turned away
+                dial(opened.address, b"", run=RUN, me=me, timeout_s=TIMEOUT_S, keys=child).close()
+            until(lambda place=place: opened.refusals.counts == {"127.0.0.1: key": place})
+        assert not opened.came
+        dial(opened.address, b"", run=RUN, me=WATCHER, timeout_s=TIMEOUT_S, keys=listed).close()
+        assert opened.arrival().peer == WATCHER, "who is listed may be an authority, and look"
+    with contextlib.closing(Opened(child)) as opened:
+        for me, whom in ((WATCHER, None), (NEWCOMER, None), (0, 1)):
+            with pytest.raises(
+                RefusedError, match=r"showed a certificate \(sha256:.*\) that is not in the run's \[peers\]"
+            ):
+                dial(opened.address, b"", run=RUN, me=me, timeout_s=TIMEOUT_S, keys=here, whom=whom)
+
+
+def test_an_entry_is_one_certificate_and_a_certificate_is_one_entry_in_whatever_spelling(
+    files: dict[str, Path], tmp_path: Path
+) -> None:
+    raw = certificate_of(files["berlin"])
+    for more in (certificate_of(files["stranger"]), raw, b"\0"):
+        with pytest.raises(ConfigError, match="which is not one certificate"):
+            build(Peer, {"certificate": base64.b64encode(raw + more).decode()}, source="a test")
+    name = next(
+        name for name in files if len(certificate_of(files[name])) % 3
+    )  # whose base64 ends in bits that count nothing
+    text = base64.b64encode(certificate_of(files[name])).decode()
+    digits = string.ascii_uppercase + string.ascii_lowercase + string.digits + "+/"
+    last = len(text.rstrip("=")) - 1
+    other = text[:last] + digits[digits.index(text[last]) + 1] + text[last + 1 :]
+    assert base64.b64decode(other, validate=True) == certificate_of(files[name]) and other != text
+    listed = {"one": {"certificate": text}, "two": {"certificate": other}}
+    sentence = r"has the same certificate for 'one' and 'two'; list each certificate once"
+    (tmp_path / "peers.toml").write_text(peers_toml(listed))
+    with pytest.raises(ConfigError, match=sentence):
+        read_peers(tmp_path / "peers.toml")
+    with pytest.raises(ConfigError, match=sentence):
+        tiny(workers=3, run__elastic=True, peers=listed)
 
 
 @pytest.mark.parametrize("late", [True, False], ids=["expired", "not valid yet"])
@@ -379,6 +531,95 @@ def test_floods_and_slow_connections_cost_no_descriptor_for_good(keys: list[Keys
     until(lambda: descriptors() <= before + 1)  # that of the peer; the listener goes on
     opened.close()
     until(lambda: descriptors() <= before)
+
+
+@contextlib.contextmanager
+def flood(port: int, per_s: float, first: bytes) -> Iterator[list[socket.socket]]:
+    """In here somebody opens so many connections in a second, sends this in each, and then a byte a tick in the newest ones."""
+    ended, opened = threading.Event(), list[socket.socket]()
+
+    def open_them() -> None:
+        while per_s and not ended.wait(1 / per_s):
+            with contextlib.suppress(OSError):
+                opened.append(socket.create_connection(("127.0.0.1", port)))
+                opened[-1].sendall(first)
+            for sock in opened[-10:] if first else ():
+                with contextlib.suppress(OSError):
+                    sock.sendall(b"\1")
+
+    thread = threading.Thread(target=open_them, daemon=True)
+    thread.start()
+    try:
+        yield opened
+    finally:
+        ended.set()
+        thread.join(TIMEOUT_S)
+        for sock in opened:
+            sock.close()
+
+
+BEGINNINGS = {False: b"GOS", True: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"}
+"""Of an honest dial, by whether it is encrypted: of its version, and of a ClientHello of 512 bytes."""
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
+@pytest.mark.parametrize(
+    ("per_s", "slow"), [(0, False), (12, False), (40, False), (40, True)], ids=["calm", "12/s", "40/s", "40/s, slow"]
+)
+def test_honest_dials_get_in_while_idle_and_slow_connections_come_from_their_address(
+    keys: list[Keys], encrypted: bool, per_s: float, slow: bool
+) -> None:
+    """Honest workers behind the same router as whoever floods, 200 ms of round trip away."""
+    ours, theirs = (keys[0], keys[1]) if encrypted else (None, None)
+    with (
+        contextlib.closing(Opened(ours)) as opened,
+        contextlib.closing(Relay(opened.port, delay_s=0.1)) as relay,
+        flood(opened.port, per_s, BEGINNINGS[encrypted] if slow else b"") as strangers,
+        ThreadPoolExecutor(6) as pool,
+    ):
+        until(lambda: len(strangers) >= 10 or not per_s)
+        made = [
+            pool.submit(dial, relay.address, b"a secret", run=RUN, me=1, timeout_s=TIMEOUT_S, keys=theirs)
+            for _ in range(6)
+        ]
+        for one in made:
+            one.result(TIMEOUT_S).close()
+        until(lambda: len(opened.came) == 6)
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
+def test_who_has_begun_a_handshake_outlives_any_number_of_silent_connections_and_threads_are_bounded(
+    keys: list[Keys], encrypted: bool
+) -> None:
+    def arrivals() -> int:
+        return sum(thread.name == "gossamer arrival" for thread in threading.enumerate())
+
+    hello = BEGINNINGS[False] + b"S" + WIRE_VERSION.to_bytes(2, "little") + bytes(2)
+    if encrypted:
+        came, goes = ssl.MemoryBIO(), ssl.MemoryBIO()
+        with contextlib.suppress(ssl.SSLWantReadError):
+            keys[1].context(server=False).wrap_bio(came, goes).do_handshake()
+        hello = goes.read()
+    with contextlib.closing(Opened(keys[0] if encrypted else None)) as opened, contextlib.ExitStack() as stack:
+
+        def connected() -> socket.socket:
+            return stack.enter_context(socket.create_connection(("127.0.0.1", opened.port), TIMEOUT_S))
+
+        honest, first = connected(), connected()
+        honest.sendall(hello)
+        assert honest.recv(1 << 16), "it is answered"
+        time.sleep(0.2)  # without keys the answer comes before what was sent has been read
+        silent = [connected() for _ in range(200)]
+        first.settimeout(TIMEOUT_S)
+        with contextlib.suppress(ConnectionError):
+            while first.recv(1 << 16):  # until it has given way to a later one
+                pass
+        until(lambda: arrivals() <= 66)
+        honest.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            assert honest.recv(1 << 16), "it has been ended"
+        assert opened.listener.busy
+        del silent
 
 
 @contextlib.contextmanager
@@ -647,11 +888,11 @@ def test_a_file_of_peers_is_read_as_it_is_printed_and_a_wrong_one_is_refused(
     path.write_text(printed := capsys.readouterr().out)
     assert read_peers(path) == peers_of(files, *NAMES)
     path.write_text(printed + printed.replace("[peers.", "[peers.other-"))
-    with pytest.raises(ConfigError, match=r"two of \[peers\] have the same certificate"):
+    with pytest.raises(ConfigError, match=r"has the same certificate for 'berlin' and 'other-berlin'"):
         read_peers(path)
     path.write_text("workers = 3\n")
     with pytest.raises(ConfigError, match="has no table"):
         read_peers(path)
     path.write_text('[peers.berlin]\ncertificate = "abc"\n')
-    with pytest.raises(ConfigError, match="which is none"):
+    with pytest.raises(ConfigError, match="which is not one certificate"):
         read_peers(path)

@@ -23,7 +23,7 @@ def command(
     """
     import base64
 
-    from gossamer.transport.keys import certificate_fingerprint, certificate_of, new_key, own_keys
+    from gossamer.transport.keys import certificate_fingerprint, certificate_of, new_key, own_keys, require_private_key
 
     if action == "new":
         if name is None:
@@ -36,6 +36,8 @@ def command(
                 f"there is no key{f' {name!r:.80}' if name else ''} of this user; make one with gossamer keys new "
                 f"{name or 'NAME'}"
             )
+    for path in paths:
+        require_private_key(path)
     found = [(name or path.stem, path, certificate_of(path)) for path in paths]
     if json:
         shown = [

@@ -16,7 +16,6 @@ import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated
@@ -30,16 +29,17 @@ from gossamer.transport.secret import others_may_read
 __all__ = [
     "KEY",
     "SECRET_WORD",
-    "TWICE",
     "Keys",
     "Peer",
     "certificate_fingerprint",
     "certificate_of",
     "dealt",
+    "duplicate_certificates",
     "keys_for",
     "new_key",
     "own_keys",
     "read_peers",
+    "require_private_key",
 ]
 
 KEY = "GOSSAMER_KEY"
@@ -65,11 +65,9 @@ class Peer:
     def __post_init__(self) -> Iterator[str]:
         if _der(self.certificate) is None:
             yield (
-                f"certificate is {self.certificate!r:.40}, which is none; paste what gossamer keys show prints on that machine"
+                f"certificate is {self.certificate!r:.40}, which is not one certificate; paste what gossamer keys show prints on "
+                "that machine"
             )
-
-
-TWICE = "two of [peers] have the same certificate; list each once, with as many workers as it fills"
 
 
 @settings()
@@ -90,7 +88,8 @@ class Keys:
         path: of the key of this machine.
         peers: those of the run file, in its order.
         workers: of the run; the number of a server follows theirs.
-    Raises: ConfigError for a key that cannot be read, that others may read, or that is not among the peers.
+    Raises: ConfigError for a key that cannot be read, that others may read, that is not among the peers, or whose file lacks
+        the private key of its certificate.
     """
 
     def __init__(self, path: Path, peers: Mapping[str, Peer], workers: int) -> None:
@@ -110,6 +109,9 @@ class Keys:
                 f"({', '.join(peers)}); add the lines that gossamer keys show prints to the run file of every machine, or name "
                 "another key with --key"
             )
+        # Made at the start, as they read the private key: one that cannot be used would else fail each connection.
+        self._accepting, self._dialling = self._new(ssl.PROTOCOL_TLS_SERVER), self._new(ssl.PROTOCOL_TLS_CLIENT)
+        self._accepting.num_tickets = 0  # each connection proves again who is there
 
     def context(self, *, server: bool) -> ssl.SSLContext:
         """How this machine makes connections."""
@@ -128,6 +130,18 @@ class Keys:
         """What the run file calls the owner of a certificate."""
         found = self._peers.get(certificate or b"")
         return "a stranger" if found is None else f"peer '{found.name}'"
+
+    def must_list(self, certificate: bytes | None) -> None:
+        """Raises RefusedError unless the run file lists a certificate.
+
+        OpenSSL alone does not decide that: a listed certificate that is an authority's would vouch for any that it has signed.
+        """
+        if certificate not in self._peers:
+            fingerprint = certificate_fingerprint(certificate or b"")
+            raise RefusedError(
+                "key",
+                f"it showed a certificate ({fingerprint}) that is not in the run's [peers]; add it there, or use a listed key",
+            )
 
     def must_have(self, certificate: bytes | None, number: int) -> None:
         """Raises RefusedError unless the owner of a certificate may have this number."""
@@ -164,21 +178,11 @@ class Keys:
             f"workers {', '.join(map(str, sorted(mine))) or 'none'}; {instead}"
         )
 
-    @cached_property
-    def _accepting(self) -> ssl.SSLContext:
-        context = self._new(ssl.PROTOCOL_TLS_SERVER)
-        context.num_tickets = 0  # each connection proves again who is there
-        return context
-
-    @cached_property
-    def _dialling(self) -> ssl.SSLContext:
-        return self._new(ssl.PROTOCOL_TLS_CLIENT)
-
     def _new(self, protocol: int) -> ssl.SSLContext:
         context = ssl.SSLContext(protocol)
         context.minimum_version, context.check_hostname = ssl.TLSVersion.TLSv1_3, False  # no certificate names a host
         context.verify_mode = ssl.CERT_REQUIRED
-        context.load_cert_chain(self.path)
+        _load_key(context, self.path)
         for certificate in self._peers:
             context.load_verify_locations(cadata=certificate)
         return context
@@ -202,9 +206,25 @@ def read_peers(path: Path) -> dict[str, Peer]:
     peers = build(_PeersFile, {"peers": document.get("peers", {})}, source=f"'{path}'").peers
     if not peers:
         raise ConfigError(f"'{path}' has no table [peers.NAME]; paste what gossamer keys show prints on each machine")
-    if len({peer.certificate for peer in peers.values()}) < len(peers):
-        raise ConfigError(f"'{path}': {TWICE}")
+    if (sentence := duplicate_certificates(peers)) is not None:
+        raise ConfigError(f"'{path}': {sentence}")
     return dict(peers)
+
+
+def duplicate_certificates(peers: Mapping[str, Peer]) -> str | None:
+    """A sentence about two peers with one certificate, in whatever spelling of base64; None where each has another.
+
+    >>> duplicate_certificates({})
+    """
+    names: dict[bytes | None, str] = {}
+    for name, peer in peers.items():
+        first = names.setdefault(_der(peer.certificate), name)
+        if first != name:
+            return (
+                f"[peers] has the same certificate for '{first}' and '{name}'; list each certificate once, with as many workers "
+                "as it fills"
+            )
+    return None
 
 
 def keys_for(peers: Mapping[str, Peer], workers: int) -> Keys | None:
@@ -285,6 +305,33 @@ def certificate_of(path: Path) -> bytes:
     return raw
 
 
+def require_private_key(path: Path) -> None:
+    """Checks that the file of a key has the private key of its certificate.
+
+    Raises: ConfigError for a private key that is missing, damaged, another certificate's, or behind a password.
+    """
+    _load_key(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), path)
+
+
+def _load_key(context: ssl.SSLContext, path: Path) -> None:
+    def password() -> bytes:
+        # Without this OpenSSL would ask the terminal, and a process without one would wait.
+        raise ConfigError(
+            f"the private key in '{path}' has a password, and is read by processes that nobody attends; give a key without one, "
+            "such as gossamer keys new NAME makes"
+        )
+
+    try:
+        context.load_cert_chain(path, password=password)
+    except OSError as error:  # SSLError is one
+        # OpenSSL names a reason where the private key can be read and is another certificate's, and else none.
+        reason = (getattr(error, "reason", None) or "it is missing or damaged").lower().replace("_", " ")
+        raise ConfigError(
+            f"the key '{path}' has no private key that fits its certificate ({reason}); copy the whole file that gossamer keys "
+            "new wrote, or make a new key with gossamer keys new NAME"
+        ) from None
+
+
 def certificate_fingerprint(certificate: bytes) -> str:
     """A short name of a certificate, to be compared by eye.
 
@@ -301,15 +348,29 @@ def _home() -> Path:
 
 
 def _der(text: str) -> bytes | None:
-    """The certificate in base64; None for what is none."""
+    """The one certificate in base64; None for what is none, and where anything follows it."""
     try:
         raw = base64.b64decode(text, validate=True)
-        if not 0 < len(raw) <= _LONGEST_BYTES:
+        # OpenSSL would trust each of several certificates in a row, of which Keys knows none.
+        if len(raw) > _LONGEST_BYTES or len(raw) != _der_size(raw):
             return None
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=raw)
     except (binascii.Error, ValueError, ssl.SSLError):
         return None
     return raw
+
+
+def _der_size(raw: bytes) -> int:
+    """The bytes of the first value in DER as its header has them, which may be more than there are; 0 where there is no header.
+
+    >>> _der_size(bytes([0x30, 2, 9, 9, 7])), _der_size(bytes([0x30, 0x82, 1, 0])), _der_size(b"")
+    (4, 260, 0)
+    """
+    if len(raw) < 2:
+        return 0
+    # A length below 128 is the second byte itself; else that byte has the number of bytes of the length that follow it.
+    more = raw[1] & 0x7F if raw[1] & 0x80 else 0
+    return 2 + more + (int.from_bytes(raw[2 : 2 + more]) if more else raw[1])
 
 
 def _made() -> bytes:

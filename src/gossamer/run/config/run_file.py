@@ -31,7 +31,7 @@ from gossamer.settings.options import Count, Number
 from gossamer.settings.schema import build, settings, soundest, toml_value
 from gossamer.settings.schema import settings_faults as schema_faults
 from gossamer.topologies.contract import MOST_WORKERS
-from gossamer.transport.keys import TWICE, Peer
+from gossamer.transport.keys import Peer, duplicate_certificates
 
 __all__ = [
     "LoopSettings",
@@ -246,8 +246,8 @@ class RunConfig(RunLength):
                 f"{len(servers)} of [peers] have server = true, and a run {'with' if self.kind == 'server' else 'without'} a "
                 f"[server] needs {'one' if self.kind == 'server' else 'none'}; set it for the server's machine alone"
             )
-        if len({peer.certificate for peer in self.peers.values()}) < len(self.peers):
-            yield TWICE
+        if (sentence := duplicate_certificates(self.peers)) is not None:
+            yield sentence
 
     def _unbatched(self) -> Iterator[str]:
         """Why replicas cannot train as one computation."""

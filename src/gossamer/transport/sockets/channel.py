@@ -7,6 +7,7 @@ anything is sent; there it is encrypted, if the run has keys (`gossamer.transpor
 import contextlib
 import socket
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from gossamer.transport.keys import Keys
@@ -38,13 +39,15 @@ class Channel:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def encrypt(self, keys: Keys, *, server: bool, deadline: float) -> None:
-        """Encrypts the connection, before anything is sent. Raises: as `TlsSocket.handshake`."""
+    def encrypt(
+        self, keys: Keys, *, server: bool, deadline: float, answered: Callable[[], None] = lambda: None
+    ) -> None:
+        """Encrypts the connection, before anything is sent. Args and Raises: as of `TlsSocket.handshake`."""
         assert isinstance(self._sock, socket.socket)
         if server:
             must_encrypt(self._sock, deadline)
         self._sock = sock = TlsSocket(self._sock, keys, server=server)
-        sock.handshake(deadline)
+        sock.handshake(deadline, answered)
         self.wait_at_most(self.timeout_s)
 
     @property

@@ -19,6 +19,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Callable
 
 from gossamer.errors import PeerError, RefusedError
 from gossamer.transport.contract import WIRE_VERSION
@@ -45,11 +46,17 @@ _MOST_UNREAD = 1 << 16
 
 
 def prove_to_dialler(
-    channel: Channel, secret: bytes, *, run: int, older: bytes = b"GOSL", timeout_s: float = HANDSHAKE_S
-) -> tuple[int, bool]:  # fmt: skip
+    channel: Channel,
+    secret: bytes,
+    *,
+    run: int,
+    older: bytes = b"GOSL",
+    timeout_s: float = HANDSHAKE_S,
+    begun: Callable[[], None] = lambda: None,
+) -> tuple[int, bool]:
     """The side that was dialled: the number of the process at the other end, and whether it is of this run, as it knows then too.
 
-    Args: `older` is how a letter began in version 2 of such a run.
+    Args: `older` is how a letter began in version 2 of such a run; `begun` is called when the other end's version has come.
     Raises: RefusedError when the other end does not know the secret or speaks another version, PeerError when it is lost, or not
         done within `timeout_s`.
     """
@@ -59,6 +66,8 @@ def prove_to_dialler(
     magic, version = _VERSION.unpack(first)
     if magic == _MAGIC and version != WIRE_VERSION:
         raise wrong_version("it", version)
+    if magic == _MAGIC:
+        begun()
     rest = _receive(channel, _PROOF.size - (0 if magic == _MAGIC else len(first)), deadline)
     worker, theirs, of_run, proof = _PROOF.unpack(rest if magic == _MAGIC else first + rest)
     about = ours, theirs, _bytes_of(worker)
@@ -156,6 +165,7 @@ def dial_any(
         if keys is not None:
             secret = SECRET_WORD
             channel.encrypt(keys, server=False, deadline=time.monotonic() + patience_s)
+            keys.must_list(channel.certificate)
             if whom is not None:
                 keys.must_have(channel.certificate, whom)
         accepted = prove_to_listener(channel, secret, run=run, me=me, older=older, timeout_s=patience_s)

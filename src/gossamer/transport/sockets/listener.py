@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from gossamer.errors import PeerError, RefusedError, TransportError
 from gossamer.transport.keys import SECRET_WORD, Keys
-from gossamer.transport.sockets.addresses import is_loopback, shown
+from gossamer.transport.sockets.addresses import shown
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.handshake import HANDSHAKE_S, prove_to_dialler
 from gossamer.transport.sockets.header import GUESTS
@@ -27,6 +27,10 @@ RETRY_S = 0.1
 """After a connection that could not be accepted."""
 REPORTED = 20
 """The refusals that are each reported; after them, only the 32nd, the 64th and so on are."""
+_STEPS = 3
+"""Of a handshake: nothing has come, the other end has begun, and it has proved by TLS that it owns a listed certificate."""
+_PLACES = 64
+"""At each step of the handshake."""
 _MOST_COUNTS = 256
 """Peers and kinds that are counted apart: strangers may come from any number of addresses."""
 
@@ -126,8 +130,10 @@ class Listener:
         self._sock, self._run, self._older, self._keys = sock, run, older, keys
         self._secret = secret if keys is None else SECRET_WORD
         self._arrived, self.refusals = arrived, refusals
-        # All who come over loopback have one address: the processes of this machine, or whoever dials a mailbox.
-        self._strangers = ConnectionLimit(per_peer=64) if is_loopback(sock.getsockname()[0]) else ConnectionLimit()
+        # Each step has its own places: however many connections stay at one, they end none at a later one. An address may have
+        # all places that no other wants, as honest workers share it with strangers behind one router, and all who dial a
+        # mailbox have that of loopback. A worker is ended only if so many others come during one round trip to it.
+        self._handshakes = [ConnectionLimit(_PLACES, _PLACES) for _ in range(_STEPS)]
         self._closed = False
         self._busy = 0
         self._lock = threading.Lock()
@@ -149,7 +155,8 @@ class Listener:
 
     def hang_up(self) -> None:
         """Ends the connections of strangers."""
-        self._strangers.close()
+        for step in self._handshakes:
+            step.close()
 
     def _accept(self) -> None:
         while not self._closed:
@@ -177,21 +184,39 @@ class Listener:
             # The one place where a process accepts. The channel is admitted first, as a handshake takes as long as a stranger
             # likes, and it is the channel that is ended then.
             channel = Channel(sock, HANDSHAKE_S)
-            self._strangers.admit(channel, host)
+            steps = iter(self._handshakes)
+            step = next(steps)
+            step.admit(channel, host)
+
+            def advance() -> None:
+                nonlocal step
+                left, step = step, next(steps)
+                step.admit(channel, host)  # before it leaves its place: `hang_up` looks at the steps in this order
+                left.release(channel)
+
             try:
-                if self._keys is not None:
-                    channel.encrypt(self._keys, server=True, deadline=time.monotonic() + HANDSHAKE_S)
-                peer, same = prove_to_dialler(channel, self._secret, run=self._run, older=self._older)
-                if self._keys is not None and peer not in GUESTS:
-                    self._keys.must_have(channel.certificate, peer)
+                peer, same = self._proof(channel, advance)
             except (PeerError, OSError) as error:
                 channel.close()  # without a word: a stranger learns nothing
                 if not self._closed:
                     self.refusals.add(host, error)
                 return
             finally:
-                self._strangers.release(channel)
+                step.release(channel)
             self._arrived(Arrival(channel, host, peer, same))
         finally:
             with self._lock:
                 self._busy -= 1
+
+    def _proof(self, channel: Channel, advance: Callable[[], None]) -> tuple[int, bool]:
+        """What a stranger proves: its number, and whether it is of this run; `advance` is called after each step but the last."""
+        if self._keys is None:
+            return prove_to_dialler(channel, self._secret, run=self._run, older=self._older, begun=advance)
+        deadline = time.monotonic() + HANDSHAKE_S
+        channel.encrypt(self._keys, server=True, deadline=deadline, answered=advance)
+        self._keys.must_list(channel.certificate)
+        advance()
+        peer, same = prove_to_dialler(channel, self._secret, run=self._run, older=self._older)
+        if peer not in GUESTS:
+            self._keys.must_have(channel.certificate, peer)
+        return peer, same

@@ -73,17 +73,23 @@ class TlsSocket:
         """The certificate that the other end has proved to own."""
         return self._tls.getpeercert(binary_form=True)
 
-    def handshake(self, deadline: float) -> None:
+    def handshake(self, deadline: float, answered: Callable[[], None] = lambda: None) -> None:
         """Both ends show their certificates.
 
+        Args: `answered` is called once this end has sent its first message, which at the end that was dialled answers a whole
+            ClientHello.
         Raises: OSError when the connection is lost or it takes too long; RefusedError when the other end shows a certificate that
             is not listed, or does not encrypt. That the other end refuses the own one, whoever dials learns at its first read.
         """
+        has_answered = False
         while True:
             try:
                 with self._state:
                     self._tls.do_handshake()
             except ssl.SSLWantReadError:
+                if self._goes.pending and not has_answered:
+                    has_answered = True
+                    answered()
                 self._flush()
             except ssl.SSLError as error:
                 with contextlib.suppress(OSError):  # it may have hung up, and what is wrong here is what counts
