@@ -4,6 +4,7 @@ import copy
 import gc
 import itertools
 import logging
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gossamer
+from commands import free_port
 from drifted_rounds import layout, serially
 from gossamer import rng
 from gossamer.codecs import CODECS, bf16, both_ways, topk
@@ -314,6 +316,30 @@ def stop_within_a_round(argv):
 
 def test_two_workers_stopped_within_a_round_continue_to_the_same_bits(forks):
     assert run_local(2, stop_within_a_round, []) == 0
+
+
+def meet_without_a_group(argv):
+    """Under a launcher that only numbers processes, such as srun, so that the first of them serves the store."""
+    os.environ["MASTER_PORT"] = argv[0]
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    rank = int(os.environ["RANK"])
+    for before in (True, False):
+        model = net()
+        with gossamer.Outer(model, "diloco", local_steps=2, timeout_s=20) as loop:
+            train(model, loop, 4, seed=rank)
+            assert (loop.worker, loop.n, loop.rounds) == (rank, 2, 2)
+            with loop.mean_model() as mean:
+                assert torch.equal(flat(mean), flat(model))
+        if before:
+            assert not dist.is_initialized()
+            dist.init_process_group("gloo")  # at the same address
+    assert dist.get_world_size() == 2
+    dist.barrier()
+    return 0
+
+
+def test_processes_of_a_launcher_are_workers_without_a_process_group_which_may_be_made_later(forks):
+    assert run_local(2, meet_without_a_group, [str(free_port())]) == 0
 
 
 # --- around an optimizer ---------------------------------------------------------------------------------------------

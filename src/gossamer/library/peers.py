@@ -4,9 +4,7 @@ import atexit
 import contextlib
 import hashlib
 import json
-import logging
 import math
-import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +33,6 @@ from gossamer.transport.secret import environment_secret
 
 __all__ = ["Common", "Peers", "common_of", "must_agree", "read_losses"]
 
-log = logging.getLogger("gossamer")
 _LONGEST = 160  # characters of a peer's words in an error
 
 
@@ -149,13 +146,7 @@ class Peers:
 
     @classmethod
     def none(cls) -> "Peers":
-        """A worker that is alone; says so when a launcher has started several."""
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            log.warning(
-                "WORLD_SIZE is %s and there is no process group, so this worker trains alone; call "
-                "torch.distributed.init_process_group before Outer is made",
-                os.environ["WORLD_SIZE"],
-            )
+        """A worker that is alone."""
         return cls(MemoryNetwork(1).transport(0))
 
     @classmethod
