@@ -18,7 +18,7 @@ from gossamer import rng
 from gossamer.codecs import Codec
 from gossamer.errors import CheckpointError, ConfigError, PeerError
 from gossamer.library.dtensors import local, mesh_of, reshard
-from gossamer.library.flat import flat_of, must_carry_copies
+from gossamer.library.flat import flat_of, layouts_with_wrappers, must_carry_copies, with_bare_names
 from gossamer.library.guard import Rest, must_be_trainable, must_not_be_wrapped, rest_of
 from gossamer.library.lane import at_board, join_sites, lane_in, lane_of_site
 from gossamer.library.metrics import Meter, OuterMetrics
@@ -32,7 +32,7 @@ from gossamer.library.parts import (
     ranks_of,
     settled_parts,
 )
-from gossamer.library.peers import Common, Peers, common_of
+from gossamer.library.peers import Common, Peers, common_of, model_in_words
 from gossamer.library.saved import FORMAT, OuterState, must_be_of, must_continue_alike, what_it_is_of
 from gossamer.library.siblings import Siblings
 from gossamer.library.sites import REJOIN_ROUNDS, ElasticSite, elastic_site
@@ -471,6 +471,8 @@ class Outer(Generic[M]):
                 if outer.worker == 0: mean.save_pretrained("trained")
             model.train()
 
+        `mean.state_dict()` has the names of the plain model, also where it or parts of it are compiled.
+
         A collective: all workers must enter it after the same step; leaving it needs nobody. The mean is taken in fp32 in worker
         order, so it is the same to the last bit on all workers and in a simulation. Floating-point buffers, such as batch-norm
         statistics, are averaged alike; integer buffers and frozen parameters stay. When the block ends, also by an error,
@@ -509,7 +511,7 @@ class Outer(Generic[M]):
             raise PeerError(f"the mean model was not made, as not all workers entered mean_model(): {error}") from error
         self._mean_is_in = True
         try:
-            with self._flat.showing(mean):
+            with self._flat.showing(mean), with_bare_names(self.model):
                 with torch.no_grad():
                     for t, other in zip(averaged, means, strict=True):
                         t.copy_(other.view(t.shape))
@@ -562,7 +564,8 @@ class Outer(Generic[M]):
             )
         mine = self._outer_state()
         if isinstance(state, Mapping):
-            must_be_of(state, self._is_of)
+            layouts = layouts_with_wrappers(self.model, self.layout)
+            must_be_of(state, self._is_of, [model_in_words(one, self.x.dtype, self._flat.words) for one in layouts])
         try:
             rounds, steps, saved = state["rounds"], state["steps"], list(state["outer"])
             check_option("a saved outer state", "rounds", rounds, Annotated[int, Field(ge=0, le=(1 << 31) - 1)])

@@ -31,7 +31,7 @@ from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.store import Entries
 from gossamer.transport.secret import environment_secret
 
-__all__ = ["Common", "Peers", "common_of", "must_agree", "read_losses"]
+__all__ = ["Common", "Peers", "common_of", "model_in_words", "must_agree", "read_losses"]
 
 _LONGEST = 160  # characters of a peer's words in an error
 
@@ -59,15 +59,20 @@ def common_of(
 
     Args: `shard` says how the parameters lie on the processes of a worker, where it has several.
     """
-    shapes = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
     same_steps = m.schedule.overlap_steps or m.rule.delay_rounds
     return Common(
-        f"{len(layout.leaves)} tensors of {layout.numel} numbers in {dtype}, whose names and shapes hash to {shapes}{shard}",
+        model_in_words(layout, dtype, shard),
         choice_in_words(m.rule.name, m.rule.options),
         choice_in_words(m.topology.name, m.topology.options),
         f"{_codec(m.codec)}{f' and back {_codec(m.codec.back)}' if m.codec.back else ''}",
         str(m.schedule), reduction, rest, str(local_steps) if same_steps else "any", str(seed),
     )  # fmt: skip
+
+
+def model_in_words(layout: Layout, dtype: torch.dtype, shard: str) -> str:
+    """How the parameters are called and lie, in words that two workers compare."""
+    shapes = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
+    return f"{len(layout.leaves)} tensors of {layout.numel} numbers in {dtype}, whose names and shapes hash to {shapes}{shard}"
 
 
 def must_agree(said: Sequence[object], mine: Common) -> None:
