@@ -1,6 +1,7 @@
 """Fragments: one flat buffer that the parameters are views of, and a model that does not notice."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -57,6 +58,18 @@ def test_parameters_are_views_of_the_buffer_in_both_directions(model: Small) -> 
     own = x.untyped_storage().data_ptr()
     assert all((p.untyped_storage().data_ptr() == own) == p.requires_grad for p in model.parameters())
     assert model.head.weight is model.embed.weight
+
+
+def test_parameters_with_a_storage_each_are_views_that_end_where_they_do(model: Small) -> None:
+    x = attach(model, layout_of(model), own_storage=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert [p.untyped_storage().nbytes() for p in trained] == [4 * p.numel() for p in trained]
+    assert all(p.is_contiguous() and p.storage_offset() == 0 for p in trained)
+    x[66] = 5.0
+    assert model.norm.weight[0] == 5.0
+    del x
+    gc.collect()
+    assert model.norm.weight[0] == 5.0  # each keeps the memory
 
 
 def test_attaching_to_a_row_at_an_odd_offset_leaves_the_other_rows_alone(model: Small) -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "Reused",
     "arrange",
     "attach",
+    "bare_name",
     "flat_gradients",
     "fragment_of",
     "in_parts",
@@ -58,7 +59,7 @@ def layout_of(model: nn.Module) -> Layout:
 
     Raises: ConfigError when nothing is trainable or the parameters differ in dtype or device.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    named = [(name, p) for name, p in _named_parameters(model).items() if p.requires_grad]
     if not named:
         raise ConfigError(
             f"{type(model).__name__} has 0 trainable parameters; at least one is needed to train and to send"
@@ -74,6 +75,26 @@ def layout_of(model: nn.Module) -> Layout:
         leaves.append(Leaf(name, tuple(p.shape), start, start + p.numel()))
         start += p.numel()
     return Layout(tuple(leaves), start)
+
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""The modules that torch.compile and activation checkpointing put around others."""
+
+
+def bare_name(name: str) -> str:
+    """The name of a parameter without wrappers, so that compiled and plain models have the same names.
+
+    >>> bare_name("_orig_mod.layers.0._checkpoint_wrapped_module.up.weight")
+    'layers.0.up.weight'
+    """
+    return ".".join(word for word in name.split(".") if word not in _WRAPPERS)
+
+
+def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters by their bare names, or by their full ones where two have the same bare name."""
+    named = dict(model.named_parameters())
+    bare = {bare_name(name): p for name, p in named.items()}
+    return bare if len(bare) == len(named) else named
 
 
 def arrange(layout: Layout, fragments: int, pattern: Pattern = "strided") -> tuple[Layout, tuple[tuple[int, int], ...]]:
@@ -186,22 +207,34 @@ def _layer(name: str) -> str:
     return "" if place is None else ".".join(words[: place + 1])
 
 
-def attach(model: nn.Module, layout: Layout, buffer: Tensor | None = None) -> Tensor:
+def attach(model: nn.Module, layout: Layout, buffer: Tensor | None = None, *, own_storage: bool = False) -> Tensor:
     """Copies the parameters into a flat buffer `[P]` and makes them views of it; existing optimizers stay valid.
 
-    Args: `buffer` is the memory to use (a row of a stacked `[n, P]` tensor in the simulator); a new one when None.
+    Args:
+        buffer: the memory to use (a row of a stacked `[n, P]` tensor in the simulator); a new one when None.
+        own_storage: whether each parameter has a storage object that ends where it does, over the same memory. What saves
+            or pickles some of the parameters writes their whole storages.
     Returns: the buffer. Cost: one copy of the model, after which the old storage is free.
     """
-    parameters = dict(model.named_parameters())
+    parameters = _named_parameters(model)
     first = parameters[layout.leaves[0].name]
     if buffer is None:
         buffer = torch.empty(layout.numel, dtype=first.dtype, device=first.device)
     with torch.no_grad():
         for leaf in layout.leaves:
-            view = buffer[leaf.start : leaf.stop].view(leaf.shape)
+            part = buffer[leaf.start : leaf.stop]
+            view = (_with_own_storage(part) if own_storage else part).view(leaf.shape)
             view.copy_(parameters[leaf.name])
             parameters[leaf.name].data = view
     return buffer
+
+
+def _with_own_storage(part: Tensor) -> Tensor:
+    """The same memory behind a storage object of just this part, which keeps the whole alive.
+
+    Only CPU and CUDA tensors have one; others, and a part of no numbers, stay as they are.
+    """
+    return torch.from_dlpack(part) if part.numel() and part.device.type in ("cpu", "cuda") else part
 
 
 def keep_attached(model: nn.Module, layout: Layout, buffer: Tensor) -> None:
@@ -210,7 +243,7 @@ def keep_attached(model: nn.Module, layout: Layout, buffer: Tensor) -> None:
     Raises: ConfigError when one is gone or has another shape, dtype or device than at the start, or one became trainable since.
     Cost: one walk over the model that compares addresses, about 1 µs per parameter; a copy of those that have left.
     """
-    parameters = dict(model.named_parameters())
+    parameters = _named_parameters(model)
     start, size, left = buffer.data_ptr(), buffer.element_size(), list[Leaf]()
     for leaf in layout.leaves:
         p = parameters.pop(leaf.name, None)
@@ -230,12 +263,12 @@ def keep_attached(model: nn.Module, layout: Layout, buffer: Tensor) -> None:
             f"'{late[0]}'); make them trainable before Outer is made, and freeze them afterwards for as long as you like"
         )
     if left:
-        attach(model, Layout(tuple(left), layout.numel), buffer)
+        attach(model, Layout(tuple(left), layout.numel), buffer, own_storage=True)
 
 
 def flat_gradients(model: nn.Module, layout: Layout, buffer: Tensor) -> Tensor:
     """Makes every `.grad` a view of `buffer` `[P]`, so that gradients accumulate in the buffer that is sent."""
-    parameters = dict(model.named_parameters())
+    parameters = _named_parameters(model)
     for leaf in layout.leaves:
         parameters[leaf.name].grad = buffer[leaf.start : leaf.stop].view(leaf.shape)
     return buffer
@@ -243,7 +276,7 @@ def flat_gradients(model: nn.Module, layout: Layout, buffer: Tensor) -> Tensor:
 
 def views(model: nn.Module, layout: Layout, buffer: Tensor) -> dict[nn.Parameter, Tensor]:
     """A view of another flat buffer `[P]` for every parameter, such as for optimizer state that is sent to peers."""
-    parameters = dict(model.named_parameters())
+    parameters = _named_parameters(model)
     return {parameters[leaf.name]: buffer[leaf.start : leaf.stop].view(leaf.shape) for leaf in layout.leaves}
 
 

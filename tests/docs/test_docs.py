@@ -477,18 +477,44 @@ def test_the_targets_of_make_that_the_readme_names_exist():
         assert done.returncode == 0, done.stderr
 
 
-def test_the_loop_of_the_readme_trains():
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    model = torch.nn.Linear(4, 1)
-    before = model.weight.detach().clone()
-    scope: dict[str, Any] = {
-        "model": model,
-        "data": [torch.randn(2, 4) for _ in range(30)],
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "loss": lambda model, batch: model(batch).square().mean(),
-    }
-    exec(code, scope)
-    assert scope["outer"].metrics().rounds == 1 and not torch.equal(model.weight, before)
+LOOPS = """
+import os, sys
+import torch
+for path in sys.argv[1:]:
+    torch.manual_seed(int(os.environ["RANK"]))
+    scope = {"model": torch.nn.Linear(4, 1), "data": [torch.randn(2, 4) for _ in range(60)]}
+    scope["optimizer"] = torch.optim.SGD(scope["model"].parameters(), lr=0.1)
+    scope["loss"] = lambda model, batch: model(batch).square().mean()
+    before = scope["model"].weight.tolist()
+    exec(open(path).read(), scope)
+    outer, weights = scope["outer"], scope["model"].weight.tolist()
+    assert weights != before and outer.rounds == 2, outer
+    os.write(1, f"{os.path.basename(path)}: {outer.n} workers, {weights}\\n".encode())
+torch.distributed.init_process_group("gloo")
+os.write(1, f"afterwards: {torch.distributed.get_world_size()} workers, []\\n".encode())
+"""
+"""The blocks of pages, in two processes, each with other parameters and data; then a process group may be made yet."""
+
+
+def test_the_loops_that_a_page_starts_with_torchrun_train_two_workers_as_one(tmp_path):
+    own = (ROOT / "docs" / "how-to" / "own-loop.md").read_text(encoding="utf-8")
+    loops = [code for code in python_blocks("how-to/own-loop.md") if "for batch in data:" in code]
+    blocks = [*python_blocks("../README.md"), *loops]
+    assert "torchrun" in README.partition(blocks[0])[0][-400:] and "torchrun" in own.partition(loops[0])[2][:80]
+    assert len(blocks) == 3
+    files = [tmp_path / f"block-{k}.py" for k in range(len(blocks))]
+    for file, code in zip(files, blocks, strict=True):
+        file.write_text("import gossamer\n" + code if "import gossamer" not in code else code, encoding="utf-8")
+    (tmp_path / "train.py").write_text(LOOPS, encoding="utf-8")
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*words, str(tmp_path / "train.py"), *map(str, files)],
+        env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    ends = sorted(re.findall(r"^.+?: 2 workers, .+$", done.stdout, re.MULTILINE))
+    assert done.returncode == 0 and len(ends) == 2 * len(files) + 2, done.stdout + done.stderr
+    assert ends[::2] == ends[1::2]
 
 
 def test_every_decision_has_a_number_of_its_own():

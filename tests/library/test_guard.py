@@ -118,10 +118,24 @@ def test_a_closed_outer_says_so():
             call()
 
 
-def test_who_forgot_the_process_group_is_told_that_each_worker_trains_alone(monkeypatch, caplog):
+def test_one_of_several_processes_that_cannot_find_the_others_is_refused_and_does_not_train_alone(monkeypatch):
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert outer(net()).n == 1
     monkeypatch.setenv("WORLD_SIZE", "4")
-    outer(net())
-    assert "WORLD_SIZE is 4 and there is no process group, so this worker trains alone" in caplog.text
+    with pytest.raises(
+        ConfigError, match="WORLD_SIZE is 4 and RANK, MASTER_ADDR, MASTER_PORT is not set, so this process"
+    ):
+        outer(net())
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29400")
+    monkeypatch.setenv("RANK", "4")
+    with pytest.raises(ConfigError, match="RANK is 4; with WORLD_SIZE 4 it must be between 0 and 3"):
+        outer(net())
+    monkeypatch.setenv("WORLD_SIZE", "four")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 'four'; it must be a whole number"):
+        outer(net())
 
 
 def converted(model):

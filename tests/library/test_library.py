@@ -2,18 +2,23 @@
 
 import copy
 import gc
+import io
 import itertools
 import logging
+import os
+import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import gossamer
+from commands import free_port
 from drifted_rounds import layout, serially
 from gossamer import rng
 from gossamer.codecs import CODECS, bf16, both_ways, topk
@@ -223,6 +228,99 @@ def test_a_state_of_0_1_0_continues_where_it_was_with_one_warning(caplog):
         assert caplog.text.count("does not say what it is of") == len(caplog.records) == 1
 
 
+def eager(model):
+    return torch.compile(model, backend="eager")
+
+
+def eager_inside(model):
+    model[0] = eager(model[0])
+    return model
+
+
+def eager_in_place(model):
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("compiled", [eager, eager_inside, eager_in_place])
+def test_a_compiled_model_continues_the_state_of_a_plain_one_and_the_other_way_around(compiled):
+    models = {"plain": lambda model: model, "compiled": compiled}
+    saved, ends = {}, []
+    for name, make in models.items():
+        model = net()
+        loop = gossamer.Outer(make(model), "gasloc", local_steps=6)
+        train(loop.model, loop, 8)
+        saved[name] = copy.deepcopy((flat(model), loop.state_dict()))
+    for begun, make in itertools.product(saved, models.values()):
+        loop = gossamer.Outer(make(net()), "gasloc", local_steps=6)
+        loop.x.copy_(saved[begun][0])
+        loop.load_state_dict(saved[begun][1])
+        train(loop.model, loop, 10, seed=1)
+        ends.append(flat(loop.model))
+        with loop.mean_model() as mean:
+            assert mean is loop.model
+            plain = net()
+            plain.load_state_dict(mean.state_dict())
+        assert torch.equal(flat(plain), ends[-1])
+    assert all(torch.equal(end, ends[0]) for end in ends)
+
+
+def test_a_model_that_is_compiled_after_outer_was_made_trains_on():
+    plain, wrapped = net(), net()
+    loops = [gossamer.Outer(model, "gasloc", local_steps=2) for model in (plain, wrapped)]
+    train(plain, loops[0], 4)
+    train(eager(wrapped), loops[1], 4)
+    assert torch.equal(flat(plain), flat(wrapped))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "compiled"), [("d322e6dd", eager), ("d322e6dd", lambda model: model), ("d636e688", eager_inside)]
+)
+def test_a_state_of_0_2_0_under_the_names_of_torch_compile_is_read(shapes, compiled):
+    """With the hash of such names, as 0.2.0 saved it."""
+    loop = gossamer.Outer(compiled(net()), "gasloc", local_steps=6)
+    saved = loop.state_dict()
+    words, mine = saved["of"]["model"].rsplit(" ", 1)
+    assert mine not in ("d322e6dd", "d636e688")
+    loop.load_state_dict({**saved, "of": {**saved["of"], "model": f"{words} {shapes}"}})
+    with pytest.raises(CheckpointError, match=r"has model .* hash to 00000000 and this Outer"):
+        loop.load_state_dict({**saved, "of": {**saved["of"], "model": f"{words} 00000000"}})
+
+
+def saved_bytes(what):
+    file = io.BytesIO()
+    torch.save(what, file)
+    return len(file.getvalue())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_saves_a_part_of_a_model_writes_that_part_and_not_the_whole_flat_buffer(dtype):
+    model = nn.Sequential(nn.Linear(300, 300), nn.LayerNorm(300), nn.Linear(300, 2)).to(DEVICE, dtype)
+
+    def sizes():
+        parts = [
+            model[1].state_dict(),
+            {"w": model[2].weight},
+            {"b": model[2].bias.data},
+            model[2],
+            copy.deepcopy(model[1]),
+        ]
+        pickled = [pickle.dumps(part) for part in (model[2].weight, model.state_dict()["2.bias"])]
+        return [*map(saved_bytes, parts), *map(len, pickled)]
+
+    before = sizes()
+    loop = gossamer.Outer(model, "gasloc", local_steps=1)
+    with torch.no_grad():
+        model.load_state_dict({name: p.clone() for name, p in model.state_dict().items()}, assign=True)
+        model[0].weight.add_(1.0)
+    loop.step()  # takes the parameters back into its buffer
+    assert all(after <= 1.2 * size for after, size in zip(sizes(), before, strict=True)), (sizes(), before)
+    assert safetensors.torch.load(safetensors.torch.save(model.state_dict()))["1.weight"].shape == (300,)
+    weight = model.state_dict()["0.weight"]
+    loop.x.zero_()
+    assert not weight.any() and not model[2].weight.any()  # still one memory
+
+
 def test_where_workers_continue_is_compared_in_words():
     must_continue_alike([[3, 2, 6, "a"], [3, 2, 6, "a"], [3, 2, 6, "a"]])
     must_continue_alike([[3, 2, 6, "a"], [3, 1, 3, "a"]])  # with other local steps a step is at another place
@@ -314,6 +412,30 @@ def stop_within_a_round(argv):
 
 def test_two_workers_stopped_within_a_round_continue_to_the_same_bits(forks):
     assert run_local(2, stop_within_a_round, []) == 0
+
+
+def meet_without_a_group(argv):
+    """Under a launcher that only numbers processes, such as srun, so that the first of them serves the store."""
+    os.environ["MASTER_PORT"] = argv[0]
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    rank = int(os.environ["RANK"])
+    for before in (True, False):
+        model = net()
+        with gossamer.Outer(model, "diloco", local_steps=2, timeout_s=20) as loop:
+            train(model, loop, 4, seed=rank)
+            assert (loop.worker, loop.n, loop.rounds) == (rank, 2, 2)
+            with loop.mean_model() as mean:
+                assert torch.equal(flat(mean), flat(model))
+        if before:
+            assert not dist.is_initialized()
+            dist.init_process_group("gloo")  # at the same address
+    assert dist.get_world_size() == 2
+    dist.barrier()
+    return 0
+
+
+def test_processes_of_a_launcher_are_workers_without_a_process_group_which_may_be_made_later(forks):
+    assert run_local(2, meet_without_a_group, [str(free_port())]) == 0
 
 
 # --- around an optimizer ---------------------------------------------------------------------------------------------
@@ -834,6 +956,17 @@ def metrics():
             assert abs(found.disagreement - apart) < 1e-5, (rule, found)
 
 
+def compiled_and_plain():
+    """Worker 0 has its model compiled, worker 1 a part of it, and worker 2 nothing."""
+    rank, model = dist.get_rank(), net()
+    compiled = [eager, eager_inside, eager_in_place][rank](model)
+    with gossamer.Outer(compiled, "diloco", local_steps=2, timeout_s=20) as loop:
+        train(compiled, loop, 2, seed=rank)
+        all_weights = [torch.empty_like(flat(model)) for _ in range(3)]
+        dist.all_gather(all_weights, flat(model))
+        assert loop.rounds == 1 and all(torch.equal(one, all_weights[0]) for one in all_weights)
+
+
 def mean_models():
     """The same bits as the mean of a simulation, within a round and with exchanges in flight; who stays away is named."""
     rank, ends = dist.get_rank(), []
@@ -999,6 +1132,7 @@ def go_through_all(argv):
         reductions,
         metrics,
         mean_models,
+        compiled_and_plain,
     ):
         act()
         dist.barrier()

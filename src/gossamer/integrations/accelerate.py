@@ -30,7 +30,6 @@ from gossamer.integrations.begin import (
     warn_of_copies,
 )
 from gossamer.library import Outer, OuterMethod, OuterOptions, OuterState
-from gossamer.library.dtensors import as_dtensor
 from gossamer.rules import Rule
 
 if TYPE_CHECKING:
@@ -53,8 +52,7 @@ def prepare_outer(
     Args: as of `gossamer.Outer`.
     Raises: ConfigError if the accelerator, without a site, counts several processes, and what Outer raises; `load_state` raises
         CheckpointError if workers resume from different steps or the state does not fit.
-    Cost: that of Outer; `model.state_dict()` copies the parameters from now on, because Accelerate loses tensors that share
-        memory.
+    Cost: that of Outer.
     """
     processes = accelerator.num_processes
     must_be_alone(processes, "Accelerate", options)
@@ -63,8 +61,6 @@ def prepare_outer(
     warn_of_copies(own, processes, "Accelerate", asked=asked)
     if processes == 1:
         let_every_worker_save(own)
-    if not any(as_dtensor(p) is not None for p in own.parameters()):
-        own.register_state_dict_post_hook(_own_memory)
     outer = Outer(own, rule, **options)
     if processes == 1:
         accelerator.register_for_checkpointing(_Registered(outer, options))
@@ -74,20 +70,6 @@ def prepare_outer(
         accelerator.register_load_state_pre_hook(one.look_in)
         accelerator.register_for_checkpointing(one)
     return outer
-
-
-def _own_memory(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-    """Gives each tensor of a state dict its own memory: Accelerate saves one of those that share a storage, and loses the others.
-
-    Parameters that Outer has are views of one flat buffer, so all share it. Tied parameters stay tied.
-    """
-    copies: dict[tuple[object, ...], Tensor] = {}
-    for name, value in state.items():
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):  # with keep_vars they are the parameters
-            place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
-            if place not in copies:
-                copies[place] = value.clone()
-            state[name] = copies[place]
 
 
 class _Registered(NamedTuple):

@@ -13,10 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-__all__ = ["as_dtensor", "bare_name", "copied_over", "like_parameter", "local", "mesh_of", "processes_of", "reshard"]
-
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What torch.compile and activation checkpointing put into the names of parameters."""
+__all__ = ["as_dtensor", "copied_over", "like_parameter", "local", "mesh_of", "processes_of", "reshard"]
 
 
 def as_dtensor(t: Tensor) -> "DTensor | None":
@@ -38,17 +35,6 @@ def like_parameter(part: Tensor, shared: "DTensor") -> "DTensor":
     return DTensor.from_local(
         part, shared.device_mesh, shared.placements, run_check=False, shape=shared.shape, stride=shared.stride()
     )
-
-
-def bare_name(name: str) -> str:
-    """The name of a parameter without wrappers, which some processes may have and others not.
-
-    >>> bare_name("_orig_mod.layers.0._checkpoint_wrapped_module.up.weight")
-    'layers.0.up.weight'
-    """
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def copied_over(t: Tensor) -> tuple[int, ...]:

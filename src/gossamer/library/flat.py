@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gossamer.codecs import Codec
 from gossamer.errors import ConfigError
-from gossamer.layout import Layout, Leaf, arrange, attach, keep_attached, layout_of
-from gossamer.library.dtensors import as_dtensor, bare_name, copied_over, like_parameter, local, reshard
+from gossamer.layout import Layout, Leaf, arrange, attach, bare_name, keep_attached, layout_of
+from gossamer.library.dtensors import as_dtensor, copied_over, like_parameter, local, reshard
 from gossamer.rounds.schedule import Schedule
 from gossamer.transport.wire import checksum
 
-__all__ = ["Flat", "flat_of", "must_carry_copies"]
+__all__ = ["Flat", "flat_of", "layouts_with_wrappers", "must_carry_copies", "with_bare_names"]
 
 
 class Flat(Protocol):
@@ -77,13 +77,48 @@ def must_carry_copies(codec: Codec, held: Flat, shards: int) -> None:
         )
 
 
+def layouts_with_wrappers(model: nn.Module, layout: Layout) -> list[Layout]:
+    """The layout under the names that the parameters of a compiled model have had in states up to 0.2.0.
+
+    They are those of this model as it is, and those of it as a whole in `torch.compile`.
+    """
+    full = {bare_name(name): name for name, _ in model.named_parameters()}
+    return [
+        layout._replace(leaves=tuple(leaf._replace(name=name(leaf.name)) for leaf in layout.leaves))
+        for name in (lambda name: full.get(name, name), lambda name: f"_orig_mod.{name}")
+    ]
+
+
+@contextlib.contextmanager
+def with_bare_names(model: nn.Module) -> Iterator[None]:
+    """Lets `state_dict` of a model with compiled parts have the names of the plain model, which can load it."""
+    compiled = any(bare_name(name) != name for name, _ in model.named_parameters())
+    inner = getattr(model, "_orig_mod", model)  # what methods such as save_pretrained belong to
+    roots = {model, inner} if compiled else set()
+    hooks = [root.register_state_dict_post_hook(_rename) for root in roots]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _rename(model: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Mapping[str, object]) -> None:
+    if len({*map(bare_name, state)}) < len(state):
+        return
+    # Of a wrapper and the module in it, which get one name, the version of the module comes later and counts.
+    for names in (state, getattr(state, "_metadata", {})):
+        for name in [*names]:
+            names[bare_name(name)] = names.pop(name)
+
+
 class _Views:
     """The memory of the parameters, which become views of it."""
 
     def __init__(self, model: nn.Module, schedule: Schedule) -> None:
         self._model = model
         self.layout, self.spans = arrange(layout_of(model), schedule.fragments, schedule.pattern)
-        self.x = attach(model, self.layout)
+        self.x = attach(model, self.layout, own_storage=True)
         self.words = ""
         self.kept = list[Tensor]()
 

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from gossamer.errors import ConfigError, PeerError
-from gossamer.library.dtensors import as_dtensor, bare_name, local
+from gossamer.layout import bare_name
+from gossamer.library.dtensors import as_dtensor, local
 
 __all__ = ["Rest", "broadcast", "fingerprints", "must_be_alike", "must_be_trainable", "must_not_be_wrapped", "rest_of"]
 

@@ -1,7 +1,9 @@
 """Which worker a process is a part of: a worker is one process, or the processes of a mesh that hold one model together."""
 
+import contextlib
 import errno
 import hashlib
+import os
 import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,8 +15,9 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 from gossamer.errors import ConfigError, PeerError, first_line
 from gossamer.library.dtensors import processes_of
 from gossamer.transport.keys import Keys
+from gossamer.transport.processes.interfaces import GLOO, address_towards
 from gossamer.transport.processes.keyed_store import KeyedStore
-from gossamer.transport.processes.launch import agree
+from gossamer.transport.processes.launch import agree, launched
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.store import Entries, hosted_store, reached_store
 from gossamer.transport.secret import environment_secret
@@ -30,6 +33,7 @@ __all__ = [
     "claimed",
     "join_sites",
     "lane_in",
+    "lane_of_launcher",
     "lane_of_site",
     "must_have_equal_shards",
     "opened",
@@ -57,9 +61,9 @@ class Lane(NamedTuple):
     sites: int = 0
     """How many worlds train together, where each worker is its own world."""
     joint: Store | None = None
-    """What these worlds have in common."""
+    """The store of the workers, where they have no process group in common."""
     address: str = ""
-    """At which the others reach this process, where they are worlds of their own."""
+    """At which the others reach this process, where they have no process group in common; empty lets gloo choose."""
     keys: Keys | None = None
     """Those of the sites, where their connections are encrypted."""
     behind: KeyedStore | None = None
@@ -95,7 +99,7 @@ def lane_in(ranks: Sequence[int], mesh: "DeviceMesh | None", timeout_s: float) -
         that is not inside the group.
     """
     if not dist.is_initialized():
-        return Lane()
+        return lane_of_launcher(timeout_s)
     rank = dist.get_rank()
     own = [rank] if mesh is None else processes_of(mesh)
     if not {*ranks}.issuperset(own):
@@ -133,6 +137,24 @@ def lane_in(ranks: Sequence[int], mesh: "DeviceMesh | None", timeout_s: float) -
     workers.sort(key=min)
     shard = own.index(rank)
     return Lane(tuple(processes[shard] for processes in workers), tuple(own), workers.index(own), shard, said[0][2])
+
+
+def lane_of_launcher(timeout_s: float) -> Lane:
+    """The lane of a process without a process group: one of those that a launcher has started, each a worker, or alone.
+
+    No process group is made for it: the script may make one of any backend later, as if there were no Outer.
+
+    Raises: ConfigError and TransportError as `launched` does.
+    """
+    member = launched(timeout_s)
+    if member is None:
+        return Lane()
+    address = ""  # gloo takes the interface that the user names
+    if GLOO not in os.environ:
+        with contextlib.suppress(OSError):  # no route: gloo may know better, or says what is wrong
+            address = address_towards(os.environ["MASTER_ADDR"])
+    everyone, store = tuple(range(member.ranks)), PrefixStore("outer", member.store)
+    return Lane(everyone, (member.rank,), member.rank, joint=store, address=address)
 
 
 def lane_of_site(

@@ -18,7 +18,7 @@ from gossamer import rng
 from gossamer.codecs import Codec
 from gossamer.errors import CheckpointError, ConfigError, PeerError
 from gossamer.library.dtensors import local, mesh_of, reshard
-from gossamer.library.flat import flat_of, must_carry_copies
+from gossamer.library.flat import flat_of, layouts_with_wrappers, must_carry_copies, with_bare_names
 from gossamer.library.guard import Rest, must_be_trainable, must_not_be_wrapped, rest_of
 from gossamer.library.lane import at_board, join_sites, lane_in, lane_of_site
 from gossamer.library.metrics import Meter, OuterMetrics
@@ -32,7 +32,7 @@ from gossamer.library.parts import (
     ranks_of,
     settled_parts,
 )
-from gossamer.library.peers import Common, Peers, common_of
+from gossamer.library.peers import Common, Peers, common_of, model_in_words
 from gossamer.library.saved import FORMAT, OuterState, must_be_of, must_continue_alike, what_it_is_of
 from gossamer.library.siblings import Siblings
 from gossamer.library.sites import REJOIN_ROUNDS, ElasticSite, elastic_site
@@ -59,7 +59,7 @@ M = TypeVar("M", bound=nn.Module)
 class Outer(Generic[M]):
     """The outer loop around a training loop: counts inner steps, and exchanges with the peers after every `local_steps` of them.
 
-        outer = gossamer.Outer(model, gossamer.gasloc(), local_steps=30)      # after init_process_group
+        outer = gossamer.Outer(model, gossamer.gasloc(), local_steps=30)      # in a script that torchrun starts
         for batch in data:
             loss = model(batch); loss.backward(); optimizer.step(); optimizer.zero_grad()
             outer.step()
@@ -85,7 +85,8 @@ class Outer(Generic[M]):
         compile: one pass over the memory for the outer update; needs a C++ compiler, and changes no bit.
         process_group: its members are the workers, in the order of their ranks; the default group when None. It may be made
             with any backend string that has gloo for the CPU, or with NCCL alone, which was never run. Connections are
-            Outer's own.
+            Outer's own. Without any group the workers are the processes that a launcher such as torchrun counts in WORLD_SIZE;
+            they meet at its MASTER_ADDR over gloo, and no group is made, so that the script may make one later.
         rest: what is done at the start with frozen parameters and buffers, which are never exchanged: "compare" refuses
             workers that differ, "broadcast" takes those of worker 0, "own" leaves them.
         mesh: the processes of one worker that hold its model together, as FSDP2, HSDP or tensor parallelism leave it; by default
@@ -103,8 +104,9 @@ class Outer(Generic[M]):
         peers: a TOML file with the tables [peers.NAME] that `gossamer keys show` prints, one for each site in the order of their
             numbers. All connections between sites, those to the place where they meet too, are then TLS 1.3 with a key of
             this machine (GOSSAMER_KEY, or the one of `gossamer keys` that is listed); needs `elastic=True`.
-    Raises: ConfigError and PairingError for what cannot work; PeerError when workers disagree on model, rule, topology, codec
-        or another of these, with what each has.
+    Raises: ConfigError and PairingError for what cannot work, such as WORLD_SIZE above 1 without RANK, MASTER_ADDR or
+        MASTER_PORT; TransportError when the store of the processes cannot be reached; PeerError when workers do not come, or
+        disagree on model, rule, topology, codec or another of these, with what each has.
     Cost: the rule's state, one message, and those received from the peers; the exchange blocks, and its receives are posted a
         whole local phase before. At the start a hash of all frozen numbers (1 GB/s), and until the first exchange
         two checksums of the parameters. Buffers such as batch-norm statistics
@@ -122,7 +124,7 @@ class Outer(Generic[M]):
     Parameters that `load_state_dict(assign=True)` has replaced are taken back into the flat buffer at the next exchange. A
     model that was converted, moved or resized, or of which more became trainable, is refused there in a sentence.
 
-    Without a process group there is one worker, and the rule is its limit for one: an outer momentum, or nothing.
+    Without a launcher there is one worker, and the rule is its limit for one: an outer momentum, or nothing.
 
     >>> import gossamer, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -235,7 +237,7 @@ class Outer(Generic[M]):
                 )  # fmt: skip
                 lane = None if self._site.is_back else self._lane
                 return Peers.of_site(self._site.transport, lane, self._site.start, timeout_s)
-            if dist.is_initialized() or join is not None:
+            if dist.is_initialized() or self._lane.joint is not None:
                 return Peers.of(group, self._lane, common, self.x, rest_of(self.model), timeout_s=timeout_s)
             return Peers.none()
 
@@ -469,6 +471,8 @@ class Outer(Generic[M]):
                 if outer.worker == 0: mean.save_pretrained("trained")
             model.train()
 
+        `mean.state_dict()` has the names of the plain model, also where it or parts of it are compiled.
+
         A collective: all workers must enter it after the same step; leaving it needs nobody. The mean is taken in fp32 in worker
         order, so it is the same to the last bit on all workers and in a simulation. Floating-point buffers, such as batch-norm
         statistics, are averaged alike; integer buffers and frozen parameters stay. When the block ends, also by an error,
@@ -507,7 +511,7 @@ class Outer(Generic[M]):
             raise PeerError(f"the mean model was not made, as not all workers entered mean_model(): {error}") from error
         self._mean_is_in = True
         try:
-            with self._flat.showing(mean):
+            with self._flat.showing(mean), with_bare_names(self.model):
                 with torch.no_grad():
                     for t, other in zip(averaged, means, strict=True):
                         t.copy_(other.view(t.shape))
@@ -560,7 +564,8 @@ class Outer(Generic[M]):
             )
         mine = self._outer_state()
         if isinstance(state, Mapping):
-            must_be_of(state, self._is_of)
+            layouts = layouts_with_wrappers(self.model, self.layout)
+            must_be_of(state, self._is_of, [model_in_words(one, self.x.dtype, self._flat.words) for one in layouts])
         try:
             rounds, steps, saved = state["rounds"], state["steps"], list(state["outer"])
             check_option("a saved outer state", "rounds", rounds, Annotated[int, Field(ge=0, le=(1 << 31) - 1)])

@@ -4,9 +4,7 @@ import atexit
 import contextlib
 import hashlib
 import json
-import logging
 import math
-import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,9 +31,8 @@ from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.store import Entries
 from gossamer.transport.secret import environment_secret
 
-__all__ = ["Common", "Peers", "common_of", "must_agree", "read_losses"]
+__all__ = ["Common", "Peers", "common_of", "model_in_words", "must_agree", "read_losses"]
 
-log = logging.getLogger("gossamer")
 _LONGEST = 160  # characters of a peer's words in an error
 
 
@@ -62,15 +59,20 @@ def common_of(
 
     Args: `shard` says how the parameters lie on the processes of a worker, where it has several.
     """
-    shapes = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
     same_steps = m.schedule.overlap_steps or m.rule.delay_rounds
     return Common(
-        f"{len(layout.leaves)} tensors of {layout.numel} numbers in {dtype}, whose names and shapes hash to {shapes}{shard}",
+        model_in_words(layout, dtype, shard),
         choice_in_words(m.rule.name, m.rule.options),
         choice_in_words(m.topology.name, m.topology.options),
         f"{_codec(m.codec)}{f' and back {_codec(m.codec.back)}' if m.codec.back else ''}",
         str(m.schedule), reduction, rest, str(local_steps) if same_steps else "any", str(seed),
     )  # fmt: skip
+
+
+def model_in_words(layout: Layout, dtype: torch.dtype, shard: str) -> str:
+    """How the parameters are called and lie, in words that two workers compare."""
+    shapes = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
+    return f"{len(layout.leaves)} tensors of {layout.numel} numbers in {dtype}, whose names and shapes hash to {shapes}{shard}"
 
 
 def must_agree(said: Sequence[object], mine: Common) -> None:
@@ -149,13 +151,7 @@ class Peers:
 
     @classmethod
     def none(cls) -> "Peers":
-        """A worker that is alone; says so when a launcher has started several."""
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            log.warning(
-                "WORLD_SIZE is %s and there is no process group, so this worker trains alone; call "
-                "torch.distributed.init_process_group before Outer is made",
-                os.environ["WORLD_SIZE"],
-            )
+        """A worker that is alone."""
         return cls(MemoryNetwork(1).transport(0))
 
     @classmethod

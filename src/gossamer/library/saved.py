@@ -1,7 +1,7 @@
 """What a saved outer state is of, whether an `Outer` may continue from it, and whether all workers continue from the same."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -52,8 +52,11 @@ def what_it_is_of(common: Common, rule: Rule, lane: Lane, *, local_steps: int) -
     }  # fmt: skip
 
 
-def must_be_of(state: Mapping[str, Any], mine: Mapping[str, str]) -> None:
-    """Raises CheckpointError, with what either side has, for a state of something else; warns of one that does not say."""
+def must_be_of(state: Mapping[str, Any], mine: Mapping[str, str], same_models: Collection[str] = ()) -> None:
+    """Raises CheckpointError, with what either side has, for a state of something else; warns of one that does not say.
+
+    Args: `same_models` are further words for the model of `mine`, as earlier versions have saved them.
+    """
     number, theirs = state.get("format"), state.get("of")
     if number is None and theirs is None:
         log.warning(
@@ -76,6 +79,8 @@ def must_be_of(state: Mapping[str, Any], mine: Mapping[str, str]) -> None:
             f"the outer state names the start it is of by {start!r:.40}, and Outer.state_dict by a short text; load one that was "
             "saved whole"
         )
+    if theirs.get("model") in same_models:
+        theirs = {**theirs, "model": mine["model"]}
     # Its shard and its schedule first, as they change how a model lies, which is hashed.
     if odd := lineage.odd_field(theirs, {"shard": "none", "schedule": mine["schedule"], **mine}):
         raise CheckpointError(

@@ -28,6 +28,7 @@ __all__ = [
     "available_cores",
     "device_of",
     "join",
+    "launched",
     "leave",
     "one_device",
     "part",
@@ -91,6 +92,37 @@ def join(
         ) from error
     atexit.register(leave)
     return member
+
+
+def launched(timeout_s: float) -> Member | None:
+    """This process among those that a launcher such as torchrun has started; None where it has started no others.
+
+    It only reaches the store of the processes. No process group is made and nothing of torch is set, so that the script
+    may still do either. The store stays open as long as the process, since rank 0 may serve it to the others.
+
+    Args: `timeout_s` is how long to wait for the store.
+    Raises: ConfigError when the environment counts several processes without saying how to reach them, TransportError
+        when the store cannot be reached.
+    """
+    world = os.environ.get("WORLD_SIZE") or "1"
+    if world.isascii() and world.isdigit() and int(world) < 2:
+        return None
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise ConfigError(
+            f"WORLD_SIZE is {world} and {', '.join(missing)} is not set, so this process cannot find the other workers; start "
+            "the script with torchrun --nproc-per-node N, make a process group before, or unset WORLD_SIZE to train alone"
+        )
+    rank, n = _number("RANK"), _number("WORLD_SIZE")
+    if rank >= n:
+        raise ConfigError(f"RANK is {rank}; with WORLD_SIZE {n} it must be between 0 and {n - 1}, as torchrun sets it")
+    where = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank
+    if where not in _STORES:
+        _STORES[where] = _store(rank, timeout_s)
+    return Member.at(rank, n, torch.device("cpu"), _STORES[where], secret=environment_secret())
+
+
+_STORES = dict[tuple[str, str, int], Store]()
+"""The stores that `launched` has reached, by address, port and rank."""
 
 
 def raise_descriptor_limit() -> None:

@@ -193,7 +193,7 @@ def served_store(listener: socket.socket, timeout_s: float) -> TCPStore:
     address, port = listener.getsockname()[:2]
     store = TCPStore(
         address, port, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
-        master_listen_fd=listener.fileno(),
+        master_listen_fd=listener.fileno(), multi_tenant=True,  # so that a later init_process_group here shares the port
     )  # fmt: skip
     listener.detach()  # the store closes it
     return store
