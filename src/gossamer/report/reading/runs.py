@@ -48,6 +48,8 @@ class RunData(NamedTuple):
     apart."""
     alignments: tuple[dict[str, Any], ...] = ()
     """Alignment and persistence of the pseudo-gradients by round, where they were recorded."""
+    own: Mapping[int, tuple[float, ...]] = {}
+    """By round the validation losses of a real run's workers, each of its own model, since the settings changed last."""
 
 
 def read_runs(runs: Mapping[str, Path], networks: Mapping[str, Network] | None) -> list[RunData]:
@@ -66,6 +68,11 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
     metrics, branches = read_metrics(folder), read_branches(folder)
     evals = {line["round"]: line for line in metrics if line["kind"] == "eval" and "worker" not in line}
     trained = [line["round"] for line in metrics if line["kind"] == "train"]
+    first, own = max((branch["round"] for branch in branches), default=0), dict[int, tuple[float, ...]]()
+    for line in metrics:
+        if line["kind"] == "validation" and line["round"] >= first:
+            loss = _as_number(line.get("loss"), "loss", line["round"])
+            own[line["round"]] = (*own.get(line["round"], ()), loss)
     config = _read_text(folder / "run.toml")
     if networks is None:
         networks = {} if config is None else networks_in(parse_toml(config, f"'{folder / 'run.toml'}'"))
@@ -94,6 +101,7 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
         sent_until,
         per_round,
         tuple(line for line in metrics if line["kind"] == "alignment"),
+        own,
     )
 
 
@@ -132,17 +140,19 @@ def _as_number(value: object, key: str, round: int) -> float:
 def summary_row(run: RunData) -> dict[str, Any]:
     """The run's row of `gossamer.report.table.summary_rows`."""
     run = run._replace(evals=[line for line in run.evals if line["round"] >= 0])
-    last: Mapping[str, Any] = run.newest or {"round": -1}
+    last: Mapping[str, Any] = run.newest or {"round": max(run.own, default=-1)}
     losses = last.get("worker_losses", [])
     if not isinstance(losses, list):
         raise DataError(
             f"the metrics of round {last['round']} have worker_losses {losses!r:.60} but need a list of numbers"
         )
     worst = [_as_number(loss, "worker_losses", last["round"]) for loss in losses]
+    own = worst or run.own.get(last["round"], ())
     return {
         "method": run.label,
         "loss": _number(last, "loss"),
-        "round": None if run.newest is None else last["round"] + 1,
+        "loss_of_workers": math.fsum(own) / len(own) if own else None,
+        "round": last["round"] + 1 if last["round"] >= 0 else None,
         "rounds": run.rounds,
         # max() would lose a NaN among finite losses.
         "worst_loss": math.nan if any(map(math.isnan, worst)) else max(worst, default=None),
