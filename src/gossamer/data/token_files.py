@@ -294,7 +294,7 @@ def _stamps(sources: Sequence[SourceFiles]) -> list[tuple[Any, ...]]:
 
 def _cache_name(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[SourceFiles], cache: Path) -> str:
     made_of = [
-        4, _content(sources, cache), tokenizer.json(), tokenizer.before, tokenizer.after, config.text_field,
+        5, _content(sources, cache), tokenizer.json(), tokenizer.before, tokenizer.after, config.text_field,
         config.val_fraction, config.max_bytes,
     ]  # fmt: skip
     return hashlib.blake2b(json.dumps(made_of).encode(), digest_size=12).hexdigest()
@@ -494,7 +494,9 @@ class FileCorpus:
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Corpus.restore`."""
         if state["fingerprint"] != self._fingerprint:
+            own = ", or if they spell special tokens of its tokenizer, with the version of Gossamer that it began with"
+            own = own if self.tokenizer.special else ""
             raise DataError(
                 f"the text has changed: its tokens hash to {self._fingerprint} and hashed to "
-                f"{state['fingerprint']!r:.60}; resume with the files that the run began with"
+                f"{state['fingerprint']!r:.60}; resume with the files that the run began with{own}"
             )
