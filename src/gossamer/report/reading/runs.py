@@ -1,5 +1,6 @@
 """Runs as a report needs them: what each left in its folder, priced on any number of networks."""
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gossamer.data.settings import passes_over
 from gossamer.errors import DataError
 from gossamer.network.links import Network
 from gossamer.network.timeline import Timeline
@@ -48,6 +50,8 @@ class RunData(NamedTuple):
     apart."""
     alignments: tuple[dict[str, Any], ...] = ()
     """Alignment and persistence of the pseudo-gradients by round, where they were recorded."""
+    passes: float | None = None
+    """How often its text was trained on; None for a stream, and where the run has not recorded how much text it had."""
     own: Mapping[int, tuple[float, ...]] = {}
     """By round the validation losses of a real run's workers, each of its own model, since the settings changed last."""
 
@@ -101,8 +105,31 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
         sent_until,
         per_round,
         tuple(line for line in metrics if line["kind"] == "alignment"),
+        None if config is None else _passes(folder, config, metrics),
         own,
     )
+
+
+def _passes(folder: Path, config: str, metrics: Iterable[Mapping[str, Any]]) -> float | None:
+    """How often the text was trained on up to now, by what `text.json` says of it."""
+    path = folder / "text.json"
+    if not path.is_file():
+        return None
+    document = parse_toml(config, f"'{folder / 'run.toml'}'")
+    data, workers = document.get("data", {}), document.get("workers")
+    if not isinstance(data, Mapping) or not isinstance(workers, int):
+        return None
+    trained = dict.fromkeys(range(workers), 0.0)
+    for line in metrics:
+        if line["kind"] == "train" and (worker := line.get("worker")) in trained:
+            trained[worker] = max(trained[worker], _as_number(line.get("tokens", 0), "tokens", line["round"]))
+    try:
+        text = [int(source["train_tokens"]) for source in json.loads(path.read_bytes())["sources"]]
+        return passes_over(data.get("shards"), text, [*trained.values()])
+    except KeyError:  # one of an older version
+        return None
+    except (ValueError, TypeError, IndexError, RecursionError) as error:
+        raise DataError(f"'{path}' does not tell how much text the run had ({error}); remove it") from None
 
 
 def _as_it_went(events: EventTotals) -> Timeline:
@@ -154,6 +181,7 @@ def summary_row(run: RunData) -> dict[str, Any]:
         "loss_of_workers": math.fsum(own) / len(own) if own else None,
         "round": last["round"] + 1 if last["round"] >= 0 else None,
         "rounds": run.rounds,
+        "passes": run.passes,
         # max() would lose a NaN among finite losses.
         "worst_loss": math.nan if any(map(math.isnan, worst)) else max(worst, default=None),
         "disagreement": _number(last, "disagreement"),

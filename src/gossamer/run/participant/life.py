@@ -181,7 +181,7 @@ class Participant(ABC, Generic[Connections]):
             self.folder, self.config.document, self.config.record, worker=self.slot, resume_round=cut, void=void,
             traced_per_round=traced_per_round,
         ))  # fmt: skip
-        tell_text(self.record, self.replica.task.data)
+        tell_text(self.record, self.config, self.replica.task.data)
         self.journal = Journal(
             self.config, lambda: self.record, lambda: {"loss": self._probe.loss(self.x, self.replica.buffers)}, self.save,
             kind="validation",
