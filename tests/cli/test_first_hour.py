@@ -201,6 +201,11 @@ def test_the_result_of_every_verb_is_one_line_of_json_with_the_keys_that_are_exp
     result = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     only_with_figure = set() if verb == "compare" else {"figure", "numbers"}
     assert result.keys() == EXPLAINED[verb] - only_with_figure
+    if verb == "train":  # nobody has scored the mean model, and the mean of its workers' own losses has another name
+        losses = [*result["validation"].values()]
+        assert result["loss"] is None and result["loss_of_workers"] == math.fsum(losses) / 2 and result["round"] == 2
+    if verb == "simulate":
+        assert result["runs"][0]["loss_of_workers"] is not None
 
 
 @pytest.mark.parametrize("verb", ["simulate", "compare"])

@@ -531,7 +531,7 @@ def test_checkpoints_of_single_workers_restore_a_whole_simulation(tmp_path: Path
     together = stream(source, 2)
     for state in states:
         together.restore(state)
-    assert together.state() == {"streams": {**states[0]["streams"], **states[1]["streams"]}}
+    assert together.state() == {**states[0], "streams": {**states[0]["streams"], **states[1]["streams"]}}
 
 
 @pytest.mark.parametrize(

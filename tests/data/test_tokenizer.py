@@ -79,6 +79,97 @@ def test_documents_of_files_and_streams_have_the_tokens_around_them_also_when_th
     assert all(part.endswith("<|im_end|>") for part in shown.split("<|bos|>")[1:-1])
 
 
+def unigram(folder: Path) -> str:
+    """A tokenizer whose special tokens are words of its model, as those of T5 are."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    words = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -2.0), *((chr(k), -5.0) for k in range(33, 127))]
+    library = Tokenizer(models.Unigram(words, unk_id=2))
+    library.pre_tokenizer, library.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    library.add_special_tokens(["<pad>", "</s>", "<unk>"])
+    library.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    folder.mkdir(parents=True)
+    library.save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def by_merges(folder: Path) -> str:
+    """A tokenizer whose special token is a word of its model that merges make, or that is taken whole."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    words = {word: id for id, word in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "</", "s>", "</s>"])}
+    library = Tokenizer(models.BPE(words, [("<", "/"), ("s", ">"), ("</", "s>")], ignore_merges=True))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(["</s>"])
+    folder.mkdir(parents=True)
+    library.save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+@pytest.mark.parametrize("make", [trained, unigram, by_merges])
+def test_text_that_spells_a_special_token_is_read_as_text_in_files_and_streams(make: Any, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    name = make(tmp_path / "words")
+    words = load_tokenizer(name)
+    special = {Tokenizer.from_file(f"{name}/tokenizer.json").token_to_id(token) for token in words.special}
+    texts = [
+        text for token in sorted(words.special) for text in (token, f"a {token} b", f"{token}{token}", f"x{token}y")
+    ]
+    for text, ids in zip(texts, words.encode(texts), strict=True):
+        assert words.decode(ids.tolist()) == text and not special & {*ids.tolist()}, (text, ids)
+    assert (
+        len(words.special) == len(special) > 0 and words.after and special >= {*words.before, *words.after, words.pad}
+    )
+    assert words.json() == Tokenizer.from_file(f"{name}/tokenizer.json").to_str(), "what is exported is what was given"
+
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts * 9))
+    options: dict[str, Any] = {"tokenizer": name, "seq_len": 8, "batch_size": 2, "val_fraction": 0.2}
+    files = open_corpus(DataConfig(source=str(tmp_path / "texts"), **options), 1, 0)
+    assert isinstance(files, FileCorpus)
+    assert np.count_nonzero(joined(files._train + files._val) == words.end) == 9 * len(texts), (
+        "one end for each document"
+    )
+    stream = open_corpus(DataConfig(source=f"hf:{tmp_path / 'texts'}", **options), 1, 0)
+    ids = [int(token) for step in range(8) for token in stream.batch(0, step).flatten()]
+    shown = words.decode([id for id in ids if id not in special])
+    assert {"</s>", "<|im_end|>"} & words.special <= {token for token in words.special if token in shown}
+
+
+def test_a_run_that_was_begun_with_another_reading_of_special_tokens_is_refused(tmp_path: Path) -> None:
+    name, source = trained(tmp_path / "words"), tmp_path / "texts"
+    source.mkdir()
+    (source / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    options: dict[str, Any] = {"tokenizer": name, "seq_len": 8, "batch_size": 2}
+    files = open_corpus(DataConfig(source=str(source), **options), 1, 0)
+    with pytest.raises(DataError, match="spell special tokens of its tokenizer, with the version of Gossamer"):
+        files.restore({"fingerprint": "0" * 32})
+    stream = open_corpus(DataConfig(source=f"hf:{source}", **options), 1, 0)
+    stream.batch(0, 0)
+    state = {**stream.state()}
+    stream.restore(state)
+    del state["reading"]
+    with pytest.raises(DataError, match="took text which spells a special token for that token"):
+        stream.restore(state)
+    bytewise = open_corpus(DataConfig(**{**options, "tokenizer": "bytes"}, source=f"hf:{source}"), 1, 0)
+    bytewise.restore({"streams": {"0": {"step": 0, "place": None, "used": 0, "hash": None}}})
+
+
+def test_a_tokenizer_that_lacks_its_unknown_token_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
+    words = load_tokenizer(str(tmp_path))
+    assert words.encode(["a"])[0].tolist() == [0]
+    with pytest.raises(DataError, match=r"the tokenizer '.*' cannot encode a text \(.*\); repair its file"):
+        words.encode(["x"])
+    Tokenizer(models.WordLevel({"b": 1}, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match="cannot encode a text"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_a_tokenizer_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
     name = trained(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[]")

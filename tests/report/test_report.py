@@ -16,7 +16,7 @@ from rich.console import Console
 
 from gossamer.errors import ConfigError, DataError
 from gossamer.network.links import Network, to_toml
-from gossamer.record.folder import RecordConfig, RunFolder
+from gossamer.record.folder import RecordConfig, RunFolder, note_evaluation
 from gossamer.record.logs.trace import Entry, Operation
 from gossamer.report.page.page import write_report
 from gossamer.report.reading.follow import FollowedRun
@@ -177,6 +177,22 @@ def test_nothing_in_a_run_or_a_name_becomes_markup(tmp_path: Path) -> None:
     assert evil in "".join(Outline(page_of({evil: folder}, tmp_path)).texts[:2]), (
         "the title is the name of a single run"
     )
+
+
+def test_the_mean_of_the_workers_own_losses_is_never_called_that_of_the_mean_model(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "real", RUN_TOML, PLAIN) as run:
+        for r in range(2):
+            for i in range(2):
+                run.log("validation", round=r, worker=i, step=9 * (r + 1), loss=3.0 - r + i, tokens=32)
+    runs = {"real": tmp_path / "real"}
+    (row,) = summary_rows(runs, {})
+    assert (row["loss"], row["loss_of_workers"], row["round"]) == (None, 2.5, 2)
+    headings, values = (line.split(" | ") for line in markdown_table([row]).splitlines()[::2])
+    assert headings[1:3] == ["val loss", "val of workers"] and values[1:3] == ["–", "2.5000"]
+    note_evaluation(tmp_path / "real", round=0, loss=2.0, worker_losses=[3.0, 4.0])
+    (row,) = summary_rows(runs, {})
+    assert (row["loss"], row["loss_of_workers"], row["round"]) == (2.0, 3.5, 1), "all of one round"
+    assert "val of workers" not in markdown_table([row])
 
 
 def test_what_a_run_does_not_have_is_a_dash(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from test_follow import RUN_TOML, write_round
 
 from gossamer.cli import main
-from gossamer.record.folder import RunFolder
+from gossamer.record.folder import RunFolder, note_evaluation
 from gossamer.record.logs.seconds import RoundSeconds
 from gossamer.record.progress import quieted, say
 from gossamer.report.terminal import Terminal
@@ -113,14 +113,69 @@ def test_the_validations_of_real_workers_are_one_line_when_all_have_theirs(tmp_p
         for i, run in enumerate((zero, one)):
             run.log("validation", round=-1, worker=i, step=0, tokens=0, loss=5.0 + i)
             terminal.look()
-        assert out.getvalue() == "a: round 0 of 4  val 5.5\n"
+        assert out.getvalue() == "a: round 0 of 4  val of workers 5.5\n"
         for i, run in enumerate((zero, one)):
             run.log("train", round=0, worker=i, step=2, loss=3.0, lr=1e-3, tokens=64)
             run.log("validation", round=0, worker=i, step=2, tokens=64, loss=2.0 + i)
             run.log_seconds(RoundSeconds(0, i, None, 1.0, 0.25, {1 - i: 0.5}, 0.0, 1.75))
             terminal.look()
             assert out.getvalue().count("\n") == 1 + i
-    assert "val 2.5" in out.getvalue() and "in exchange 0.75 s" in out.getvalue() and "workers 2/2" in out.getvalue()
+    assert (
+        "val of workers 2.5" in out.getvalue()
+        and "in exchange 0.75 s" in out.getvalue()
+        and "workers 2/2" in out.getvalue()
+    )
+
+
+def test_the_validation_of_an_evaluated_round_is_not_shown_beside_a_later_round(tmp_path: Path) -> None:
+    out, clock = StringIO(), Clock()
+    with (
+        RunFolder(tmp_path, RUN_TOML, worker=0) as zero, RunFolder(tmp_path, RUN_TOML, worker=1) as one,
+        plain(out, clock) as terminal,
+    ):  # fmt: skip
+        runs = zero, one
+
+        def write(kind: str, round: int, loss: float) -> None:
+            for i, run in enumerate(runs):
+                run.log(kind, round=round, worker=i, step=round + 1, tokens=64 * (round + 1), loss=loss, lr=1e-3)
+
+        write("train", 0, 3.0)
+        write("validation", 0, 2.5)
+        note_evaluation(tmp_path, round=0, step=1, tokens=64, loss=2.25, disagreement=0.5)
+        terminal.follow("a", tmp_path)
+        write("train", 1, 2.0)
+        clock.now_s = 30
+        terminal.look()
+        assert re.search(
+            r"round 2 of 4  loss 2  val 2.25 \(round 1\)  val of workers 2.5 \(round 1\)  dis", out.getvalue()
+        )
+        write("validation", 1, 1.5)
+        terminal.look()
+    last = out.getvalue().splitlines()[-1]
+    assert re.match(r"a: round 2 of 4  loss 2  val of workers 1.5  workers 2/2", last), last
+
+
+def test_a_validation_that_is_whole_two_rounds_late_keeps_the_lines_in_order_and_is_shown_with_its_round(
+    tmp_path: Path,
+) -> None:
+    out, clock = StringIO(), Clock()
+    with (
+        RunFolder(tmp_path, RUN_TOML, worker=0) as zero, RunFolder(tmp_path, RUN_TOML, worker=1) as one,
+        plain(out, clock) as terminal,
+    ):  # fmt: skip
+        terminal.follow("a", tmp_path)
+        for r in range(3):
+            zero.log("train", round=r, worker=0, step=r + 1, tokens=64, loss=3.0 - r, lr=1e-3)
+            if r == 0:
+                zero.log("validation", round=0, worker=0, step=1, tokens=64, loss=2.0)
+        clock.now_s = 30
+        terminal.look()
+        one.log("train", round=0, worker=1, step=1, tokens=64, loss=3.0, lr=1e-3)
+        one.log("validation", round=0, worker=1, step=1, tokens=64, loss=3.0)
+        terminal.look()
+    first, second = out.getvalue().splitlines()
+    assert first.startswith("a: round 3 of 4  loss 1  val of workers 2 (round 1)  "), first
+    assert second.startswith("a: round 3 of 4  loss 1  val of workers 2.5 (round 1)  "), second
 
 
 def test_priced_seconds_of_a_simulation_are_not_called_seconds_in_exchanges(tmp_path: Path) -> None:

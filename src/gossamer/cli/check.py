@@ -60,6 +60,7 @@ def lines(one: "Examined") -> list[str]:
         *([("topology", one.topology + gap)] if one.topology is not None else []),
         ("parameters", unknown if one.parameters is None else f"{one.parameters:,} (vocabulary of {one.vocabulary:,})"),
         *(("text", _files(one)) for one in one.text),
+        *([("passes over the text", f"at least {one.passes:,.3g}")] if one.passes is not None else []),
         *([("documents", _documents(one.documents))] if one.documents is not None else []),
         *([("experts", _experts(one.experts))] if one.experts is not None else []),
         ("sends", unknown if one.sent_bytes is None else f"{sent} per worker and {phase}, at most {most}"),

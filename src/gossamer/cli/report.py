@@ -1,5 +1,6 @@
 """`gossamer report`: several runs on one page."""
 
+import logging
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from gossamer.cli.output import Json, print_json
 from gossamer.errors import ConfigError
 
 __all__ = ["command", "print_runs"]
+
+log = logging.getLogger("gossamer")
 
 
 def command(
@@ -32,6 +35,7 @@ def command(
         raise ConfigError(
             f"--out got '{out}' but the page is HTML, and replaces what is there; name a file that ends in .html"
         )
+    from gossamer.data.settings import MANY_PASSES, passes_warning
     from gossamer.report.page.page import write_pages
     from gossamer.run.config.document import load_run
     from gossamer.run.config.run_file import parse
@@ -39,7 +43,11 @@ def command(
     documents = [load_run(folder) for folder in folders]
     runs = dict(zip(_labels(folders, documents), folders, strict=True))
     words = shlex.join(["gossamer", "report", *map(str, folders), "--out", str(out)])
-    print_runs(runs, write_pages(runs, out, parse(documents[0]).network, command=words), out, json=json)
+    rows = write_pages(runs, out, parse(documents[0]).network, command=words)
+    for row in rows:
+        if row["passes"] is not None and row["passes"] > MANY_PASSES:
+            log.warning("%s: %s", row["method"], passes_warning(row["passes"]))
+    print_runs(runs, rows, out, json=json)
 
 
 def _labels(folders: Sequence[Path], documents: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import multiprocessing
 import os
 import sys
@@ -269,14 +270,19 @@ def _result(config: "ResolvedRun", folder: Path, local: int | None, served: Serv
     from gossamer.record.folder import newest_evaluation, read_metrics
 
     lines = read_metrics(folder)
-    found = {line["worker"]: line["loss"] for line in lines if line["kind"] == "validation" and "worker" in line}
+    validated = {line["worker"]: line for line in lines if line["kind"] == "validation" and "worker" in line}
     if local is None:
         me = served.worker if config.kind == "server" else _worker_here(config)
-        found = {worker: loss for worker, loss in found.items() if me in (worker, -1)}
+        validated = {worker: line for worker, line in validated.items() if me in (worker, -1)}
     scored = newest_evaluation(lines, read_branches(folder))
+    # An evaluation may be of an earlier round than what the workers have validated since.
+    newest = max([-1, *(line["round"] for line in (scored, *validated.values()) if line is not None)])
+    own = [line.get("loss") for line in validated.values() if line["round"] == newest]
     return {
-        "folder": folder, "name": config.name, "workers": config.workers, "rounds": config.rounds,
-        "loss": None if scored is None else scored.get("loss"), "validation": found,
+        "folder": folder, "name": config.name, "workers": config.workers, "rounds": config.rounds, "round": newest + 1,
+        "loss": scored.get("loss") if scored is not None and scored["round"] == newest else None,
+        "loss_of_workers": math.fsum(own) / len(own) if own and None not in own else None,
+        "validation": {worker: line.get("loss") for worker, line in validated.items()},
     }  # fmt: skip
 
 

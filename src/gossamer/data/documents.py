@@ -1,8 +1,10 @@
 """Documents: the texts in files, the files of a run's sources, and the split into training and validation."""
 
+import contextlib
 import glob
 import gzip
 import hashlib
+import importlib.util
 import itertools
 import json
 import os
@@ -23,6 +25,8 @@ __all__ = [
     "found_at",
     "held_out",
     "holds_tokens",
+    "is_as_long_as_its_text",
+    "must_have_text",
     "read_documents",
     "utf8",
 ]
@@ -56,6 +60,20 @@ def read_documents(path: Path, text_field: str) -> Iterator[Document]:
             yield from _jsonl(path, text_field) if kind == ".jsonl" else _text(path)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"'{path}' cannot be read ({error}); correct it, or leave it out") from error
+
+
+def must_have_text(path: Path, text_field: str) -> None:
+    """Raises DataError where the first line of jsonl, or the schema of parquet, does not have this field; reads no more."""
+    if _kind(path) == ".jsonl":
+        next(read_documents(path, text_field), None)
+    elif _kind(path) == ".parquet" and importlib.util.find_spec("pyarrow"):
+        with _opened_parquet(path, text_field):
+            pass
+
+
+def is_as_long_as_its_text(path: Path) -> bool:
+    """Whether a file has a byte at least for each byte of its text: it is not compressed."""
+    return path.suffix.lower() != ".gz" and _kind(path) != ".parquet"
 
 
 def _kind(path: Path) -> str:
@@ -106,6 +124,17 @@ def _jsonl(path: Path, text_field: str) -> Iterator[Document]:
 
 
 def _parquet(path: Path, text_field: str) -> Iterator[Document]:
+    with _opened_parquet(path, text_field) as file:
+        rows = itertools.count()
+        for batch in file.iter_batches(batch_size=1024, columns=[text_field]):
+            for row in batch.to_pylist():
+                name = f"row {next(rows)} of '{path}'"
+                yield Document(name, field(row, text_field, name))
+
+
+@contextlib.contextmanager
+def _opened_parquet(path: Path, text_field: str) -> Iterator[Any]:
+    """The open file, which has the field."""
     require("pyarrow.parquet", "data", f"'{path}'")
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
@@ -118,11 +147,7 @@ def _parquet(path: Path, text_field: str) -> Iterator[Document]:
                     leaf.path for leaf in leaves if leaf.logical_type.type == "STRING" and not leaf.max_repetition_level
                 ]
                 raise DataError(_no_field(f"'{path}'", text_field, names, texts))
-            rows = itertools.count()
-            for batch in file.iter_batches(batch_size=1024, columns=[text_field]):
-                for row in batch.to_pylist():
-                    name = f"row {next(rows)} of '{path}'"
-                    yield Document(name, field(row, text_field, name))
+            yield file
     except (ArrowException, OSError) as error:
         raise DataError(f"'{path}' cannot be read as parquet ({error}); write it again, or leave it out") from error
 

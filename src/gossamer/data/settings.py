@@ -1,7 +1,7 @@
 """The [data] settings of a run file."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -12,7 +12,7 @@ from gossamer.settings.options import Count, Number
 from gossamer.settings.schema import settings
 from gossamer.settings.user_code import is_code
 
-__all__ = ["DataConfig", "must_fit_memory"]
+__all__ = ["MANY_PASSES", "DataConfig", "must_fit_memory", "passes_over", "passes_warning"]
 
 
 _Text = Annotated[str, Field(min_length=1), Words("text: a path, 'stdlib' or 'hf:NAME'")]
@@ -20,6 +20,40 @@ _Shards = Annotated[
     Literal["iid", "contiguous"] | Annotated[tuple[Number, ...], Field(min_length=1)],
     Words("'iid', 'contiguous', or a list with the place of a source for every worker, counted from 0"),
 ]
+
+
+MANY_PASSES = 4
+"""Up to about so many passes over a text are worth nearly as much as new text (Muennighoff et al., arXiv 2305.16264)."""
+
+
+def passes_over(shards: Any, text_tokens: Sequence[int], worker_tokens: Sequence[float]) -> float | None:
+    """How often the text is trained on, by the worker that repeats its part of it most; None of an empty text.
+
+    Args:
+        shards: `DataConfig.shards`.
+        text_tokens: the training tokens of each source.
+        worker_tokens: those that each worker trains on.
+
+    >>> passes_over("iid", [1000, 1000], [4000.0, 4000.0]), passes_over([0, 1], [1000, 2000], [4000.0, 4000.0])
+    (4.0, 4.0)
+    """
+    if isinstance(shards, list | tuple):
+        parts = [(tokens, text_tokens[place]) for tokens, place in zip(worker_tokens, shards, strict=True)]
+    else:
+        parts = [(sum(worker_tokens), sum(text_tokens))]
+    return max(tokens / text for tokens, text in parts) if all(text > 0 for _, text in parts) else None
+
+
+def passes_warning(passes: float) -> str:
+    """What to say of a text that is trained on so often.
+
+    >>> passes_warning(256)[:43]
+    'the text is trained on about 256 times; abo'
+    """
+    return (
+        f"the text is trained on about {passes:,.4g} times; above {MANY_PASSES} times, more text is worth much more than more "
+        "steps; give more of it in data.source, or lower run.steps"
+    )
 
 
 @settings("data")

@@ -78,15 +78,23 @@ class StreamCorpus:
 
     def state(self) -> dict[str, Any]:
         """See `Corpus.state`; the positions of the workers that have read anything here."""
-        return {"streams": {str(worker): packed.state() for worker, packed in enumerate(self._train) if packed.step}}
+        streams = {str(worker): packed.state() for worker, packed in enumerate(self._train) if packed.step}
+        return {"streams": streams, "reading": _READING}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Corpus.restore`; costs nothing until the next batch, which continues where the worker was."""
+        if state["streams"] and self.tokenizer.special and state.get("reading") != _READING:
+            raise DataError(
+                f"the stream '{self._config.source}' was begun by a version of Gossamer that took text which spells a special "
+                "token for that token, and this one takes it for text; resume with that version, or start again"
+            )
         for worker, packed in enumerate(self._train):
             if str(worker) in state["streams"]:
                 packed.restore(state["streams"][str(worker)])
 
 
+_READING = 2
+"""How text becomes tokens. Before 2, text that spells a special token became that token."""
 START = {"step": 0, "place": None, "used": 0, "hash": None}
 
 

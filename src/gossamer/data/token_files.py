@@ -57,11 +57,13 @@ class SourceRead(NamedTuple):
     tokens: int
     left_out: Mapping[str, int]
     """How many files of a folder were not read, by their ending."""
+    train_tokens: int
+    """Those that are not for validation."""
 
     def in_words(self) -> str:
         """One line.
 
-        >>> SourceRead("texts", 2, 5_000, 7, 1_200, {".zst": 1}).in_words()
+        >>> SourceRead("texts", 2, 5_000, 7, 1_200, {".zst": 1}, 1_100).in_words()
         "text of 'texts': 2 files, 5,000 bytes, 7 documents, 1,200 tokens; left out: 1 .zst"
         """
         counts = (
@@ -167,9 +169,10 @@ def _load_tokens(config: DataConfig, tokenizer: Tokenizer) -> Tokens:
 
 
 def _tokens(sources: Sequence[SourceFiles], train: NDArray[Any], val: NDArray[Any], written: _Written) -> Tokens:
+    lengths = [stop - start for start, stop in itertools.pairwise((0, *written.ends))]
     read = tuple(
-        SourceRead(source.source, *counts, source.left_out)
-        for source, counts in zip(sources, written.read, strict=True)
+        SourceRead(source.source, *counts, source.left_out, length)
+        for source, counts, length in zip(sources, written.read, lengths, strict=True)
     )
     return Tokens(TokenArray([train]), TokenArray([val]), written.ends, read, written.fingerprint)
 
@@ -200,7 +203,8 @@ def _ready_tokens(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[So
             own, kept = own.cut(len(own) - int(config.val_fraction * len(own)))
         train, val = train + own, val + kept
         ends.append(len(train))
-        read.append(SourceRead(source.source, len(files), size, _documents(files.values()), total, source.left_out))
+        documents = _documents(files.values())
+        read.append(SourceRead(source.source, len(files), size, documents, total, source.left_out, len(own)))
     split = f"{len(train)} {len(val)} {sampled_hash([*train.parts, *val.parts])}"
     return Tokens(train, val, ends, tuple(read), hashlib.blake2b(split.encode(), digest_size=16).hexdigest())
 
@@ -294,7 +298,7 @@ def _stamps(sources: Sequence[SourceFiles]) -> list[tuple[Any, ...]]:
 
 def _cache_name(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[SourceFiles], cache: Path) -> str:
     made_of = [
-        4, _content(sources, cache), tokenizer.json(), tokenizer.before, tokenizer.after, config.text_field,
+        5, _content(sources, cache), tokenizer.json(), tokenizer.before, tokenizer.after, config.text_field,
         config.val_fraction, config.max_bytes,
     ]  # fmt: skip
     return hashlib.blake2b(json.dumps(made_of).encode(), digest_size=12).hexdigest()
@@ -494,7 +498,9 @@ class FileCorpus:
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Corpus.restore`."""
         if state["fingerprint"] != self._fingerprint:
+            own = ", or if they spell special tokens of its tokenizer, with the version of Gossamer that it began with"
+            own = own if self.tokenizer.special else ""
             raise DataError(
                 f"the text has changed: its tokens hash to {self._fingerprint} and hashed to "
-                f"{state['fingerprint']!r:.60}; resume with the files that the run began with"
+                f"{state['fingerprint']!r:.60}; resume with the files that the run began with{own}"
             )

@@ -31,12 +31,14 @@ class Tokenizer(NamedTuple):
     pad: int | None
     """What fills a batch of prompts; the last of `after` where it has none of its own."""
     encode: Callable[[Sequence[str]], list[NDArray[Any]]]
-    """The ids of each text, without special tokens."""
+    """The ids of each text, without special tokens, also where the text spells one. Raises: DataError where it cannot."""
     decode: Callable[[Sequence[int]], str]
     token: Callable[[int], str]
     """How a token is written."""
     json: Callable[[], str]
     """The same tokenizer as a document of the `tokenizers` library."""
+    special: frozenset[str] = frozenset()
+    """Its special tokens. Text that spells one is encoded as text, so that no document ends by what it says."""
 
     @property
     def end(self) -> int | None:
@@ -110,7 +112,25 @@ def load_tokenizer(name: str) -> Tokenizer:
     def first(*tokens: str | None) -> int | None:
         return next((vocabulary[token] for token in tokens if token in vocabulary), None)
 
-    before, after = _added(library, vocabulary)
+    special = frozenset(token.content for token in library.get_added_tokens_decoder().values() if token.special)
+    as_json = _without_special_words(library, special)
+    library.encode_special_tokens = True  # which means that text that spells one is encoded as text
+
+    def encode(texts: Sequence[str]) -> list[NDArray[Any]]:
+        try:
+            found = library.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises nothing narrower
+            raise DataError(
+                f"the tokenizer '{name}' cannot encode a text ({error}); repair its file, or give data.tokenizer another"
+            ) from error
+        return [np.array(encoding.ids, np.uint32) for encoding in found]
+
+    try:
+        before, after = _added(library, vocabulary)
+    except Exception as error:  # as above
+        raise DataError(
+            f"the tokenizer '{name}' cannot encode a text ({error}); repair its file, or give data.tokenizer another"
+        ) from error
     end = first(named.get("eos_token"), *END_TOKENS)
     after = after or (() if end is None else (end,))
     pad = first(named.get("pad_token"), padding.get("pad_token"), *PAD_TOKENS)
@@ -119,14 +139,38 @@ def load_tokenizer(name: str) -> Tokenizer:
         before=before,
         after=after,
         pad=after[-1] if pad is None and after else pad,
-        encode=lambda texts: [
-            np.array(encoding.ids, np.uint32)
-            for encoding in library.encode_batch_fast(list(texts), add_special_tokens=False)
-        ],
+        encode=encode,
         decode=lambda ids: library.decode(list(ids), skip_special_tokens=False),
         token=library.id_to_token,
-        json=library.to_str,
+        json=as_json,
+        special=special,
     )
+
+
+def _without_special_words(library: Any, special: frozenset[str]) -> Callable[[], str]:
+    """Takes special tokens from the words of the tokenizer's model; returns what gives the tokenizer as it was, as JSON.
+
+    `encode_special_tokens` keeps the library from looking for special tokens in a text, but its model finds those that are among
+    its own words, as in a Unigram model. Their ids stay: the library keeps them beside its model.
+    """
+    if special.isdisjoint(library.get_vocab(with_added_tokens=False)):
+        return library.to_str
+    whole = library.to_str()
+    document = json.loads(whole)
+    model = document["model"]
+    words, unknown = model["vocab"], model.get("unk_token")
+    if isinstance(words, list):  # whose places are the ids; no text has an empty word
+        model["vocab"] = [["" if word in special else word, score] for word, score in words]
+    else:  # what no word stands for becomes the unknown token, and so does the text that spells it
+        kept = {word: id for word, id in words.items() if word not in special or word == unknown}
+        model["vocab"] = kept
+        if "merges" in model:
+            prefix = model.get("continuing_subword_prefix") or ""
+            pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+            made = ((pair, pair[0] + pair[1].removeprefix(prefix)) for pair in pairs)
+            model["merges"] = [pair for pair, word in made if word in kept and {*pair} <= kept.keys()]
+    library.model = type(library).from_str(json.dumps(document)).model
+    return lambda: whole
 
 
 def _named(name: str, path: Path | None) -> dict[str, str]:

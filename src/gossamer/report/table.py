@@ -43,11 +43,13 @@ def summary_rows(runs: Mapping[str, Path], networks: Mapping[str, Network] | Non
     """One row per run: its last losses, the bytes it sent and the time it takes on each network, or on those of its own run file.
 
     Keys: `method`; `loss`, `worst_loss`, `disagreement` and `js_divergence` of the newest evaluation, if the settings have not
-    changed since; `round`, the rounds that were over then, and `rounds`, those of the record; `alignment` and `persistence`
-    of the pseudo-gradients, means over the rounds; `sent_bytes`, the mean over the workers; `wall_s` and `utilisation`, each by
-    name of network; `loss_at_s`, by name of network pairs of the seconds when the last worker ended an evaluated round, and the
-    loss then; `loss_at_bytes` and `loss_at_round`, such pairs with the bytes that a worker had sent and the rounds that were
-    over. Initial values are in none of them. A value is None where it is missing, and NaN where it was not finite.
+    changed since; `loss_of_workers`, the mean of the losses of the workers' own models in that round, or where the mean model was
+    not validated, in the newest that they have; `round`, the rounds that were over then, and `rounds`, those of the record;
+    `passes`, how often the text was trained on; `alignment` and `persistence` of the pseudo-gradients, means over the rounds;
+    `sent_bytes`, the mean over the workers; `wall_s` and `utilisation`, each by name of network; `loss_at_s`, by name of network
+    pairs of the seconds when the last worker ended an evaluated round, and the loss then; `loss_at_bytes` and `loss_at_round`,
+    such pairs with the bytes that a worker had sent and the rounds that were over. Initial values are in none of them. A value
+    is None where it is missing, and NaN where it was not finite.
 
     Raises: DataError for a folder that is missing or unreadable, ConfigError for a network of other workers.
     """
@@ -130,20 +132,28 @@ def table_cells(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list
     """The headings and the cells of each row, as the page and the terminal show them."""
     networks = list(dict.fromkeys(name for row in rows for name in row["wall_s"]))
     compared = any(row.get("js_divergence") is not None for row in rows)
-    headings = ["method", "val loss", "worst worker", "disagreement", *["of predictions"] * compared, "sent per worker"]
+    # Of a real run that nobody has evaluated; elsewhere the loss of the mean model is enough.
+    own = any(row["loss"] is None and row.get("loss_of_workers") is not None for row in rows)
+    repeated = any((row.get("passes") or 0) > 1 for row in rows)
+    headings = ["method", "val loss", *["val of workers"] * own, "worst worker", "disagreement"]
+    headings += [*["of predictions"] * compared, "sent per worker", *["passes over the text"] * repeated]
     headings += [f"time on {name} (computing)" for name in networks]
-    return headings, [_line(row, networks, compared) for row in rows]
+    return headings, [_line(row, networks, compared, own, repeated) for row in rows]
 
 
-def _line(row: Mapping[str, Any], networks: Sequence[str], compared: bool) -> list[str]:
+def _line(row: Mapping[str, Any], networks: Sequence[str], compared: bool, own: bool, repeated: bool) -> list[str]:
     wall_s, utilisation = row["wall_s"], row["utilisation"]
+    when = _when(row.get("round"), row.get("rounds"))
+    loss, of_workers = (number_text(row.get(key), ".4f") for key in ("loss", "loss_of_workers"))
     return [
         row["method"],
-        number_text(row["loss"], ".4f") + _when(row.get("round"), row.get("rounds")),
+        loss if row["loss"] is None else loss + when,
+        *[of_workers if of_workers == DASH else of_workers + when] * own,
         number_text(row["worst_loss"], ".4f"),
         number_text(row["disagreement"], ".3g"),
         *([number_text(row.get("js_divergence"), ".3g")] if compared else []),
         DASH if row["sent_bytes"] is None else _bytes_text(row["sent_bytes"]),
+        *[DASH if row.get("passes") is None else digits_text(row["passes"], 3)] * repeated,
         *(_time_text(wall_s[name], utilisation[name]) if name in wall_s else DASH for name in networks),
     ]
 

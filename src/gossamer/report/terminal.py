@@ -35,6 +35,8 @@ _LOOK_S, _LAST_LOOK_S = 0.1, 2.0
 _LONGEST_SILENCE_S = 30.0
 _PRESENT = ("training", "silent", "finished")
 _UNKNOWN = "–"
+_VALIDATION = ("val", "val of workers", "disagreement")
+"""The loss of the mean model, and the mean of the losses of the workers' own models."""
 
 
 class Terminal:
@@ -195,9 +197,13 @@ class _Shown:
         else:
             found, rounds = [], run.file.rounds
             for round, figures in self._evaluations(over=over):
-                now = self.cells if round + 1 == run.done else {}  # rates and bytes are not those of an earlier round
-                found.append(f"{self.label}: round {round + 1} of {rounds}  {_words({**now, **figures})}")
-                self._told, self._evaluated = max(self._told, round + 1), round
+                shown, cells = round + 1, {"loss": _number(_row(run.losses, round)), **figures}
+                if shown == run.done:  # rates and bytes are not those of an earlier round
+                    cells = {**self.cells, **figures}
+                elif shown < self._told:  # a later round had its line before all workers had validated this one
+                    shown, cells = run.done, {**self.cells, **_as_of(round, figures)}
+                found.append(f"{self.label}: round {shown} of {rounds}  {_words(cells)}")
+                self._told, self._evaluated = max(self._told, shown), round
             passed = self._every > 0 and self._seen // self._every > self._told // self._every
             if (over and run.done > self._told) or (not found and (late or passed)):
                 found.append(f"{self.label}: round {run.done} of {rounds}  {_words(self.cells)}")
@@ -210,8 +216,7 @@ class _Shown:
         run = self._run
         assert run is not None and run.file is not None
         done, rounds, workers = run.done, run.file.rounds, run.file.workers
-        newest = next(reversed(run.evaluations.lines()), {})
-        own = next(reversed(_own(run, whole=False)), (-1, math.nan))[1]
+        validated, validation = next(reversed(_scored(run, whole=False)), (-1, {}))
         per_s = left_s = math.nan
         if self._before is not None and now_s > self._before[0]:
             past_s = now_s - self._before[0]
@@ -225,8 +230,7 @@ class _Shown:
         return {
             "round": f"{done}/{rounds}",
             "loss": _number(_row(run.losses, done - 1)),
-            "val": _number(_known(newest.get("loss")) if newest else own),
-            "disagreement": _number(_known(newest.get("disagreement"))),
+            **(validation if validated + 1 == done else _as_of(validated, validation)),
             "tokens/s": _number(per_s or math.nan),
             "sent": _size(float(np.nansum(run.sent.values())) / workers) if run.sent.rows else _UNKNOWN,
             where: _time(waited or math.nan),  # none at all in a simulation without a network
@@ -246,20 +250,25 @@ class _Shown:
 
 
 def _scored(run: FollowedRun, *, whole: bool) -> list[tuple[int, dict[str, str]]]:
-    """The validations of a run by round: of the mean model, or where there are none, the mean of the workers' own.
+    """The figures of each validation by round, those of the mean model and the mean of the workers' own under their names.
 
     Args: `whole` leaves out those that not all workers have.
     """
-    if lines := run.evaluations.lines():
-        return [
-            (line["round"], {
-                "loss": _number(_row(run.losses, line["round"])), "val": _number(_known(line.get("loss"))),
-                "disagreement": _number(_known(line.get("disagreement"))),
-            })
-            for line in lines
-        ]  # fmt: skip
-    found = _own(run, whole=whole)
-    return [(round, {"loss": _number(_row(run.losses, round)), "val": _number(loss)}) for round, loss in found]
+    found: dict[int, dict[str, str]] = {}
+    for line in run.evaluations.lines():
+        figures = _known(line.get("loss")), _known(line.get("disagreement"))
+        found[line["round"]] = {"val": _number(figures[0]), "disagreement": _number(figures[1])}
+    for round, loss in _own(run, whole=whole):
+        found.setdefault(round, {})["val of workers"] = _number(loss)
+    return sorted(
+        ((round, {name: found[round].get(name, _UNKNOWN) for name in _VALIDATION}) for round in found),
+        key=lambda one: one[0],
+    )
+
+
+def _as_of(round: int, figures: Mapping[str, str]) -> dict[str, str]:
+    """Figures of a validation beside those of a later round, with the round they belong to."""
+    return {name: cell if cell == _UNKNOWN else f"{cell} (round {round + 1})" for name, cell in figures.items()}
 
 
 def _own(run: FollowedRun, *, whole: bool) -> list[tuple[int, float]]:

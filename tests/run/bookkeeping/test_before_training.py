@@ -87,5 +87,6 @@ def test_a_report_reads_no_result_from_it(tmp_path: Path) -> None:
             record.log("validation", round=0, worker=worker, step=9, tokens=32, loss=2.0 + worker)
         run.look()
     after = run_view(run, run.modified_s)
-    assert after["evals"]["y"] == {"own": [5.5, 2.5]} and row_of_view(after)["loss"] == 2.5
+    assert after["evals"]["y"] == {"own": [5.5, 2.5]} and row_of_view(after)["loss"] is None
+    assert (row_of_view(after)["loss_of_workers"], row_of_view(after)["round"]) == (2.5, 1)
     assert after["evals"]["x"] == {"round": [0, 1], "step": [0, 9], "tokens": [0, 64]}

@@ -184,6 +184,23 @@ def test_the_first_machine_of_a_run_of_means_waits_for_others_that_come_or_come_
     assert [one["standing"] for one in status(tmp_path / "0")["workers"]] == ["finished", "unknown"]
 
 
+@pytest.mark.parametrize("kind", [{"run__elastic": True}, {"pair__name": "ad_psgd"}])
+def test_the_first_machine_of_a_run_of_gossip_waits_for_another_and_says_so(tmp_path, kind):
+    config = tiny(workers=3, run__timeout_s=60, run__eval_every=0, run__steps=8, topology__name="complete", **kind)
+    (tmp_path / "run.toml").write_text(dump(config))
+    words, secret = ("train", tmp_path / "run.toml", "--out"), {"GOSSAMER_SECRET": "of both " * 5}
+    address = f"127.0.0.1:{free_port()}"
+    first = Command(*words, tmp_path / "0", "--listen", address, **secret)
+    told = next(line for line in first.lines() if "waits for another to join" in line)
+    assert "worker 0 waits" in told and "of 3 workers it is the only one here" in told
+    assert not [line for line in read_metrics(tmp_path / "0") if line["kind"] == "train"]
+    second = Command(*words, tmp_path / "1", "--join", address, **secret)
+    (code, said), (of_first, output) = second.finish(), first.finish()
+    assert (code, of_first) == (0, 0), said + output
+    alone = [line for line in output.splitlines() if "local phases alone" in line]
+    assert not alone, "the second took part from the first round or the next one on"
+
+
 def test_a_calm_elastic_run_goes_on_with_the_same_bits_and_a_worker_that_lagged_sets_the_round(tmp_path):
     config = tiny(run__elastic=True, run__timeout_s=60)
     simulate(config, tmp_path / "whole")

@@ -1,8 +1,10 @@
 """`gossamer check`: what it says of a run is what the run then does, and what is wrong with a file is said all at once."""
 
 import json
+import re
 import sys
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from gossamer.layout import layout_of
 from gossamer.models.llama import build_model
 from gossamer.models.sizes import ModelConfig, parameter_count
 from gossamer.network.links import Network, from_options
+from gossamer.report.table import summary_rows
 from gossamer.rules import WRAPPERS
 from gossamer.run.config.document import EXPERIMENT, flat, load_document
 from gossamer.run.config.experiment_file import drafts
@@ -381,3 +384,52 @@ def test_check_says_which_rounds_it_has_counted_where_a_period_is_too_long(monke
 def test_check_counts_what_a_wrapped_rule_sends(wrapped):
     rule = "gasloc" if wrapped in ("anchored", "restarted") else "diloco"
     assert examine_run(tiny(rule={"name": rule, wrapped: {}}, topology__name="complete")).sent_bytes
+
+
+def test_a_small_text_that_is_repeated_many_times_is_warned_of_before_and_after_a_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tiny.txt").write_text("a word " * 2_000)
+    config = single(data__source=str(tmp_path / "tiny.txt"), run__steps=4, workers=2, run__eval_every=0)
+    (few,), _ = examine_document(document(data__source=str(tmp_path / "tiny.txt"), run__steps=4, workers=2))
+    assert few.passes == pytest.approx(4 * 2 * 32 / 14_002) and not few.warnings
+    many = document(data__source=str(tmp_path / "tiny.txt"), run__steps=4_000, workers=2)
+    (one,), wrong = examine_document(many)
+    assert not wrong and one.passes == pytest.approx(4_000 * 2 * 32 / 14_002)
+    assert any("the text is trained on about 18.28 times; above 4 times" in sentence for sentence in one.warnings)
+    assert any(re.search("passes over the text +at least 18.3", line) for line in lines(one))
+    (sources,), _ = examine_document(
+        {**many, "data": {**many["data"], "source": [many["data"]["source"]], "shards": [0, 0]}}
+    )
+    assert sources.passes == one.passes / 2, "each of two workers reads all of it"
+    (cut,), _ = examine_document({**many, "data": {**many["data"], "max_bytes": 7_000}})
+    assert cut.passes == pytest.approx(4_000 * 2 * 32 / 7_002)
+
+    simulate(config, tmp_path / "run", until=1)
+    assert "the text is trained on" not in caplog.text
+    read = json.loads((tmp_path / "run" / "text.json").read_text())["sources"]
+    (row,) = summary_rows({"a": tmp_path / "run"}, {})
+    assert row["passes"] == 2 * 2 * 32 / read[0]["train_tokens"]
+    simulate(replace(config, run=replace(config.run, steps=4_000)), tmp_path / "long", until=1)
+    assert "the text is trained on about 18.28" in caplog.text
+    read[0]["train_tokens"] = 16
+    (tmp_path / "run" / "text.json").write_text(json.dumps({"sources": read}))
+    caplog.clear()
+    assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "page.html")]) == 0
+    assert "tiny: the text is trained on about 8 times" in caplog.text
+    assert "passes over the text" in (tmp_path / "page-table.md").read_text()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_file_of_text_without_the_field_is_named_before_a_run(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "words"}\n{"body": "not looked at here"}\n')
+    if kind == "jsonl":
+        (tmp_path / "b.jsonl").write_text('\n{"body": "words"}\n')
+    else:
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pytest.importorskip("pyarrow").table({"body": ["words"]}), tmp_path / "b.parquet")
+    (one,), _ = examine_document(document(data__source=str(tmp_path)))
+    assert re.search(rf"b\.{kind}' has no field 'text'; it has: body", one.here[0]), one.here
+    assert "can start, but not on this machine" in lines(one)[0]
+    (fine,), _ = examine_document(document(data__source=str(tmp_path), data__max_bytes=20))
+    assert not fine.here, "a file that is not read may hold anything"

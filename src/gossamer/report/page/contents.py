@@ -64,13 +64,18 @@ def page_contents(
 
 def row_of_view(view: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the table for a run that is followed, with the keys of `gossamer.report.table.summary_rows`."""
-    evals = view.get("evals", {"x": {}, "y": {}})
-    trained = max(evals["x"].get("round", []), default=0) > 0  # else there are initial values alone
+    # Where the mean model has no validation, `evals` are the workers' own.
+    evals, own = (view.get(key, {"x": {}, "y": {}}) for key in ("evals", "own"))
+    trained = max(evals["x"].get("round", []), default=0)  # 0: there are initial values alone
     last = {key: values[-1] for key, values in evals["y"].items() if values and trained}
+    of_workers = dict(zip(own["x"].get("round", []), own["y"].get("own", []), strict=True))
     wall_s = {name or "its own clock": end_s for name, end_s in view.get("ends_s", {}).items()}
     return {
         "method": view["label"],
-        "loss": _known(last, "loss") if "loss" in last else _known(last, "own"),
+        "loss": _known(last, "loss"),
+        "loss_of_workers": _known(of_workers, trained) if trained else None,
+        "round": trained or None,
+        "rounds": view.get("done", 0),
         "worst_loss": _known(last, "worst worker"),
         "disagreement": _known(last, "disagreement"),
         "js_divergence": _known(last, "js_divergence"),
@@ -165,7 +170,7 @@ def _best(rows: Sequence[Mapping[str, Any]]) -> int | None:
     return min(losses)[1] if losses and len(rows) > 1 else None
 
 
-def _known(figures: Mapping[str, Any], key: str) -> float | None:
+def _known(figures: Mapping[Any, Any], key: Any) -> float | None:
     """A figure: None where it is missing, NaN where it was not finite."""
     return None if key not in figures else math.nan if figures[key] is None else figures[key]
 

@@ -1,5 +1,6 @@
 """Runs as a report needs them: what each left in its folder, priced on any number of networks."""
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gossamer.data.settings import passes_over
 from gossamer.errors import DataError
 from gossamer.network.links import Network
 from gossamer.network.timeline import Timeline
@@ -48,6 +50,10 @@ class RunData(NamedTuple):
     apart."""
     alignments: tuple[dict[str, Any], ...] = ()
     """Alignment and persistence of the pseudo-gradients by round, where they were recorded."""
+    passes: float | None = None
+    """How often its text was trained on; None for a stream, and where the run has not recorded how much text it had."""
+    own: Mapping[int, tuple[float, ...]] = {}
+    """By round the validation losses of a real run's workers, each of its own model, since the settings changed last."""
 
 
 def read_runs(runs: Mapping[str, Path], networks: Mapping[str, Network] | None) -> list[RunData]:
@@ -66,6 +72,11 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
     metrics, branches = read_metrics(folder), read_branches(folder)
     evals = {line["round"]: line for line in metrics if line["kind"] == "eval" and "worker" not in line}
     trained = [line["round"] for line in metrics if line["kind"] == "train"]
+    first, own = max((branch["round"] for branch in branches), default=0), dict[int, tuple[float, ...]]()
+    for line in metrics:
+        if line["kind"] == "validation" and line["round"] >= first:
+            loss = _as_number(line.get("loss"), "loss", line["round"])
+            own[line["round"]] = (*own.get(line["round"], ()), loss)
     config = _read_text(folder / "run.toml")
     if networks is None:
         networks = {} if config is None else networks_in(parse_toml(config, f"'{folder / 'run.toml'}'"))
@@ -94,7 +105,31 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
         sent_until,
         per_round,
         tuple(line for line in metrics if line["kind"] == "alignment"),
+        None if config is None else _passes(folder, config, metrics),
+        own,
     )
+
+
+def _passes(folder: Path, config: str, metrics: Iterable[Mapping[str, Any]]) -> float | None:
+    """How often the text was trained on up to now, by what `text.json` says of it."""
+    path = folder / "text.json"
+    if not path.is_file():
+        return None
+    document = parse_toml(config, f"'{folder / 'run.toml'}'")
+    data, workers = document.get("data", {}), document.get("workers")
+    if not isinstance(data, Mapping) or not isinstance(workers, int):
+        return None
+    trained = dict.fromkeys(range(workers), 0.0)
+    for line in metrics:
+        if line["kind"] == "train" and (worker := line.get("worker")) in trained:
+            trained[worker] = max(trained[worker], _as_number(line.get("tokens", 0), "tokens", line["round"]))
+    try:
+        text = [int(source["train_tokens"]) for source in json.loads(path.read_bytes())["sources"]]
+        return passes_over(data.get("shards"), text, [*trained.values()])
+    except KeyError:  # one of an older version
+        return None
+    except (ValueError, TypeError, IndexError, RecursionError) as error:
+        raise DataError(f"'{path}' does not tell how much text the run had ({error}); remove it") from None
 
 
 def _as_it_went(events: EventTotals) -> Timeline:
@@ -132,18 +167,21 @@ def _as_number(value: object, key: str, round: int) -> float:
 def summary_row(run: RunData) -> dict[str, Any]:
     """The run's row of `gossamer.report.table.summary_rows`."""
     run = run._replace(evals=[line for line in run.evals if line["round"] >= 0])
-    last: Mapping[str, Any] = run.newest or {"round": -1}
+    last: Mapping[str, Any] = run.newest or {"round": max(run.own, default=-1)}
     losses = last.get("worker_losses", [])
     if not isinstance(losses, list):
         raise DataError(
             f"the metrics of round {last['round']} have worker_losses {losses!r:.60} but need a list of numbers"
         )
     worst = [_as_number(loss, "worker_losses", last["round"]) for loss in losses]
+    own = worst or run.own.get(last["round"], ())
     return {
         "method": run.label,
         "loss": _number(last, "loss"),
-        "round": None if run.newest is None else last["round"] + 1,
+        "loss_of_workers": math.fsum(own) / len(own) if own else None,
+        "round": last["round"] + 1 if last["round"] >= 0 else None,
         "rounds": run.rounds,
+        "passes": run.passes,
         # max() would lose a NaN among finite losses.
         "worst_loss": math.nan if any(map(math.isnan, worst)) else max(worst, default=None),
         "disagreement": _number(last, "disagreement"),

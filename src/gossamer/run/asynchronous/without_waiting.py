@@ -235,6 +235,7 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
         """A local phase and what follows it."""
         number, round = self._number, self.round
         alive = self.transport.begin_phase(number)
+        self.count_phase(alive)
         self.say_changes(done=self.calls.done)
         report, start_s = self.train(number, round, alive)
         self.stopwatch.phase(report.compute_s)

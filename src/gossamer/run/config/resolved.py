@@ -83,6 +83,13 @@ class RunSettings(RunLength):
         return self.kind != "rounds"
 
     @property
+    def worker_tokens(self) -> list[int]:
+        """The tokens of each worker; a run without rounds ends when all have taken as many steps together as full rounds have."""
+        workers = range(self.workers)
+        steps = [self.run.steps if self.event_driven else self.rounds * self.local_steps_of(i) for i in workers]
+        return [one * self.step_tokens for one in steps]
+
+    @property
     def processes(self) -> tuple[int, ...]:
         """Of each worker in a real run: one for each of its stages, or of its shards."""
         return self.pipeline.processes(self.workers) if self.run.shards == 1 else (self.run.shards,) * self.workers

@@ -93,7 +93,6 @@ class ElasticRounds(Participant[ElasticTransport]):
             self.seat.members, self.seat.endpoint, host=self.host, device=self.device, limit_bytes=limit_bytes,
             closings=self._closings,
         )  # fmt: skip
-        transport.stop = self.asked.is_set
         if not self._once:
             transport.taken = lambda: self.replica.steps_taken
         self._worker = Worker(self.replica, self._method, transport)
@@ -181,6 +180,7 @@ class ElasticRounds(Participant[ElasticTransport]):
             self._after = round - 1, round
             self._worker.loop.send_ahead(round)
         begun, self._begins = self._begins, False
+        self.count_phase(alive)
         try:
             report = self._worker.train_round(round, lambda: self._note(round))
         except LeftOutError as error:

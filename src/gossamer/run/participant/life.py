@@ -6,6 +6,7 @@ everyone or with neighbours (`gossamer.run.elastic.elastic_rounds`), gossip that
 """
 
 import contextlib
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -39,6 +40,8 @@ from gossamer.transport.processes.launch import device_of
 from gossamer.transport.sockets.channel import Channel
 
 __all__ = ["Participant", "take_part"]
+
+log = logging.getLogger("gossamer")
 
 Connections = TypeVar("Connections", bound=ElasticTransport)
 
@@ -75,6 +78,8 @@ class Participant(ABC, Generic[Connections]):
         self.replica = Replica(self.slot, config, task, self.device)
         self.round = 0
         """The round of the run that it is in."""
+        self._phases = self._alone = 0
+        """Local phases that this process has begun, and those that it began with nobody else there."""
         self._probe = Probe(config, task, self.device)
         self._known = dict(seat.members.entries)
         self.kept, self._ready = Handover(0, bytes, cold), threading.Event()
@@ -86,14 +91,18 @@ class Participant(ABC, Generic[Connections]):
         failed = True
         try:
             self.transport = self.connect()
+            self.transport.stop = self.asked.is_set
             self.transport.redial.addresses = lambda: addresses_in(self.folder, self.config, self.seat.endpoint.run)
             try:
                 self.begin()
                 with contextlib.ExitStack() as open_:
                     self.open_record(open_)
+                    if self.transport.closing is None:  # else each round waits for a majority
+                        self.transport.await_company()
                     while self.has_more and not self.asked.is_set():
                         self.phase()
                     self.leave()
+                    self._tell_if_alone()
                 failed = False
             finally:
                 self.part(failed=failed)
@@ -181,7 +190,7 @@ class Participant(ABC, Generic[Connections]):
             self.folder, self.config.document, self.config.record, worker=self.slot, resume_round=cut, void=void,
             traced_per_round=traced_per_round,
         ))  # fmt: skip
-        tell_text(self.record, self.replica.task.data)
+        tell_text(self.record, self.config, self.replica.task.data)
         self.journal = Journal(
             self.config, lambda: self.record, lambda: {"loss": self._probe.loss(self.x, self.replica.buffers)}, self.save,
             kind="validation",
@@ -193,6 +202,19 @@ class Participant(ABC, Generic[Connections]):
         if initial:  # others may wait for one that joins
             self.journal.begin(worker=self.slot)
         self.stopwatch.start()
+
+    def count_phase(self, alive: frozenset[int]) -> None:
+        """Counts a phase that begins, with those who take part in its view."""
+        self._phases += 1
+        self._alone += alive == {self.slot}
+
+    def _tell_if_alone(self) -> None:
+        if self.config.workers > 1 and 2 * self._alone > self._phases:
+            log.warning(
+                "worker %d trained %d of its %d local phases alone: no other worker was there to exchange with, so its model is "
+                "hardly that of a run of %d workers",
+                self.slot, self._alone, self._phases, self.config.workers,
+            )  # fmt: skip
 
     def say_changes(self, **how: Any) -> None:
         """Says what has happened to the others since it was last called."""

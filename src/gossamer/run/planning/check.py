@@ -1,15 +1,18 @@
-"""What a run file will do, before anything is trained: `gossamer check`. It builds no model and reads no text."""
+"""What a run file will do, before anything is trained: `gossamer check`. It builds no model, and of text reads
+whether its files have the field."""
 
 import importlib.util
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from gossamer.clock import SERVER
 from gossamer.clock.durations import Durations
-from gossamer.data.documents import found_at, holds_tokens
+from gossamer.data.documents import SourceFiles, found_at, holds_tokens, is_as_long_as_its_text, must_have_text
+from gossamer.data.settings import MANY_PASSES, passes_over, passes_warning
 from gossamer.data.token_files import opened_binaries
 from gossamer.data.tokenizer import Tokenizer, local_tokenizer, vocabulary
 from gossamer.errors import ConfigError, DataError, GossamerError, installs
@@ -161,6 +164,8 @@ class Examined(NamedTuple):
     """What this machine lacks for it."""
     text: tuple[TextFiles, ...] = ()
     """The files of each source; none of a stream, and where they are not on this machine."""
+    passes: float | None = None
+    """How often the text is trained on at least; None where that cannot be known without reading it."""
     documents: AroundDocuments | None = None
     """None where the tokenizer is not known, or the batches are the user's own."""
     peers: Mapping[str, Sequence[int]] = {}
@@ -186,7 +191,8 @@ def examine_run(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None 
     words, m = local_tokenizer(run.data.tokenizer), run.method
     vocab_size = None if words is None else words.vocab_size
     documents = None if words is None or run.data.own else _around(words)
-    layout, (text, missing) = _layout(run, vocab_size), _text(run, vocab_size)
+    layout, (text, most_tokens, missing) = _layout(run, vocab_size), _text(run, vocab_size)
+    passes = None if most_tokens is None else passes_over(run.data.shards, most_tokens, run.worker_tokens)
     topology = None if isinstance(m, WithServer) else m.topology
     predicted = stability.stability_of(m.rule, m.topology, m.schedule.merge) if isinstance(m, Method) else None
     sent, most, kept, networks, partly = counted(run, layout) if layout else (None, None, (), (), ())
@@ -206,14 +212,20 @@ def examine_run(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None 
         networks=networks,
         disagreement=None if predicted is None else predicted.radius,
         rounds=run.rounds,
-        tokens=_steps(run) * run.step_tokens,
-        warnings=(*run.warnings, *_endless(documents, run.data.tokenizer), *partly),
+        tokens=sum(run.worker_tokens),
+        warnings=(
+            *run.warnings,
+            *_endless(documents, run.data.tokenizer),
+            *([passes_warning(passes)] if passes is not None and passes > MANY_PASSES else []),
+            *partly,
+        ),
         processes=sum(run.processes),
         stages=_stages(run, layout, kept) if layout else (),
         refused={verb: (*sentences,) for verb, sentences in refused.items() if sentences},
         here=(*missing, *_lacking(run)),
         peers=dealt(run.peers),
         text=text,
+        passes=passes,
         documents=documents,
         code=tuple(named(config).values()),
     )
@@ -234,20 +246,50 @@ def _endless(documents: AroundDocuments | None, tokenizer: str) -> list[str]:
     ]
 
 
-def _text(run: RunSettings, vocab_size: int | None) -> tuple[tuple[TextFiles, ...], list[str]]:
-    """The files of each source, and why there are none on this machine, for which the run may not be meant."""
+def _text(run: RunSettings, vocab_size: int | None) -> tuple[tuple[TextFiles, ...], list[int] | None, list[str]]:
+    """The files of each source, the most tokens that each can have, and why there are none on this machine, for which the run
+    may not be meant.
+    """
     if run.data.own or run.data.streamed:
-        return (), []
+        return (), None, []
     try:
         found = found_at(run.data.sources)
-        if holds_tokens(found) and vocab_size is not None:
-            opened_binaries(run.data, vocab_size, found)
+        if not holds_tokens(found):
+            for path in _read_of(found, run.data.max_bytes):
+                must_have_text(path, run.data.text_field)
+            most = _most_tokens(run, found)
+        elif vocab_size is not None:
+            opened = opened_binaries(run.data, vocab_size, found)
+            most = [sum(len(one.tokens) for one in files.values()) for files in opened]
+        else:
+            most = None
     except DataError as error:
-        return (), [str(error)]
+        return (), None, [str(error)]
     sizes = [sum(path.stat().st_size for path in one.files) for one in found]
-    return tuple(
-        TextFiles(one.source, len(one.files), size, one.left_out) for one, size in zip(found, sizes, strict=True)
-    ), []
+    text = [TextFiles(one.source, len(one.files), size, one.left_out) for one, size in zip(found, sizes, strict=True)]
+    return tuple(text), most, []
+
+
+def _read_of(found: Sequence[SourceFiles], max_bytes: int | None) -> Iterator[Path]:
+    """The files that will be read as far as their sizes tell: those after `max_bytes` may hold anything."""
+    left = math.inf if max_bytes is None else max_bytes
+    for path in (path for one in found for path in one.files):
+        if left <= 0:
+            return
+        yield path
+        left -= path.stat().st_size
+
+
+def _most_tokens(run: RunSettings, found: Sequence[SourceFiles]) -> list[int] | None:
+    """The most tokens that each source can have, as one is a byte at least; None where a file is compressed."""
+    most, left = list[int](), math.inf if run.data.max_bytes is None else run.data.max_bytes
+    for one in found:
+        if not all(map(is_as_long_as_its_text, one.files)):
+            return None
+        size = min(sum(path.stat().st_size for path in one.files), left)
+        left -= size
+        most.append(int(size) + 2 * len(one.files))  # a text file of its own, with a token before and after it
+    return most
 
 
 def _layout(config: RunSettings, vocab_size: int | None) -> Layout | None:
@@ -276,8 +318,8 @@ def _known_of(config: RunConfig) -> Examined:
         name=config.name, kind=config.kind, method=f"{method.name}, codec {config.codec.name}", workers=config.workers,
         topology=topology, spectral_gap=None, vocabulary=vocab_size, parameters=None if layout is None else layout.numel,
         experts=None if layout is None else _experts(run, layout), sent_bytes=None, most_bytes=None, kept=(), networks=(),
-        disagreement=None, rounds=config.rounds, tokens=_steps(run) * run.step_tokens, warnings=(),
-        processes=sum(run.processes), here=(*_text(run, vocab_size)[1], *_lacking(run)),
+        disagreement=None, rounds=config.rounds, tokens=sum(run.worker_tokens), warnings=(),
+        processes=sum(run.processes), here=(*_text(run, vocab_size)[2], *_lacking(run)),
         peers=dealt(run.peers), code=tuple(names.values()),
     )  # fmt: skip
 
@@ -345,12 +387,6 @@ def inner_copies(config: InnerConfig, layout: Layout) -> float:
     ]
     # One momentum for hidden matrices, AdamW's two moments for the rest.
     return averages + 2.0 - sum(hidden) / layout.numel
-
-
-def _steps(config: RunSettings) -> int:
-    """Inner steps of all workers together; a run without rounds ends when all have taken as many as full rounds have."""
-    per_round = [config.local_steps_of(i) for i in range(config.workers)]
-    return config.workers * config.run.steps if config.event_driven else config.rounds * sum(per_round)
 
 
 def _words(method: Method | WithServer | InPairs) -> str:

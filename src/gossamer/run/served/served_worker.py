@@ -237,7 +237,7 @@ def _take_part(
             folder, network=HERE, workers=config.workers, suffix=worker_suffix(worker), resume_round=cut, void=void
         ) as events,
     ):
-        tell_text(record, served.learner.task.data)
+        tell_text(record, config, served.learner.task.data)
         stopwatch = Stopwatch(worker, recorded_s(folder, worker, cut))
         _train(client, served, codec, terms, record, events, stopwatch, asked)
 

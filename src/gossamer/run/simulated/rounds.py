@@ -99,7 +99,7 @@ class Rounds:
                 traced_per_round=self._sends_per_round,
             ) as self._record,
         ):  # fmt: skip
-            tell_text(self._record, self.task.data)
+            tell_text(self._record, config, self.task.data)
             write_pipeline(self.folder, pipeline_work(config, self.workers[0].replica.layout))
             if self.finished == 0:
                 self._journal.begin()

@@ -89,7 +89,7 @@ class Events:
             EventWriter(self.folder, network=self._name, workers=config.workers, resume_round=cut) as self._log,
             self._lanes.opened(),
         ):
-            tell_text(self._record, self.task.data)
+            tell_text(self._record, config, self.task.data)
             for learner in self._learners:
                 learner.pool = self._lanes.pool if self._lanes.count > 1 and _may_run_ahead(config, learner) else None
             if self.finished == 0:

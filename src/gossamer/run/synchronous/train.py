@@ -276,7 +276,7 @@ def _record(
             folder, config.document, config.record, worker=worker.index, resume_round=newest,
             traced_per_round=worker.loop.method.sends_per_round,
         ))  # fmt: skip
-        tell_text(record, worker.replica.task.data)
+        tell_text(record, config, worker.replica.task.data)
         write_pipeline(folder, _work(config, worker.replica.task))
         return record
     # Its machine may have no other process of the worker, which would write the file.

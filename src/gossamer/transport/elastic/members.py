@@ -165,6 +165,12 @@ class Members:
             entry.status == MemberStatus.LEFT and entry.round >= self.limits.rounds for entry in others
         )
 
+    @property
+    def expects_company(self) -> bool:
+        """Whether the run has other slots, and no process has taken part in any of them yet."""
+        others = [entry for slot, entry in self.entries.items() if slot != self.me and entry.nonce]
+        return self.slots > 1 and all(entry.status == MemberStatus.JOINING for entry in others)
+
     def believe_only(self, speaks_for: Callable[[int, int], bool]) -> None:
         """From now on believes a worker about those slots alone for which it speaks: `speaks_for(worker, slot)`.
 

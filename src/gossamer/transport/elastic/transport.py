@@ -235,6 +235,24 @@ class ElasticTransport:
         self._flush()
         self._waits.append(Wait(Ticket(self.core.round), start_s, time.perf_counter()))
 
+    def await_company(self) -> None:
+        """Waits until another process takes part in the run, or for `stop`: the first machine would train all of it alone.
+
+        Raises: SlotTakenError.
+        """
+        start_s, told = time.monotonic(), False
+        with self.changed:
+            while self.members.expects_company and not self.stop():
+                self._must_fill_its_slot()
+                self.changed.wait(self._beat_s)
+                if not told and time.monotonic() > start_s + _FEW_S:
+                    told = True
+                    log.warning(
+                        "worker %d waits for another to join: of %d workers it is the only one here, and alone it has nobody to "
+                        "exchange with; a run of one has workers = 1",
+                        self.worker, self.members.slots,
+                    )  # fmt: skip
+
     def _tell_if_few(self, now: float) -> None:
         """Tells once, after some seconds without a majority, what a round waits for: the first machine may be alone for hours."""
         slots, alive = self.members.slots, len(self.members.with_status(MemberStatus.ALIVE)) + 1
