@@ -16,7 +16,7 @@ from gossamer.transport.keys import Keys
 from gossamer.transport.processes.keyed_store import KeyedStore
 from gossamer.transport.processes.launch import agree
 from gossamer.transport.processes.member import Member
-from gossamer.transport.processes.store import Entries, hosted_store, reached_store
+from gossamer.transport.processes.store import Entries, hosted_store, reached_store, store_answers
 from gossamer.transport.secret import environment_secret
 from gossamer.transport.sockets.addresses import is_loopback, own_address, split
 
@@ -212,15 +212,16 @@ def at_board(lane: Lane, join: str, timeout_s: float) -> Lane:
         ) from error
 
 
-def claimed(lane: Lane, join: str, *, elastic: bool) -> bool:
+def claimed(lane: Lane, join: str, timeout_s: float, *, elastic: bool) -> bool:
     """Whether this process has claimed the number of its site at the board, which nobody had.
 
     Raises: PeerError where the board is that of another run.
     """
     assert lane.joint is not None
-    entries = Entries(lane.joint, environment_secret())
+    entries = Entries(lane.joint, environment_secret(), timeout_s)
     mine = f"{lane.sites} sites that {'come and go' if elastic else 'all stay'}"
-    theirs = entries.first("run", mine)
+    with store_answers():
+        theirs = entries.first("run", mine)
     if theirs is None:
         raise PeerError(
             f"what is said at '{join}' does not carry the code of this run's secret; give all sites the same GOSSAMER_SECRET, "
@@ -232,7 +233,8 @@ def claimed(lane: Lane, join: str, *, elastic: bool) -> bool:
             f"{theirs.decode(errors='replace'):.60}, and not one of {mine}; give each run an address of its "
             "own, and all its sites the same number of sites and the same elastic=..."
         )
-    return entries.first(f"site/{lane.worker}", lane.start) == lane.start.encode()
+    with store_answers():
+        return entries.first(f"site/{lane.worker}", lane.start) == lane.start.encode()
 
 
 def taken(lane: Lane, join: str, why: str = "") -> PeerError:
@@ -251,7 +253,7 @@ def join_sites(lane: Lane, join: str, timeout_s: float) -> Lane:
     """
     lane = at_board(lane, join, timeout_s)
     if lane.shard == 0:
-        if not claimed(lane, join, elastic=False):
+        if not claimed(lane, join, timeout_s, elastic=False):
             raise taken(lane, join)
         must_have_equal_shards(lane, timeout_s)
     return lane

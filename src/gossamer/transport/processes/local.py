@@ -147,7 +147,7 @@ def _workers(
     def report(name: str, code: int) -> None:
         with contextlib.suppress(RuntimeError, OSError):  # that of worker 0, which may be gone or not there yet
             shared = shared_part(store or reached_store(among.host, among.port, REPORT_S))
-            report_fallen(Entries(shared, secret), name, code)
+            report_fallen(Entries(shared, secret, REPORT_S), name, code)
 
     with _children(len(names), work, secret) as start:
         workers = [
