@@ -1,7 +1,9 @@
 """Which worker a process is a part of: a worker is one process, or the processes of a mesh that hold one model together."""
 
 import errno
+import functools
 import hashlib
+import logging
 import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -37,6 +39,9 @@ __all__ = [
     "taken",
     "unequal_shards",
 ]
+
+
+log = logging.getLogger("gossamer")
 
 
 class Lane(NamedTuple):
@@ -196,6 +201,8 @@ def at_board(lane: Lane, join: str, timeout_s: float) -> Lane:
             f"sites join at '{join}', which others may reach too, and GOSSAMER_SECRET is not set; set it to the same text of 32 "
             "characters or more on all sites (`openssl rand -hex 32` makes one), or give all of them peers=... (gossamer keys)"
         )
+    if lane.keys is None and host != "localhost" and not is_loopback(host):
+        _warn_of_plain()
     first = lane.worker == lane.shard == 0
     try:
         store, behind = opened(lane, join, timeout_s)
@@ -210,6 +217,15 @@ def at_board(lane: Lane, join: str, timeout_s: float) -> Lane:
             f"site {lane.worker} could not {'listen' if first else 'reach site 0'} at '{join}' "
             f"({first_line(error)}); start site 0 there, or give all sites the address of its first process"
         ) from error
+
+
+@functools.cache
+def _warn_of_plain() -> None:
+    """Warns once in this process."""
+    log.warning(
+        "traffic between sites is not encrypted: parameters and settings cross the network in the clear; keep it in a network of "
+        "your own or in a tunnel, or give all sites elastic=True and peers='peers.toml' (gossamer keys)"
+    )
 
 
 def claimed(lane: Lane, join: str, timeout_s: float, *, elastic: bool) -> bool:

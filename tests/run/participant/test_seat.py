@@ -1,8 +1,11 @@
 """Workers that start without a launcher: each process gets its rank and the address of worker 0's store, and no more."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
+from silent_relay import SilentRelay, silent_relay
 
 from commands import Command, free_port
 from gossamer.cli import main
@@ -42,3 +45,39 @@ def test_resume_auto_reaches_the_start_of_a_run_whose_workers_may_come_and_go(tm
     monkeypatch.setattr(driver, "take_part", lambda *args, join, resume: asked.append(resume))
     assert main(["train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "out"), "--resume", "auto"]) == 0
     assert asked == ["auto"], "as True it would refuse to begin a run that has no checkpoint yet"
+
+
+def start_behind_a_relay(folder: Path, relay: SilentRelay, port: int, kind: str, timeout_s: float) -> list[Command]:
+    """Two workers, the second of which reaches the store of the first through the relay."""
+    (folder / "run.toml").write_text(dump(tiny(workers=2, run__timeout_s=timeout_s, **KINDS[kind])))
+    return [
+        Command("train", folder / "run.toml", "--out", folder / "out", "--rank", rank, "--of", 2, "--address", where)
+        for rank, where in enumerate((f"127.0.0.1:{port}", f"127.0.0.1:{relay.port}"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "until"), [("in rounds", b"agree/1"), ("elastic", b"agree/1"), ("in rounds", b"group/")]
+)
+def test_a_store_that_falls_silent_while_a_run_starts_ends_it_in_a_sentence(tmp_path: Path, kind: str, until: bytes):
+    port = free_port()
+    with silent_relay(port, until) as relay:
+        first, second = start_behind_a_relay(tmp_path, relay, port, kind, 4.0)
+        code, output = second.finish(60.0)
+        assert relay.silent.is_set(), output
+        assert code == 2 and "Traceback" not in output, output
+        assert f"the store at 127.0.0.1:{relay.port} did not answer for" in output, output
+        code, output = first.finish(60.0)
+        assert code == 2 and "worker 1" in output and "Traceback" not in output, output
+
+
+def test_a_worker_whose_store_has_fallen_silent_still_heeds_a_signal(tmp_path: Path) -> None:
+    port = free_port()
+    with silent_relay(port, b"agree/1") as relay:
+        first, second = start_behind_a_relay(tmp_path, relay, port, "in rounds", 100.0)
+        assert relay.silent.wait(60.0), second.finish(0.0)
+        for worker in (second, first):
+            os.kill(worker.pid, signal.SIGTERM)
+        for worker in (second, first):
+            code, output = worker.finish(20.0)
+            assert code == 130 and "gossamer: stopped" in output, output

@@ -20,7 +20,7 @@ import socket
 import struct
 import time
 
-from gossamer.errors import PeerError, RefusedError
+from gossamer.errors import LostConnectionError, PeerError, RefusedError
 from gossamer.transport.contract import WIRE_VERSION
 from gossamer.transport.keys import SECRET_WORD, Keys
 from gossamer.transport.secret import CODE_BYTES, code
@@ -188,7 +188,7 @@ def _send(channel: Channel, data: bytes, deadline: float) -> None:
     except RefusedError:
         raise
     except OSError as error:
-        raise PeerError(f"it was lost during the handshake ({error})") from None
+        raise LostConnectionError(f"it was lost during the handshake ({error})") from None
 
 
 def _receive(channel: Channel, size: int, deadline: float) -> bytes:
@@ -197,4 +197,4 @@ def _receive(channel: Channel, size: int, deadline: float) -> bytes:
     except RefusedError:
         raise
     except OSError as error:
-        raise PeerError(f"it was lost during the handshake ({error})") from None
+        raise LostConnectionError(f"it was lost during the handshake ({error})") from None
