@@ -374,8 +374,8 @@ def warn_of_loopback(own: str, addresses: Sequence[str]) -> None:
 def _listening(towards: str) -> tuple[socket.socket, str]:
     """A listening socket on the address of this machine from which `towards` is reached, and its `host:port`.
 
-    Where the user has said where to listen, there; of several processes of this machine each takes the next port. One that listens
-    on all interfaces is announced at an address of this machine. In a run with a mailbox, a box of it.
+    Where the user has said where to listen, there; of several processes of this machine each takes the next port. One that
+    listens on all interfaces is announced at an address of this machine. In a run with a mailbox, a box of it.
     """
     if os.environ.get(MAILBOX):
         return listen_in(opened())

@@ -24,7 +24,6 @@ __all__ = [
     "interfaces",
     "leads_to_itself",
     "use_interface_towards",
-    "",
 ]
 
 GLOO = "GLOO_SOCKET_IFNAME"
@@ -103,7 +102,7 @@ def announced_address(host: str) -> str:
             "these instead"
         )
     _tell(
-        f"{host} means all interfaces of this machine, and others are told {chosen}; if they reach it at "
+        f"{host} means all interfaces of this machine, which is announced at {chosen}; if others reach it at "
         f"{_either(reached, but=chosen)}, give that instead"
     )
     return chosen

@@ -292,10 +292,15 @@ def served_store(listener: socket.socket, timeout_s: float) -> TCPStore:
     """
     address, port = listener.getsockname()[:2]
     keep_alive(listener, timeout_s)  # each connection that it accepts has its options
-    store = TCPStore(
-        address, port, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
-        master_listen_fd=listener.fileno(),
-    )  # fmt: skip
+    with keeping_alive(timeout_s):
+        store = TCPStore(
+            address,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.fileno(),
+        )
     listener.detach()  # the store closes it
     return store
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from gossamer.errors import PeerError, RefusedError, TransportError
+from gossamer.errors import ConfigError, PeerError, RefusedError, TransportError
 from gossamer.record.progress import say
 from gossamer.transport.alike import difference
 from gossamer.transport.contract import Ticket
@@ -172,7 +172,11 @@ class ConnectionServer:
         """Lets workers come."""
         endpoint = self._endpoint
         host, port = endpoint.listener.getsockname()[:2]
-        say(f"serving {self._me} workers on {shown(announced_address(host), port)}")
+        try:
+            host = announced_address(host)
+        except ConfigError as error:  # its workers have its address from the user
+            log.warning("%s", error)
+        say(f"serving {self._me} workers on {shown(host, port)}")
         self._listener = Listener(
             endpoint.listener,
             endpoint.secret,
