@@ -140,7 +140,8 @@ def ask(
     Raises: OSError when it cannot be reached or is lost, PeerError when it refuses or all slots are filled.
     """
     with dial(address, secret, run=run, me=NEWCOMER, timeout_s=reach_s or timeout_s, keys=keys) as channel:
-        channel.wait_at_most(timeout_s)
+        if reach_s is not None:
+            channel.wait_at_most(timeout_s)
         body = body_of(json.dumps(place._asdict()).encode())
         send_letter(channel, Letter(LetterKind.ASK, NEWCOMER, body=body), run)
         offer, size = _offer(receive_letter(channel, run, limits, _small), limits, address)
