@@ -84,6 +84,8 @@ def test_who_listens_on_all_interfaces_is_announced_at_an_address_of_its_machine
 ) -> None:
     monkeypatch.setattr(interfaces, "interfaces", lambda: [LOOPBACK, *(Interface("eth", one) for one in here)])
     assert announced_address(host) == announced
+    monkeypatch.setattr(interfaces, "own_address", lambda towards: "10.8.0.1")
+    assert announced_address("0.0.0.0", "10.8.0.5") == "10.8.0.1", "the one from which it reaches whom it joins"
 
 
 def test_of_several_addresses_the_announced_one_is_said_or_asked_for(

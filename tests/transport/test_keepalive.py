@@ -97,7 +97,7 @@ def test_a_short_timeout_asks_sooner_and_a_long_one_stays_in_bounds(lasts_s: flo
 
 
 @linux
-def test_keepalive_decides_alone_once_all_that_was_sent_is_confirmed() -> None:
+def test_keepalive_decides_alone_once_all_that_was_sent_is_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
         far, _ = server.accept()
@@ -119,3 +119,8 @@ def test_keepalive_decides_alone_once_all_that_was_sent_is_confirmed() -> None:
         near.setblocking(True)
         channel.wait_at_most(40.0)
         assert not channel.settle() and patience() == 40_000, "the other end takes nothing"
+        channel._waits_since_s -= 30.0
+        assert not channel.settle(), "its process hangs, and its system answers"
+        monkeypatch.setattr("gossamer.transport.sockets.channel.silent_s", lambda sock: 30.0)
+        with pytest.raises(ConnectionError, match="its machine has confirmed nothing for 30 s"):
+            channel.settle()

@@ -115,6 +115,7 @@ class Participant(ABC, Generic[Connections]):
                 failed = not self.asked.is_set()  # the others need not wait for it, and it may come back
                 raise KeyboardInterrupt(self._ended_amid()) from None
             finally:
+                self.asked.saves = None  # another process may have the slot now
                 self.part(failed=failed)
         finally:
             self.seat.endpoint.listener.close()  # also where no transport has taken it over

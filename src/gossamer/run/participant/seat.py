@@ -386,7 +386,7 @@ def _listening(towards: str) -> tuple[socket.socket, str]:
     listener = listen(host, port)
     try:
         host, port = listener.getsockname()[:2]
-        return listener, shown(announced_address(host), port)
-    except ConfigError:
+        return listener, shown(announced_address(host, towards), port)
+    except (ConfigError, OSError):
         listener.close()
         raise

@@ -72,16 +72,21 @@ def address_towards(host: str) -> str:
     )
 
 
-def announced_address(host: str) -> str:
+def announced_address(host: str, towards: str = "localhost") -> str:
     """The address at which other machines reach what listens at `host` here: `host` itself, unless it means all interfaces.
 
-    Then it is this machine's only address in a network, or the one towards far away, and a warning says which others it has.
+    Then it is the one from which this machine reaches `towards`, another machine of the run. Where none is known, it is this
+    machine's only address in a network, or the one towards far away, and a warning says which others it has.
 
     Raises: ConfigError where that leaves a choice.
     """
     if not is_wildcard(host):
         return host
     versions = (4,) if ipaddress.ip_address(host).version == 4 else (4, 6)
+    if towards != "localhost" and not is_loopback(towards):
+        near = address_towards(towards).partition("%")[0]
+        if ipaddress.ip_address(near).version in versions and _in_network(near):
+            return near
     own = [one.address.partition("%")[0] for one in interfaces()]
     reached = [one for one in own if ipaddress.ip_address(one).version in versions and _in_network(one)]
     if len(reached) == 1:

@@ -10,7 +10,7 @@ import time
 from types import TracebackType
 
 from gossamer.transport.keys import Keys
-from gossamer.transport.sockets.keepalive import expect_answers, has_unanswered, keep_alive
+from gossamer.transport.sockets.keepalive import expect_answers, has_unanswered, keep_alive, silent_s
 from gossamer.transport.sockets.tls import TlsSocket, must_encrypt, send_all
 
 __all__ = ["Channel"]
@@ -65,18 +65,25 @@ class Channel:
 
     def _wait_for_answers(self) -> None:
         # Else a connection that was cut without a word lasts a quarter of an hour, as long as TCP repeats what it has sent.
-        self._waits_for_answers = True
+        self._waits_for_answers, self._waits_since_s = True, time.monotonic()
         expect_answers(self._plain, self.timeout_s)
 
     def settle(self) -> bool:
         """Whether the other end has all that was sent; from then on keepalive alone tells whether it is there.
 
-        Only whoever writes may call it.
+        Only whoever writes may call it. Raises: ConnectionError where the way to the other end is cut.
         """
-        if self._tcp and self._waits_for_answers and not has_unanswered(self._plain):
+        if not (self._tcp and self._waits_for_answers):
+            return True
+        if not has_unanswered(self._plain):
             self._waits_for_answers = False
             expect_answers(self._plain, None)
-        return not (self._tcp and self._waits_for_answers)
+            return True
+        # Sooner than after `timeout_s`, for which the other end may hang: then its system answers all the same.
+        for_s = min(time.monotonic() - self._waits_since_s, silent_s(self._plain))
+        if for_s > self.timeout_s / 2:
+            raise ConnectionError(f"its machine has confirmed nothing for {for_s:.0f} s")
+        return False
 
     def read(self, size: int, deadline: float | None = None) -> bytes:
         """The next `size` bytes; all before the deadline, if there is one. Raises: OSError."""

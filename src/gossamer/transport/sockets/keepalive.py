@@ -8,14 +8,19 @@ import contextlib
 import os
 import socket
 import stat
+import struct
+import sys
 from collections.abc import Iterator
 
-__all__ = ["EVERY_S", "expect_answers", "has_unanswered", "keep_alive", "keeping_alive"]
+__all__ = ["EVERY_S", "expect_answers", "has_unanswered", "keep_alive", "keeping_alive", "silent_s"]
 
 EVERY_S = 30
 """The pause between two questions, or a quarter of the time after which a connection counts as lost if that is less."""
 _MOST_QUESTIONS = 127  # Linux takes no more
 _IDLE = getattr(socket, "TCP_KEEPIDLE", getattr(socket, "TCP_KEEPALIVE", None))  # Linux and macOS
+_INFO: int | None = getattr(socket, "TCP_INFO", None) if sys.platform == "linux" else None
+_LAST_ACK = struct.Struct("56xI")
+"""Of `struct tcp_info`: `tcpi_last_ack_recv`, the milliseconds since the last confirmation."""
 _USER_TIMEOUT: int | None = getattr(socket, "TCP_USER_TIMEOUT", None)
 
 
@@ -73,6 +78,16 @@ def has_unanswered(sock: socket.socket) -> bool:
     except OSError:
         return True
     return any(raw)
+
+
+def silent_s(sock: socket.socket) -> float:
+    """How long ago the other end's system has confirmed something or said that it takes no more; 0 where nobody tells.
+
+    It does so while its process hangs, and does not once the way to it is cut.
+    """
+    return (
+        0.0 if _INFO is None else _LAST_ACK.unpack(sock.getsockopt(socket.IPPROTO_TCP, _INFO, _LAST_ACK.size))[0] / 1e3
+    )
 
 
 def _sockets() -> list[tuple[int, int]]:
