@@ -8,7 +8,13 @@ import pytest
 
 from gossamer.errors import ConfigError
 from gossamer.transport.processes import interfaces
-from gossamer.transport.processes.interfaces import GLOO, Interface, address_towards, use_interface_towards
+from gossamer.transport.processes.interfaces import (
+    GLOO,
+    Interface,
+    address_towards,
+    announced_address,
+    use_interface_towards,
+)
 from gossamer.transport.processes.store import hosted_store, reached_store
 
 LOOPBACK = Interface("lo", "127.0.0.1")
@@ -62,6 +68,37 @@ def test_a_name_that_leads_to_loopback_is_refused_where_no_address_is_known_to_d
         ConfigError, match=r"leads to 127\.0\.0\.1 on this machine.* give all workers the address of worker 0"
     ):
         address_towards(OWN_NAME)
+
+
+@pytest.mark.parametrize(
+    ("host", "here", "announced"),
+    [
+        ("10.0.0.9", ["10.0.0.7"], "10.0.0.9"),
+        ("0.0.0.0", ["10.0.0.7", "fd00::7", "169.254.3.4"], "10.0.0.7"),
+        ("::", ["fd00::7"], "fd00::7"),
+        ("0.0.0.0", [], "127.0.0.1"),
+    ],
+)
+def test_who_listens_on_all_interfaces_is_announced_at_an_address_of_its_machine(
+    monkeypatch: pytest.MonkeyPatch, host: str, here: list[str], announced: str
+) -> None:
+    monkeypatch.setattr(interfaces, "interfaces", lambda: [LOOPBACK, *(Interface("eth", one) for one in here)])
+    assert announced_address(host) == announced
+    monkeypatch.setattr(interfaces, "own_address", lambda towards: "10.8.0.1")
+    assert announced_address("0.0.0.0", "10.8.0.5") == "10.8.0.1", "the one from which it reaches whom it joins"
+
+
+def test_of_several_addresses_the_announced_one_is_said_or_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = [LOOPBACK, Interface("wg0", "10.8.0.1"), Interface("eth0", "10.0.0.7")]
+    monkeypatch.setattr(interfaces, "interfaces", lambda: here)
+    monkeypatch.setattr(interfaces, "own_address", lambda: "10.0.0.7")
+    assert announced_address("0.0.0.0") == "10.0.0.7"
+    assert "announced at 10.0.0.7; if others reach it at 10.8.0.1, give that instead" in caplog.text
+    monkeypatch.setattr(interfaces, "own_address", lambda: "10.9.9.9")
+    with pytest.raises(ConfigError, match=r"others reach it at 10\.8\.0\.1 or 10\.0\.0\.7: give the right one"):
+        announced_address("0.0.0.0")
 
 
 def test_gloo_takes_the_interface_towards_the_others_unless_the_user_has_chosen_one(

@@ -26,11 +26,11 @@ from gossamer.transport import wire
 from gossamer.transport.contract import Ticket
 from gossamer.transport.memory import MemoryNetwork, Parcel
 from gossamer.transport.processes.backend import hang_up, poll
-from gossamer.transport.processes.board import THREADS, Board, Failure, Note, blame
+from gossamer.transport.processes.board import Board, Failure, Note, blame
 from gossamer.transport.processes.group import GroupTransport
 from gossamer.transport.processes.launch import join, leave
 from gossamer.transport.processes.member import Member
-from gossamer.transport.processes.store import Entries
+from gossamer.transport.processes.store import THREADS, Entries
 
 RUN = 0x1234_5678_9ABC_DEF0
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.complex128, torch.float16]

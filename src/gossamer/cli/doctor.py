@@ -277,6 +277,7 @@ def _port(here: tuple[str, int] | None, own: str | None, keys: "Keys | None") ->
             f"--listen {shown(host, port)} answers only who proves that he takes part; give a run file with [peers], or set "
             "GOSSAMER_SECRET on all machines"
         )
+    from gossamer.transport.processes.interfaces import announced_address
     from gossamer.transport.sockets.examination import ExaminationServer
 
     def told(who: str, reached: bool) -> None:
@@ -285,11 +286,11 @@ def _port(here: tuple[str, int] | None, own: str | None, keys: "Keys | None") ->
             file=sys.stderr,
         )
 
-    server = ExaminationServer(sock, secret, keys, told)
+    server, at = ExaminationServer(sock, secret, keys, told), shown(announced_address(numeric), port)
     yield _Finding(
         "port",
         "ok",
-        f"answers at {shown(numeric, port)} until Ctrl-C; start gossamer doctor --join there on the others",
+        f"answers at {at} until Ctrl-C; start gossamer doctor --join there on the others",
     )
     try:
         while True:

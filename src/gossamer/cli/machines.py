@@ -65,11 +65,17 @@ def _host_and_port(address: str) -> tuple[str, int]:
     >>> [_host_and_port(text) for text in ("s1", "10.0.0.1:4000", "::1", "[::1]:4000")]
     [('s1', 29400), ('10.0.0.1', 4000), ('::1', 29400), ('::1', 4000)]
     """
-    from gossamer.transport.sockets.addresses import shown, split
+    from gossamer.transport.sockets.addresses import is_wildcard, shown, split
 
     # Colons within an address of IPv6 are no ports, unless it is in brackets.
     port_given = address.count(":") == 1 or (address.startswith("[") and not address.endswith("]"))
     try:
-        return split(address if port_given else shown(address.strip("[]"), PORT))
+        host, port = split(address if port_given else shown(address.strip("[]"), PORT))
     except ValueError:
         raise ConfigError(f"--address got '{address}'; give HOST or HOST:PORT, such as 10.0.0.1:{PORT}") from None
+    if is_wildcard(host):
+        raise ConfigError(
+            f"--address got '{address}', which is no address that another machine can dial; give that of process 0's machine, "
+            "where it listens, to all processes"
+        )
+    return host, port

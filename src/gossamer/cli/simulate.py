@@ -70,7 +70,7 @@ def train_here(config: "RunConfig", parts: "UserParts", folder: Path, *, resume:
     # Before the engine is made, which cuts what a run has left behind the round from which it goes on.
     with holding(folder, None):
         simulation = Simulation(config, engine_of(resolve(config, parts), folder, resume=resume))
-        with leaving() as asked:
+        with leaving("the simulation") as asked:
             simulation.go_on(asked=asked.is_set, is_held=True)
 
 

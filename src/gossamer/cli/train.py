@@ -117,11 +117,15 @@ def command(
         os.environ[KEY] = str(served.key.resolve())
     if served.listen is not None:
         _listen_at(served.listen, run, join)
+    _must_be_dialled("--join", join)
+    _must_be_dialled("--server", served.server if served.worker is not None else None)
     if served.mailbox is not None:
         _talk_through(served.mailbox, run, served, among)
     if served.listen is not None or served.mailbox is not None:
         local = 1 if local is None and join is None else local  # the first of a run that others join
     keys = keys_for(run.peers, run.workers)  # before processes are started, so that a key that is missing is told once
+    if keys is None:
+        _warn_of_plain(run, served, among, join)
     if keys is not None and local is not None and among is None and _goes_on(run):
         keys.must_start(local)
     if among is not None:
@@ -155,6 +159,44 @@ def command(
             f"run: {folder}, {run.rounds} rounds of {run.workers} workers; gossamer evaluate {quote(str(folder))} scores it"
         )
     return code
+
+
+def _must_be_dialled(option: str, address: str | None) -> None:
+    """Raises ConfigError for an address at which one can only listen."""
+    from gossamer.transport.sockets.addresses import is_wildcard
+
+    if address is not None and is_wildcard(address.rpartition(":")[0].strip("[]")):
+        raise ConfigError(
+            f"{option} got '{address}', which is no address that another machine can dial; give that of the machine that "
+            "listens there"
+        )
+
+
+def _warn_of_plain(config: "ResolvedRun", served: ServerOptions, among: "Among | None", join: str | None) -> None:
+    """Warns once where others may read what this run sends, and says what to do about it; its launcher does so for a worker."""
+    from gossamer.transport.processes.local import is_launched
+    from gossamer.transport.sockets.addresses import is_loopback, split
+
+    hosts = list[str]()
+    for given in (served.listen, served.server, join):
+        with contextlib.suppress(ValueError):  # none, or what is refused later
+            hosts.append(split(given or "")[0])
+    if among is not None:
+        hosts.append(among.host)
+    elif os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE") and os.environ.get("LOCAL_RANK") == "0":
+        hosts.append(os.environ.get("MASTER_ADDR", "localhost"))  # torchrun on several machines
+    if is_launched() or all(host == "localhost" or is_loopback(host) for host in hosts):
+        return
+    do = (
+        "list the keys of all machines as [peers] in the run file (gossamer keys)"
+        if _goes_on(config) or config.kind == "server"
+        else "only elastic, asynchronous and served runs have [peers]"
+    )
+    log.warning(
+        "traffic of this run is not encrypted: parameters and settings cross the network in the clear; keep it in a network of "
+        "your own or in a tunnel, or encrypt it: %s",
+        do,
+    )
 
 
 def _listen_at(address: str, config: "ResolvedRun", join: str | None) -> None:

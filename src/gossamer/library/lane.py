@@ -2,7 +2,9 @@
 
 import contextlib
 import errno
+import functools
 import hashlib
+import logging
 import os
 import secrets
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ from gossamer.transport.processes.interfaces import GLOO, address_towards
 from gossamer.transport.processes.keyed_store import KeyedStore
 from gossamer.transport.processes.launch import agree, launched
 from gossamer.transport.processes.member import Member
-from gossamer.transport.processes.store import Entries, hosted_store, reached_store
+from gossamer.transport.processes.store import Entries, hosted_store, reached_store, store_answers
 from gossamer.transport.secret import environment_secret
 from gossamer.transport.sockets.addresses import is_loopback, own_address, split
 
@@ -41,6 +43,9 @@ __all__ = [
     "taken",
     "unequal_shards",
 ]
+
+
+log = logging.getLogger("gossamer")
 
 
 class Lane(NamedTuple):
@@ -218,6 +223,8 @@ def at_board(lane: Lane, join: str, timeout_s: float) -> Lane:
             f"sites join at '{join}', which others may reach too, and GOSSAMER_SECRET is not set; set it to the same text of 32 "
             "characters or more on all sites (`openssl rand -hex 32` makes one), or give all of them peers=... (gossamer keys)"
         )
+    if lane.keys is None and host != "localhost" and not is_loopback(host):
+        _warn_of_plain()
     first = lane.worker == lane.shard == 0
     try:
         store, behind = opened(lane, join, timeout_s)
@@ -234,15 +241,25 @@ def at_board(lane: Lane, join: str, timeout_s: float) -> Lane:
         ) from error
 
 
-def claimed(lane: Lane, join: str, *, elastic: bool) -> bool:
+@functools.cache
+def _warn_of_plain() -> None:
+    """Warns once in this process."""
+    log.warning(
+        "traffic between sites is not encrypted: parameters and settings cross the network in the clear; keep it in a network of "
+        "your own or in a tunnel, or give all sites elastic=True and peers='peers.toml' (gossamer keys)"
+    )
+
+
+def claimed(lane: Lane, join: str, timeout_s: float, *, elastic: bool) -> bool:
     """Whether this process has claimed the number of its site at the board, which nobody had.
 
     Raises: PeerError where the board is that of another run.
     """
     assert lane.joint is not None
-    entries = Entries(lane.joint, environment_secret())
+    entries = Entries(lane.joint, environment_secret(), timeout_s)
     mine = f"{lane.sites} sites that {'come and go' if elastic else 'all stay'}"
-    theirs = entries.first("run", mine)
+    with store_answers():
+        theirs = entries.first("run", mine)
     if theirs is None:
         raise PeerError(
             f"what is said at '{join}' does not carry the code of this run's secret; give all sites the same GOSSAMER_SECRET, "
@@ -254,7 +271,8 @@ def claimed(lane: Lane, join: str, *, elastic: bool) -> bool:
             f"{theirs.decode(errors='replace'):.60}, and not one of {mine}; give each run an address of its "
             "own, and all its sites the same number of sites and the same elastic=..."
         )
-    return entries.first(f"site/{lane.worker}", lane.start) == lane.start.encode()
+    with store_answers():
+        return entries.first(f"site/{lane.worker}", lane.start) == lane.start.encode()
 
 
 def taken(lane: Lane, join: str, why: str = "") -> PeerError:
@@ -273,7 +291,7 @@ def join_sites(lane: Lane, join: str, timeout_s: float) -> Lane:
     """
     lane = at_board(lane, join, timeout_s)
     if lane.shard == 0:
-        if not claimed(lane, join, elastic=False):
+        if not claimed(lane, join, timeout_s, elastic=False):
             raise taken(lane, join)
         must_have_equal_shards(lane, timeout_s)
     return lane

@@ -19,7 +19,7 @@ from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Rule, make_rule
 from gossamer.topologies import Topology, make_topology
 from gossamer.transport.keys import Keys, keys_for, read_peers
-from gossamer.transport.sockets.addresses import split
+from gossamer.transport.sockets.addresses import is_wildcard, split
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -203,9 +203,14 @@ def must_be_a_site(site: object, join: object, group: object, elastic: bool, pee
                 "and join='HOST:PORT' an address of its first process"
             )
     try:
-        split(str(join))
+        host, _ = split(str(join))
     except ValueError as error:
         raise ConfigError(f"Outer got join={join!r:.80}: {error}; give an address and a port of site 0") from None
+    if is_wildcard(host):
+        raise ConfigError(
+            f"Outer got join={join!r:.80}, which is no address that another machine can dial; give all sites that of site 0's "
+            "machine, where site 0 listens"
+        )
     if group is not None:
         raise ConfigError(
             f"Outer got process_group={group!r:.60} together with site={site!r:.40}, where all processes of the default group "

@@ -7,7 +7,7 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from gossamer.codecs import Codec
-from gossamer.errors import PeerError
+from gossamer.errors import PeerError, first_line
 from gossamer.layout import Layout
 from gossamer.library.guard import Rest, broadcast, fingerprints, must_be_alike
 from gossamer.library.lane import Lane
@@ -28,12 +28,14 @@ from gossamer.transport.processes.backend import Backend, backend_of, gloo_group
 from gossamer.transport.processes.group import GroupTransport, all_reduce
 from gossamer.transport.processes.launch import agree
 from gossamer.transport.processes.member import Member
-from gossamer.transport.processes.store import Entries
+from gossamer.transport.processes.store import Entries, NoAnswerError
 from gossamer.transport.secret import environment_secret
 
 __all__ = ["Common", "Peers", "common_of", "model_in_words", "must_agree", "read_losses"]
 
 _LONGEST = 160  # characters of a peer's words in an error
+_ANSWER_S = 2.0
+"""How long a store has for an answer that only informs."""
 
 
 class Common(NamedTuple):
@@ -132,7 +134,7 @@ class Peers:
     ) -> None:  # fmt: skip
         self.transport, self.reduce = transport, reduce
         self.start = start or secrets.token_hex(8)  # a repeated one would let the states of two runs pass for one
-        self._group, self._member, self._timeout_s = group, member, timeout_s
+        self._group, self._member, self._timeout_s, self._is_silent = group, member, timeout_s, False
         if group is not None:
             atexit.register(self._hang_up)  # a thread that is still inside torch would abort the process
 
@@ -198,17 +200,15 @@ class Peers:
 
     def tell(self, topic: str, facts: object) -> None:
         """Writes what the others may read, without waiting for them; a store that is gone, as at the end, hears nothing."""
-        if self._member is not None:
-            with contextlib.suppress(RuntimeError):
-                entries = self._member.entries.under(topic)
+        if self._member is not None and (entries := self._notices(topic)) is not None:
+            with self._asking():
                 entries.set(str(self._member.worker), json.dumps(facts))
 
     def told(self, topic: str) -> dict[int, Any]:
         """What each worker has told so far, by worker; what is no JSON counts as nothing."""
         said = dict[int, Any]()
-        if self._member is not None:
-            with contextlib.suppress(RuntimeError):
-                entries = self._member.entries.under(topic)
+        if self._member is not None and (entries := self._notices(topic)) is not None:
+            with self._asking():
                 for worker, text in entries.several([str(worker) for worker in range(self._member.workers)]).items():
                     with contextlib.suppress(ValueError, RecursionError):
                         said[int(worker)] = json.loads(text)
@@ -220,10 +220,26 @@ class Peers:
             return {0: mine}
         if math.isfinite(mine):
             self.tell("loss", mine)
-        with contextlib.suppress(RuntimeError):
-            entries = self._member.entries.under("loss")
-            return {**read_losses(entries, self._member.workers), self._member.worker: mine}
-        return {self._member.worker: mine}
+        said = dict[int, float]()
+        if (entries := self._notices("loss")) is not None:
+            with self._asking():
+                said = read_losses(entries, self._member.workers)
+        return {**said, self._member.worker: mine}
+
+    def _notices(self, topic: str) -> Entries | None:
+        """What all may read of a topic; None once the store has not answered, as training shall not wait for it at each step."""
+        if self._member is None or self._is_silent:
+            return None
+        return self._member.entries.within(min(_ANSWER_S, self._timeout_s / 4)).under(topic)
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        except NoAnswerError:
+            self._is_silent = True
+        except RuntimeError:  # its process has ended
+            pass
 
     def timed_reduce(self, add: Callable[[float], None]) -> Reduce | None:
         """The all-reduce, which reports the seconds of each call; None where none was asked for."""
@@ -261,5 +277,11 @@ def _group_of(backend: Backend, member: Member, lane: Lane, timeout_s: float) ->
     """Connections of our own, which `close` may close."""
     store = PrefixStore("lane", member.store)
     if backend == "gloo":
-        return gloo_group(store, member.worker, member.workers, timeout_s, lane.address)
+        try:
+            return gloo_group(store, member.worker, member.workers, timeout_s, lane.address)
+        except RuntimeError as error:
+            raise PeerError(
+                f"worker {member.worker} could not connect to the other {member.workers - 1} ({first_line(error)}); look at "
+                "their logs, and check that their machines reach each other"
+            ) from error
     return nccl_group(store, member.worker, member.workers, timeout_s)

@@ -42,9 +42,14 @@ class Siblings:
         self._lane, self._group, self._width = lane, None, _WIDTH + max(lane.n, lane.shards)
         if lane.shards > 1:
             # Not the user's own group: what we wait for there would come between the collectives of the training.
-            self._group = gloo_group(
-                PrefixStore(f"siblings/{lane.start}", outer_store(lane.within)), lane.shard, lane.shards, timeout_s
-            )
+            store = PrefixStore(f"siblings/{lane.start}", outer_store(lane.within))
+            try:
+                self._group = gloo_group(store, lane.shard, lane.shards, timeout_s)
+            except RuntimeError as error:
+                raise PeerError(
+                    f"a process of worker {lane.worker} could not connect to its {lane.shards - 1} others "
+                    f"({first_line(error)}); look at their logs"
+                ) from error
 
     @property
     def first(self) -> bool:

@@ -47,7 +47,7 @@ from gossamer.transport.elastic.transport import ElasticTransport
 from gossamer.transport.processes.keyed_store import KeyedStore
 from gossamer.transport.processes.launch import agree
 from gossamer.transport.processes.member import Member
-from gossamer.transport.processes.store import Entries
+from gossamer.transport.processes.store import Entries, store_answers
 from gossamer.transport.secret import environment_secret
 from gossamer.transport.sockets.addresses import listen, shown
 from gossamer.transport.sockets.channel import Channel
@@ -184,7 +184,8 @@ class ElasticSite:
         self._unheard_s = dict[int, float]()
         """Since when means with each of these fail, whom a lane of this site does not hear."""
         if self.lane.joint is not None:
-            Entries(self.lane.joint, endpoint.secret).set(*self._tell)
+            with store_answers():
+                Entries(self.lane.joint, endpoint.secret, endpoint.timeout_s).set(*self._tell)
         # Apart from training, as whoever asks an address at which nobody answers waits for seconds.
         threading.Thread(target=self._look_for_board, daemon=True, name="gossamer board").start()
 
@@ -447,7 +448,7 @@ class ElasticSite:
         return {**said, self.lane.worker: mine}
 
     def _tell_losses(self, store: Store) -> None:
-        entries = Entries(store, self._endpoint.secret).under(f"loss/{self.lane.shard}")
+        entries = Entries(store, self._endpoint.secret, self._endpoint.timeout_s).under(f"loss/{self.lane.shard}")
         with contextlib.suppress(RuntimeError):
             while not self.transport.closed and self._board is store:
                 if math.isfinite(loss := self._loss):
@@ -471,7 +472,7 @@ class ElasticSite:
             try:
                 reached, behind = opened(self.lane, self._join, 1.0)
                 store = board(reached)
-                Entries(store, self._endpoint.secret).set(*self._tell)
+                Entries(store, self._endpoint.secret, self._endpoint.timeout_s).set(*self._tell)
             except (OSError, RuntimeError, PeerError):
                 continue
             self._board = store
@@ -529,7 +530,7 @@ class _Meets:
         assert lane.joint is not None
         self._lane, self._mine, self._common, self._names, self._limits = lane, mine, common, names, limits
         self._join, self._timeout_s, self._nonce = join, timeout_s, secrets.randbelow(_NONCES)
-        self._entries = Entries(lane.joint, environment_secret())
+        self._entries = Entries(lane.joint, environment_secret(), timeout_s)
         self._deadline = time.monotonic() + timeout_s
         self._claimed: bool | None = None
         self._why = ""
@@ -552,7 +553,7 @@ class _Meets:
     def _start_or_donor(self) -> list[int] | None:
         lane = self._lane
         if self._claimed is None:
-            self._claimed = claimed(lane, self._join, elastic=True)
+            self._claimed = claimed(lane, self._join, self._timeout_s, elastic=True)
         if sites := self._under_way():
             for site in sites:
                 try:
@@ -630,8 +631,10 @@ class _Meets:
     def _read(self, site: int) -> _UnderWay:
         name = f"under way/{site}/{self._lane.shard}"
         self._entries.absent([name], self._timeout_s)
+        with store_answers():
+            text = self._entries.get(name) or b""
         try:
-            match json.loads(self._entries.get(name) or b""):
+            match json.loads(text):
                 case [str(run), str(address), int(shards), [*common], [*rest]]:
                     return _UnderWay(run, address, shards, common, rest)
         except (ValueError, RecursionError):

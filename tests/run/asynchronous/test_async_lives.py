@@ -25,6 +25,7 @@ from gossamer.run.config.resolve import InPairs, resolve
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.config.user_parts import own_parts
 from gossamer.run.participant.seat import Seat, join_run
+from gossamer.run.participant.sigterm import Asked
 from gossamer.run.replay.asynchronous import replay_asynchronous
 from gossamer.run.worker.task import task_of
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
@@ -72,7 +73,7 @@ class Fleet:
     def _train(self, seat, before_phase):
         make = PairParticipant if isinstance(self.run.method, InPairs) else GossipParticipant
         task, slot = task_of(self.run), seat.members.me
-        self.asked[slot] = threading.Event()
+        self.asked[slot] = Asked()
         worker = make(self.run, self.folder, task, seat, self.asked[slot])
         train = worker.train
 

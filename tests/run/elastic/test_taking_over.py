@@ -17,6 +17,7 @@ from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.elastic import elastic_rounds as elastic
 from gossamer.run.participant.seat import Seat
+from gossamer.run.participant.sigterm import Asked
 from gossamer.run.replay.elastic import replay_elastic
 from gossamer.run.simulated.rounds import train_together
 from gossamer.run.worker.replica import Replica
@@ -108,7 +109,7 @@ def replay_with_a_newcomer(config, tmp_path, round=4):
 
 
 def test_who_asks_for_a_state_while_a_worker_starts_up_gets_none_and_disturbs_nothing(monkeypatch, tmp_path):
-    config, asked = resolve(run_of(run__timeout_s=0.5), real=True), threading.Event()
+    config, asked = resolve(run_of(run__timeout_s=0.5), real=True), Asked()
     listener = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     endpoint = Endpoint(listener, 77, b"a secret", config.run.timeout_s)
@@ -131,6 +132,6 @@ def test_who_asks_for_a_state_while_a_worker_starts_up_gets_none_and_disturbs_no
 
     monkeypatch.setattr(elastic, "ElasticTransport", slowly)
     seat = Seat(members, endpoint, Lineage(config.digest), 0, 0, goes_on=False)
-    transport = elastic.ElasticRounds(config, tmp_path, task_of(config), seat, threading.Event()).connect()
+    transport = elastic.ElasticRounds(config, tmp_path, task_of(config), seat, Asked()).connect()
     assert asked.wait(20) and not answers
     transport.close()

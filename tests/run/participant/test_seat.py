@@ -1,14 +1,27 @@
 """Workers that start without a launcher: each process gets its rank and the address of worker 0's store, and no more."""
 
+import os
+import signal
+import socket
+import time
 from pathlib import Path
 
 import pytest
+from silent_relay import SilentRelay, silent_relay
 
 from commands import Command, free_port
 from gossamer.cli import main
+from gossamer.errors import PeerError
 from gossamer.run.asynchronous import train_asynchronous
+from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import dump
 from gossamer.run.elastic import train_elastic
+from gossamer.run.participant.seat import join_run
+from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
+from gossamer.transport.elastic.transport import ElasticTransport
+from gossamer.transport.secret import folder_secret
+from gossamer.transport.sockets.connection import Endpoint
+from gossamer.transport.sockets.header import Limits
 from tiny import single as tiny
 
 pytestmark = pytest.mark.usefixtures("forks")
@@ -42,3 +55,76 @@ def test_resume_auto_reaches_the_start_of_a_run_whose_workers_may_come_and_go(tm
     monkeypatch.setattr(driver, "take_part", lambda *args, join, resume: asked.append(resume))
     assert main(["train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "out"), "--resume", "auto"]) == 0
     assert asked == ["auto"], "as True it would refuse to begin a run that has no checkpoint yet"
+
+
+def start_behind_a_relay(folder: Path, relay: SilentRelay, port: int, kind: str, timeout_s: float) -> list[Command]:
+    """Two workers, the second of which reaches the store of the first through the relay."""
+    (folder / "run.toml").write_text(dump(tiny(workers=2, run__timeout_s=timeout_s, **KINDS[kind])))
+    return [
+        Command("train", folder / "run.toml", "--out", folder / "out", "--rank", rank, "--of", 2, "--address", where)
+        for rank, where in enumerate((f"127.0.0.1:{port}", f"127.0.0.1:{relay.port}"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "until"), [("in rounds", b"agree/1"), ("elastic", b"agree/1"), ("in rounds", b"group/")]
+)
+def test_a_store_that_falls_silent_while_a_run_starts_ends_it_in_a_sentence(tmp_path: Path, kind: str, until: bytes):
+    port = free_port()
+    with silent_relay(port, until) as relay:
+        first, second = start_behind_a_relay(tmp_path, relay, port, kind, 4.0)
+        code, output = second.finish(60.0)
+        assert relay.silent.is_set(), output
+        assert code == 2 and "Traceback" not in output, output
+        assert f"the store at 127.0.0.1:{relay.port} did not answer for" in output, output
+        code, output = first.finish(60.0)
+        assert code == 2 and "gossamer: worker" in output and "Traceback" not in output, output
+
+
+def test_a_worker_whose_store_has_fallen_silent_still_heeds_a_signal(tmp_path: Path) -> None:
+    port = free_port()
+    with silent_relay(port, b"agree/1") as relay:
+        first, second = start_behind_a_relay(tmp_path, relay, port, "in rounds", 100.0)
+        assert relay.silent.wait(60.0), second.finish(0.0)
+        for worker in (second, first):
+            os.kill(worker.pid, signal.SIGTERM)
+        for worker in (second, first):
+            code, output = worker.finish(20.0)
+            assert code == 130 and "gossamer: stopped" in output, output
+
+
+def test_who_joins_waits_for_the_first_machine_which_is_announced_at_an_address_and_says_what_is_plain(
+    tmp_path: Path,
+) -> None:
+    config = tiny(workers=2, rule={"name": "diloco"}, topology={"name": "complete"}, run__elastic=True)
+    (tmp_path / "run.toml").write_text(dump(config))
+    port, secret = free_port(), "known to the workers of this test only"
+    given = ("train", tmp_path / "run.toml", "--out")
+    second = Command(*given, tmp_path / "second", "--join", f"127.0.0.1:{port}", GOSSAMER_SECRET=secret)
+    waits = next((line for line in second.lines() if f"waiting for 127.0.0.1:{port}, up to 300 s" in line), None)
+    assert waits is not None and "Connection refused" in waits, second.finish()
+    first = Command(*given, tmp_path / "first", "--listen", f"0.0.0.0:{port}", GOSSAMER_SECRET=secret)
+    ends = [one.finish(100.0) for one in (second, first)]
+    assert [code for code, _ in ends] == [0, 0], ends
+    announced = (tmp_path / "first" / "address-000.json").read_text()
+    assert "0.0.0.0" not in announced + ends[1][1].replace("0.0.0.0 means", ""), ends
+    assert [said.count("not encrypted") for _, said in ends] == [0, 1], "once, by whom others reach"
+
+
+def test_who_joins_is_refused_at_once_for_what_no_waiting_changes(tmp_path: Path) -> None:
+    run, key = resolve(tiny(run__elastic=True), real=True), 7
+    entry = SlotEntry(0, 0, 1, MemberStatus.ALIVE, 0, "127.0.0.1:1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = Endpoint(server, key + 1, folder_secret(tmp_path, make=True), 5.0)
+        transport = ElasticTransport(Members(Limits(3, 6, 12), 0, [entry]), endpoint)
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        began_s = time.monotonic()
+        with pytest.raises(PeerError, match=r"could be joined .*another configuration"):
+            join_run(run, tmp_path, key, address)
+        (tmp_path / "secret").write_text("another secret of as many characters")
+        with pytest.raises(PeerError, match="no worker of the run could be joined"):
+            join_run(run, tmp_path, key, address)
+        transport.close()
+    with pytest.raises(PeerError, match="no worker of the run could be joined"):
+        join_run(run, tmp_path, key, "no address")
+    assert time.monotonic() - began_s < 60.0 < run.run.timeout_s, "it does not wait"

@@ -1,7 +1,6 @@
 """Gossip without waiting on real processes: one worker, which fetches the newest messages of its peers while it trains."""
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,6 +13,7 @@ from gossamer.run.asynchronous.message_form import MessageForm
 from gossamer.run.asynchronous.without_waiting import PATIENCE_S, WithoutWaiting
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.seat import Seat
+from gossamer.run.participant.sigterm import Asked
 from gossamer.run.worker.replica import LocalPhase
 from gossamer.run.worker.task import Task
 from gossamer.transport.elastic.fetches import Fetched, Fetches
@@ -31,7 +31,7 @@ class GossipParticipant(WithoutWaiting[GossipWorker]):
     stays at home.
     """
 
-    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: threading.Event) -> None:
+    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: Asked) -> None:
         super().__init__(config, folder, task, seat, asked)
         m = config.method
         assert isinstance(m, Method)

@@ -17,6 +17,7 @@ from gossamer.run.asynchronous.message_form import MessageForm
 from gossamer.run.asynchronous.without_waiting import WithoutWaiting
 from gossamer.run.config.resolved import InPairs, ResolvedRun
 from gossamer.run.participant.seat import Seat
+from gossamer.run.participant.sigterm import Asked
 from gossamer.run.worker.replica import LocalPhase
 from gossamer.run.worker.task import Task
 from gossamer.transport.elastic.meetings import Appointment, Meetings
@@ -43,7 +44,7 @@ class PairParticipant(WithoutWaiting[PairWorker]):
     nobody starts a meeting and no time passes.
     """
 
-    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: threading.Event) -> None:
+    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: Asked) -> None:
         super().__init__(config, folder, task, seat, asked)
         method = config.method
         assert isinstance(method, InPairs)

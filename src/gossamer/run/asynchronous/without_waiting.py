@@ -1,7 +1,6 @@
 """One real worker that waits for nobody: what gossip without waiting and meetings in pairs have in common."""
 
 import contextlib
-import threading
 import time
 from abc import abstractmethod
 from collections import Counter
@@ -32,6 +31,7 @@ from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.participant.agreement import HERE, limits_of
 from gossamer.run.participant.life import Participant
 from gossamer.run.participant.seat import Seat
+from gossamer.run.participant.sigterm import Asked
 from gossamer.run.worker.replica import LocalPhase
 from gossamer.run.worker.task import Task
 from gossamer.transport.elastic.call_transport import CallTransport
@@ -59,7 +59,7 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
     log: OrderWriter
     events: EventWriter
 
-    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: threading.Event) -> None:
+    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: Asked) -> None:
         super().__init__(config, folder, task, seat, asked)
         endpoint = seat.endpoint
         self.limit_s = min(endpoint.timeout_s, endpoint.deadline_s or endpoint.timeout_s)
@@ -293,7 +293,9 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
 
     def save(self, finished: int) -> None:
         """See `Participant`. The state of its last local phase: meetings go on while this writes."""
-        save_state(self.seat.line, self.folder, finished, self.slot, self._state)
+        with self.saving:
+            save_state(self.seat.line, self.folder, finished, self.slot, self._state)
+            self.saved_after = finished
 
 
 def due_round(config: RunSettings, before: int, reached: int) -> int:

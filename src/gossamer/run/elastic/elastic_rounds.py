@@ -7,7 +7,6 @@ addresses, and any of them takes a newcomer in.
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,22 +27,21 @@ from gossamer.record.logs.outcomes import (
 from gossamer.record.packed import unpacked
 from gossamer.record.progress import say
 from gossamer.run.config.resolved import ResolvedRun
-from gossamer.run.participant.life import Participant
+from gossamer.run.participant.life import KEPT, Participant
 from gossamer.run.participant.seat import Seat
+from gossamer.run.participant.sigterm import Asked
 from gossamer.run.worker.task import Task
 from gossamer.run.worker.worker import RoundReport, Worker
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.closing import LeftOutError
 from gossamer.transport.elastic.core import Outcome
 from gossamer.transport.elastic.members import MemberStatus
+from gossamer.transport.elastic.newcomer import Handover
 from gossamer.transport.elastic.transport import ElasticTransport
 
-__all__ = ["KEPT", "ElasticRounds"]
+__all__ = ["ElasticRounds"]
 
 log = logging.getLogger("gossamer")
-
-KEPT = 4
-"""Checkpoints that a worker keeps: gossip lets workers run ahead, and nobody knows what a worker that is gone has owned."""
 
 
 class ElasticRounds(Participant[ElasticTransport]):
@@ -53,7 +51,7 @@ class ElasticRounds(Participant[ElasticTransport]):
     (`gossamer.transport.elastic.closing`). A worker that was too late for it takes another's state.
     """
 
-    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: threading.Event) -> None:
+    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: Asked) -> None:
         super().__init__(config, folder, task, seat, asked)
         self._method = m = config.in_rounds
         self._closes, self._once = m.rule.needs == "everyone", m.exchanges_once
@@ -63,6 +61,10 @@ class ElasticRounds(Participant[ElasticTransport]):
         """Its own place in the data at the start, which no other worker's state replaces."""
         self._finished = 0
         """Rounds that are over in its parameters."""
+        self._begun: Begun | None = None
+        """How it has begun last."""
+        self._kept_whose: dict[str, str] = {}
+        """Of the state that is kept for newcomers."""
         self._begins = True
         """Whether it has not yet trained with the state that it has begun with last."""
         self._alive: frozenset[int] = frozenset()
@@ -136,6 +138,7 @@ class ElasticRounds(Participant[ElasticTransport]):
             # The line in the log that says whose state it was may be cut, as others go on from before it.
             begun = taken._replace(round=begun.round, incarnation=begun.incarnation)
         self._begun = begun._replace(steps=self.replica.steps_taken)
+        self._kept_whose = self._whose()
         self.round, self._finished = begun.round, begun.after
 
     def _follow(self, begun: Begun) -> Begun:
@@ -157,6 +160,7 @@ class ElasticRounds(Participant[ElasticTransport]):
     def open_record(self, open_: contextlib.ExitStack) -> None:
         """See `Participant`."""
         begun = self._begun
+        assert begun is not None
         cut = begun.round if self.seat.goes_on else None
         self.open_folder(open_, cut, traced_per_round=self._method.sends_per_round)
         self._log = open_.enter_context(OutcomeWriter(self.folder, self.slot, cut))
@@ -226,8 +230,8 @@ class ElasticRounds(Participant[ElasticTransport]):
         self._entered, self._begins = -1, True
         own = Begun(round, self._finished, self.slot, 0, self.transport.members.own.incarnation)
         begun = self._fetched(own, source)
-        self._keep(begun.after)
         self._begun = begun._replace(steps=self.replica.steps_taken)
+        self._keep(begun.after)
         self._log.write(self._begun)
         self.round, self._finished = begun.round, begun.after
 
@@ -330,14 +334,29 @@ class ElasticRounds(Participant[ElasticTransport]):
     def save(self, finished: int) -> None:
         """See `Participant`."""
         store, line = self.folder / "checkpoints", self.seat.line
-        state, begun = self._worker.state(), self._begun
-        if self._begins and begun.donor != self.slot:
-            state["taken_over"] = OUTCOMES.line(begun, time_s=0.0)
-        checkpoint.save(store, finished, self.slot, state, digest=line, keep=KEPT)
+        with self.saving:
+            checkpoint.save(
+                store, finished, self.slot, {**self._worker.state(), **self._whose()}, digest=line, keep=KEPT
+            )
+            self.saved_after = finished
+
+    def _whose(self) -> dict[str, str]:
+        """What a checkpoint says of a state that was taken over and not trained with."""
+        if not self._begins or self._begun is None or self._begun.donor == self.slot:
+            return {}
+        return {"taken_over": OUTCOMES.line(self._begun, time_s=0.0)}
 
     def _keep(self, after: int) -> None:
         # What is in flight is this worker's own; the line tells a newcomer after which closed rounds the state is.
-        self.keep(after, {**self._worker.state(), "under_way": [], "line": self.transport.line})
+        with self.saving:
+            self.keep(after, {**self._worker.state(), "under_way": [], "line": self.transport.line})
+            self._kept_whose = self._whose()
+
+    def kept_for_checkpoint(self, kept: Handover) -> dict[str, Any]:
+        """See `Participant`."""
+        state = super().kept_for_checkpoint(kept)
+        del state["line"]
+        return {**state, **self._kept_whose}
 
     def _fetched(self, begun: Begun, source: int | None = None) -> Begun:
         """Goes on with another worker's parameters, outer and inner state, and with its own place in the data."""

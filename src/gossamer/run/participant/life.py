@@ -15,9 +15,11 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from gossamer.errors import GossamerError
+from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.locks import holding
-from gossamer.record.packed import cold, frozen
+from gossamer.record.packed import cold, frozen, unpacked
 from gossamer.record.progress import say
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.journal import Journal
@@ -29,7 +31,7 @@ from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import prepare
 from gossamer.run.participant.membership_log import say_changes
 from gossamer.run.participant.seat import Brought, Seat, addresses_in, join_run, started
-from gossamer.run.participant.sigterm import leaving
+from gossamer.run.participant.sigterm import Asked, leaving
 from gossamer.run.participant.state_transfer import fetch_state, serve_state
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import Task
@@ -39,9 +41,14 @@ from gossamer.transport.elastic.transport import ElasticTransport
 from gossamer.transport.processes.launch import device_of
 from gossamer.transport.sockets.channel import Channel
 
-__all__ = ["Participant", "take_part"]
+__all__ = ["KEPT", "Participant", "take_part"]
 
 log = logging.getLogger("gossamer")
+
+KEPT = 4
+"""Checkpoints that a worker keeps: gossip lets workers run ahead, and nobody knows what a worker that is gone has owned."""
+_SAVES_S = 60.0
+"""How long one that is to end at once waits until what it has kept is saved."""
 
 Connections = TypeVar("Connections", bound=ElasticTransport)
 
@@ -58,7 +65,7 @@ class Participant(ABC, Generic[Connections]):
     5. It trains and exchanges, **phase** by phase. After each one it keeps a copy of its state for newcomers, writes down what it
        did, validates and saves what is due. Its own thread hands the copy on to whoever asks, so that training never stops.
     6. It **leaves** at the end of the run, or after the phase in which SIGTERM has asked it to: it saves, says so, and closes
-       its connections.
+       its connections. What it has kept is saved at once then: it may be killed before the phase is over.
 
     Args:
         seat: its slot. Its listening socket is closed in the end.
@@ -71,7 +78,7 @@ class Participant(ABC, Generic[Connections]):
     journal: Journal
     stopwatch: Stopwatch
 
-    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: threading.Event) -> None:
+    def __init__(self, config: ResolvedRun, folder: Path, task: Task, seat: Seat, asked: Asked) -> None:
         self.config, self.folder, self.slot = config, folder, seat.members.me
         self.seat, self.asked = seat, asked
         self.device = device_of(config.run.device)
@@ -83,6 +90,11 @@ class Participant(ABC, Generic[Connections]):
         self._probe = Probe(config, task, self.device)
         self._known = dict(seat.members.entries)
         self.kept, self._ready = Handover(0, bytes, cold), threading.Event()
+        self.saving = threading.Lock()
+        """Held by whoever saves: this thread, or the one that saves what is kept."""
+        self.saved_after = -1
+        """Rounds that are over in the newest checkpoint that this process has written."""
+        asked.who, asked.left_s = f"worker {self.slot}", lambda: self.replica.phase_left_s
 
     # --- the life, in order -------------------------------------------------------------------------------------------
 
@@ -99,12 +111,17 @@ class Participant(ABC, Generic[Connections]):
                     self.open_record(open_)
                     if self.transport.closing is None:  # else each round waits for a majority
                         self.transport.await_company()
+                    self.asked.saves = self._save_kept
                     while self.has_more and not self.asked.is_set():
                         self.phase()
                     self.leave()
                     self._tell_if_alone()
                 failed = False
+            except KeyboardInterrupt:
+                failed = not self.asked.is_set()  # the others need not wait for it, and it may come back
+                raise KeyboardInterrupt(self._ended_amid()) from None
             finally:
+                self.asked.saves = None  # another process may have the slot now
                 self.part(failed=failed)
         finally:
             self.seat.endpoint.listener.close()  # also where no transport has taken it over
@@ -148,6 +165,35 @@ class Participant(ABC, Generic[Connections]):
     @abstractmethod
     def save(self, finished: int) -> None:
         """Writes its checkpoint after so many rounds of the run."""
+
+    def kept_for_checkpoint(self, kept: Handover) -> dict[str, Any]:
+        """What is kept, as a checkpoint has it."""
+        return unpacked(kept.whole.raw)
+
+    def _save_kept(self) -> None:
+        """Saves the state of the last exchange, unless there is a checkpoint of it; in a thread, when it is asked to leave."""
+        with self.saving:
+            kept = self.kept
+            if kept.after <= max(0, self.saved_after):
+                return
+            try:
+                state, folder = self.kept_for_checkpoint(kept), self.folder / "checkpoints"
+                checkpoint.save(folder, kept.after, self.slot, state, digest=self.seat.line, keep=KEPT)
+            except (GossamerError, OSError) as error:
+                log.warning("worker %d could not save the state of its last exchange: %s", self.slot, error)
+            else:
+                self.saved_after = kept.after
+
+    def _ended_amid(self) -> str:
+        """What is left of a worker that ends amid a phase."""
+        if (saving := self.asked.saving) is not None:
+            saving.join(_SAVES_S)
+        if self.saved_after < 0:
+            return f"worker {self.slot} has ended amid round {self.round + 1}, before it had a new state to save"
+        return (
+            f"worker {self.slot} has ended amid round {self.round + 1}; its state after round {self.saved_after} is saved, and "
+            "what it has trained since is lost"
+        )
 
     @property
     def joins(self) -> bool:

@@ -9,14 +9,16 @@ import logging
 import os
 import secrets
 import socket
+import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from shlex import quote
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from gossamer.errors import ConfigError, GossamerError, PeerError, first_line
+from gossamer.errors import ConfigError, GossamerError, LostConnectionError, PeerError, first_line
 from gossamer.record import checkpoint
 from gossamer.record.addresses import Address, read_addresses, write_address
 from gossamer.record.fault import Fault
@@ -39,7 +41,7 @@ from gossamer.transport.elastic.members import (
 )
 from gossamer.transport.elastic.newcomer import Applicant, ask
 from gossamer.transport.keys import keys_for
-from gossamer.transport.processes.interfaces import address_towards
+from gossamer.transport.processes.interfaces import address_towards, announced_address
 from gossamer.transport.processes.launch import agree, join, part
 from gossamer.transport.secret import folder_secret
 from gossamer.transport.sockets.addresses import is_loopback, listen, shown, split
@@ -67,6 +69,9 @@ log = logging.getLogger("gossamer")
 Fact = TypeVar("Fact")
 LISTEN = "GOSSAMER_LISTEN"
 """The environment variable with the address at which a worker listens for others; what `--listen` says."""
+_REACH_S, _AGAIN_S = 10.0, 0.5
+"""How long one worker has to answer, and how soon all are asked again."""
+_MOST_HUNG_UP = 5
 NONCE_BITS = 61
 """Of the random number by which the others know this process."""
 
@@ -226,47 +231,102 @@ def join_run(
     Args:
         where: the address of any worker, or "auto" for those in the run folder.
         others: addresses to try after it.
-    Raises: PeerError when nobody answers or all slots are filled.
+    Raises: PeerError when nobody answers within `run.timeout_s`, or at once when those who do refuse or have no free slot.
     """
     keys, wait_s, line = keys_for(config.peers, config.workers), config.run.timeout_s, lineage(config, folder)
     secret = folder_secret(folder) if keys is None else b""
+    # A new number for each slot that is asked for: a process that was taken for dead would be taken for itself again.
+    nonce, deadline, tries = secrets.randbits(NONCE_BITS), time.monotonic() + wait_s, _Tries(wait_s)
+    while True:
+        found = _addresses(folder, where, others)
+        for address in found:
+            if address in tries.final:
+                continue
+            try:
+                listener, own = _listening(split(address)[0])
+            except (OSError, ValueError) as error:
+                tries.failed(address, error)
+                continue
+            try:
+                left_s = max(_REACH_S, deadline - time.monotonic())
+                offer = ask(
+                    address, secret, Applicant(nonce, own), run=run, limits=limits_of(config), timeout_s=left_s,
+                    reach_s=min(left_s, _REACH_S), state=False, keys=keys,
+                )  # fmt: skip
+            except (OSError, GossamerError) as error:
+                listener.close()
+                tries.failed(address, error)
+                continue
+            # One that waits for nobody reads its own when it begins.
+            after = 0 if config.event_driven else newest_of_own(Store(config, folder), offer.slot, line).round
+            endpoint = Endpoint(listener, run, secret, wait_s, config.run.round_deadline_s, keys)
+            announce(folder, Address(offer.slot, own, run))
+            members = Members(limits_of(config), offer.slot, offer.entries)
+            return Seat(members, endpoint, line, after, offer.slot, goes_on=True)
+        if (found and tries.final.issuperset(found)) or time.monotonic() + _AGAIN_S >= deadline:
+            raise _nobody(folder, wait_s, tries, found)
+        tries.wait(folder, found)
+
+
+class _Tries:
+    """What came of asking the workers of a run for a slot, until one gives it."""
+
+    def __init__(self, wait_s: float) -> None:
+        self.why = ""
+        """What came of the last one."""
+        self.final = set[str]()
+        """The addresses whose answer would be the same for ever."""
+        self._wait_s, self._hung_up, self._told = wait_s, Counter[str](), False
+
+    def failed(self, address: str, error: Exception) -> None:
+        """Notes why one did not give a slot."""
+        self.why = f"{address}: {first_line(error)}"
+        if isinstance(error, LostConnectionError):
+            # Who has another secret is hung up on without a word; so is one that comes while a worker starts or ends.
+            self._hung_up[address] += 1
+            if self._hung_up[address] == _MOST_HUNG_UP:
+                self.final.add(address)
+        elif isinstance(error, GossamerError | ValueError):
+            self.final.add(address)
+
+    def wait(self, folder: Path, found: Sequence[str]) -> None:
+        """Waits a moment, and says once that it waits."""
+        if not self._told:
+            self._told = True
+            where = (
+                ", ".join(one for one in found if one not in self.final)
+                or f"an address of a worker in {_places(folder)}"
+            )
+            say(f"waiting for {where}, up to {self._wait_s:g} s{f' ({self.why})' if self.why else ''}")
+        time.sleep(_AGAIN_S)
+
+
+def _addresses(folder: Path, where: str, others: Sequence[str]) -> list[str]:
+    """The addresses to ask, those in the folder or in the mailbox as they are now."""
     found = [one.address for one in read_addresses(folder)] if where == "auto" else [where]
     boxes = opened().addresses() if where == "auto" and os.environ.get(MAILBOX) else []
-    found += [address for address in [*others, *boxes] if address not in found]
-    if not found:
-        box = os.environ.get(MAILBOX)
-        raise ConfigError(
-            f"neither '{folder}' nor the mailbox '{box}' has an address of a worker; start the first machine, without --join, "
-            "with the same mailbox"
-            if box
-            else f"'{folder}' holds no address of a worker; give --join HOST:PORT, as a worker of the run prints it"
+    return [*found, *(address for address in [*others, *boxes] if address not in found)]
+
+
+def _places(folder: Path) -> str:
+    box = os.environ.get(MAILBOX)
+    return f"'{folder}'" + (f" or the mailbox '{box}'" if box else "")
+
+
+def _nobody(folder: Path, wait_s: float, tries: _Tries, found: Sequence[str]) -> GossamerError:
+    """What to raise where no worker has given a slot."""
+    if found:
+        late = "" if tries.final.issuperset(found) else f" within {wait_s:g} s"
+        return PeerError(
+            f"no worker of the run could be joined{late} ({tries.why}); look whether it runs, with gossamer status "
+            f"{quote(str(folder))}"
         )
-    # A new number for each slot that is asked for: a process that was taken for dead would be taken for itself again.
-    why, nonce = "", secrets.randbits(NONCE_BITS)
-    for address in found:
-        try:
-            listener, own = _listening(split(address)[0])
-        except (OSError, ValueError) as error:
-            why = f"{address}: {error}"
-            continue
-        try:
-            place = Applicant(nonce, own)
-            offer = ask(
-                address, secret, place, run=run, limits=limits_of(config), timeout_s=wait_s, state=False, keys=keys
-            )
-        except (OSError, GossamerError) as error:
-            listener.close()
-            why = f"{address}: {first_line(error)}"
-            continue
-        # One that waits for nobody reads its own when it begins.
-        after = 0 if config.event_driven else newest_of_own(Store(config, folder), offer.slot, line).round
-        endpoint = Endpoint(listener, run, secret, wait_s, config.run.round_deadline_s, keys)
-        announce(folder, Address(offer.slot, own, run))
-        members = Members(limits_of(config), offer.slot, offer.entries)
-        return Seat(members, endpoint, line, after, offer.slot, goes_on=True)
-    raise PeerError(
-        f"no worker of the run could be joined ({why}); look whether it runs, with gossamer status {quote(str(folder))}"
+    how = (
+        "start the first machine, without --join, with the same mailbox"
+        if os.environ.get(MAILBOX)
+        else "give --join HOST:PORT, as a worker of the run prints it"
     )
+    return ConfigError(f"{_places(folder)} held no address of a worker for {wait_s:g} s; {how}")
 
 
 def announce(folder: Path, own: Address) -> None:
@@ -314,8 +374,8 @@ def warn_of_loopback(own: str, addresses: Sequence[str]) -> None:
 def _listening(towards: str) -> tuple[socket.socket, str]:
     """A listening socket on the address of this machine from which `towards` is reached, and its `host:port`.
 
-    Where the user has said where to listen, there; of several processes of this machine each takes the next port. In a run with a
-    mailbox, a box of it.
+    Where the user has said where to listen, there; of several processes of this machine each takes the next port. One that
+    listens on all interfaces is announced at an address of this machine. In a run with a mailbox, a box of it.
     """
     if os.environ.get(MAILBOX):
         return listen_in(opened())
@@ -324,4 +384,9 @@ def _listening(towards: str) -> tuple[socket.socket, str]:
         host, port = split(given)
         port += int(os.environ.get("LOCAL_RANK", "0"))
     listener = listen(host, port)
-    return listener, shown(*listener.getsockname()[:2])
+    try:
+        host, port = listener.getsockname()[:2]
+        return listener, shown(announced_address(host, towards), port)
+    except (ConfigError, OSError):
+        listener.close()
+        raise

@@ -194,7 +194,8 @@ def _work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, 
         client.channel.wait_at_most(config.run.timeout_s)
         was_asked = False
         try:
-            with leaving() as asked:
+            with leaving(f"worker {worker}") as asked:
+                asked.left_s = lambda served=served: served.learner.phase_left_s
                 client.send(Letter(LetterKind.HELLO, worker, body=hello.view(torch.uint8)))
                 try:
                     return _take_part(client, served, method.codec, folder, past, asked.is_set, auto=resume == "auto")

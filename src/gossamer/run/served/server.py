@@ -83,7 +83,7 @@ def _serve(config: ResolvedRun, folder: Path, host: str, port: int, resume: Resu
         )
     key, settings = run_key(config, task), run_settings(config, task)
     with (
-        leaving() as asked,
+        leaving("the server") as asked,
         open_session(config, folder, probe, start) as session,
         listener_at(host, port) as listener,
     ):

@@ -47,7 +47,7 @@ from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.pipeline import stage_in
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.participant.agreement import compare_first_batches
-from gossamer.run.participant.sigterm import leaving
+from gossamer.run.participant.sigterm import Asked, leaving
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.shards import Shards
 from gossamer.run.worker.stages.checkpoints import Store, partition_of
@@ -88,21 +88,23 @@ def train(config: ResolvedRun, folder: Path, *, resume: Resume = False) -> None:
         timeout_s=run.timeout_s, part_is="stage" if run.shards == 1 else "shard",
     )  # fmt: skip
     failed: GossamerError | OSError | KeyboardInterrupt | None = None
-    with leaving() as asked:
+    with leaving(member.name(member.rank)) as asked:
+        asked.at_once = True
         try:
             with holding(folder, member.worker, member.part, member.parts):
-                train_member(config, folder, member, resume=resume, asked=asked.is_set)
-        except (GossamerError, OSError, _Stopped) as error:
+                train_member(config, folder, member, resume=resume, asked=asked)
+        except (GossamerError, OSError, KeyboardInterrupt) as error:
             failed = error
+        asked.over = True
         left = leave()  # which a signal must not cut short: threads that are still inside torch would abort the process
     if not left:
         # A transfer that a dead peer will never finish holds the process group, or a thread is still inside torch and would
         # abort the process when it comes back while Python shuts down.
         if failed is not None:
-            print(f"gossamer: {failed}", file=sys.stderr)
+            print(f"gossamer: {str(failed) or 'stopped'}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0 if failed is None else 130 if isinstance(failed, _Stopped) else 2)
+        os._exit(0 if failed is None else 130 if isinstance(failed, KeyboardInterrupt) else 2)
     if failed is not None:
         raise failed
 
@@ -117,13 +119,13 @@ def train_member(
     member: Member,
     *,
     resume: Resume = False,
-    asked: Callable[[], bool] = lambda: False,
+    asked: Asked | None = None,
 ) -> None:
     """Trains the worker that this process is; bitwise equal to the simulator, unless local steps adapt to measured seconds.
 
     Args:
         resume: continues from the newest round of which every worker has a sound checkpoint; "auto" starts where nobody has.
-        asked: whether this process has been asked to stop, with all others.
+        asked: whether this process has been asked to stop, with all others; until training begins it ends at once.
     Raises: as `train`.
     Cost: one model, its gradients and states, the message in flight and those it receives.
     """
@@ -148,7 +150,7 @@ def train_member(
         open_.enter_context(quieted(member.part > 0))  # a worker speaks once
         stopwatch = Stopwatch(member.worker, recorded_s(folder, member.worker, choice and choice.round))
         trainer = _trainer(config, task, member, pipe, stopwatch)
-        stopped = _train_rounds(trainer, store, member, past, choice, asked, open_)
+        stopped = _train_rounds(trainer, store, member, past, choice, asked or Asked(), open_)
     if stopped is not None:
         part(
             member, config.run.timeout_s
@@ -196,7 +198,7 @@ def _trainer(
 
 def _train_rounds(
     trainer: _Trainer, store: Store, member: Member, past: History | None, choice: ChosenRound | None,
-    asked: Callable[[], bool], open_: contextlib.ExitStack,
+    asked: Asked, open_: contextlib.ExitStack,
 ) -> int | None:  # fmt: skip
     """Trains from the round that was chosen to the end, and records it, with files that `open_` closes.
 
@@ -215,7 +217,8 @@ def _train_rounds(
     if not first:
         journal.begin(worker=member.worker)
     stopped: int | None = None
-    stopping = open_.enter_context(Stopping(member, asked, first))
+    asked.left_s, asked.at_once = lambda: worker.replica.phase_left_s, False
+    stopping = open_.enter_context(Stopping(member, asked.is_set, first))
     stopwatch.start()
     for round in range(first, config.rounds):
         report, deliveries = _trained_round(trainer, round, config, log_of_stages)

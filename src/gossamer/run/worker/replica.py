@@ -157,6 +157,8 @@ class Replica:
         """The flat gradient `[P]` of a replica whose inner steps wait for the mean gradient; see `keep_gradient`."""
         self.local_steps = config.local_steps_of(index)
         """Inner steps of its next local phases."""
+        self.phase_left_s: float | None = None
+        """How long its local phase still takes, by the steps of it that are over; None before the first one."""
         self.steps_taken = 0
         self.places: dict[int, int] | None = None
         """The slots whose batches it trains on, ascending, each with its next inner step; None for its own alone."""
@@ -201,6 +203,7 @@ class Replica:
                 self._step(round, h)
             if pace_s := self.config.pace_s_of(self.index):
                 time.sleep(max(0.0, began + len(losses) * pace_s - time.perf_counter()))
+            self.phase_left_s = (self.local_steps - h - 1) * (time.perf_counter() - began) / len(losses)
             after_step()
         if self.shards is not None:
             self.shards.flat.read()

@@ -27,6 +27,7 @@ from gossamer.run.config.layouts import arranged
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.stages.checkpoints import Arranged
 from gossamer.run.worker.stages.in_one_process import computing
+from gossamer.transport.processes.backend import connected
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.pipe import Pipe
 
@@ -236,9 +237,13 @@ def _collectives(member: Member, timeout_s: float) -> dist.ProcessGroup:
             "GPU for each process: start no more processes than this machine has GPUs, or set run.device = 'cpu'"
         )
     try:
-        made = dist.new_group(
-            ranks, timedelta(seconds=timeout_s), use_local_synchronization=True, group_desc="shards"
-        )  # fmt: skip
+        made = connected(
+            member.store,
+            timeout_s,
+            lambda: dist.new_group(
+                ranks, timedelta(seconds=timeout_s), use_local_synchronization=True, group_desc="shards"
+            ),
+        )
     except RuntimeError as error:
         raise TransportError(
             f"{member.name(member.rank)} could not connect to the other {member.parts - 1} of its worker ({first_line(error)}); "

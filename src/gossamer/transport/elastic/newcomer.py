@@ -129,15 +129,19 @@ def host(
 
 def ask(
     address: str, secret: bytes, place: Applicant, *, run: int, limits: Limits, timeout_s: float,
-    state: bool = True, keys: Keys | None = None,
+    state: bool = True, keys: Keys | None = None, reach_s: float | None = None,
 ) -> Offer:  # fmt: skip
     """A slot, and a state, from the worker that listens at `address`.
 
-    Args: `state` is whether that of the donor is wanted too, or the slot alone. One after other rounds than `place` asks for is
-        offered and not taken.
+    Args:
+        state: whether that of the donor is wanted too, or the slot alone. One after other rounds than `place` asks for is offered
+            and not taken.
+        reach_s: within how long it must be reached, `timeout_s` by default.
     Raises: OSError when it cannot be reached or is lost, PeerError when it refuses or all slots are filled.
     """
-    with dial(address, secret, run=run, me=NEWCOMER, timeout_s=timeout_s, keys=keys) as channel:
+    with dial(address, secret, run=run, me=NEWCOMER, timeout_s=reach_s or timeout_s, keys=keys) as channel:
+        if reach_s is not None:
+            channel.wait_at_most(timeout_s)
         body = body_of(json.dumps(place._asdict()).encode())
         send_letter(channel, Letter(LetterKind.ASK, NEWCOMER, body=body), run)
         offer, size = _offer(receive_letter(channel, run, limits, _small), limits, address)

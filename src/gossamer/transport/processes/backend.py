@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,15 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from gossamer.errors import ConfigError
 from gossamer.rng import key
-from gossamer.transport.processes.board import THREADS
+from gossamer.transport.processes.store import THREADS, answer
+from gossamer.transport.sockets.keepalive import keeping_alive
 
 __all__ = [
     "Backend",
     "backend_of",
     "block",
     "carrier_in",
+    "connected",
     "follow",
     "gloo_group",
     "hang_up",
@@ -39,6 +41,9 @@ OWN, OWN_NCCL = "gossamer's own", "gossamer's own, of NCCL"
 """Describe the groups of `gloo_group` and `nccl_group`, which torch's registry does not know."""
 LIFELINE = key(0, "lifeline") >> 32
 """The tag of the receive that nobody answers."""
+LATER_S = 10.0
+"""How much longer than for one of its waits torch has to make a group: it names who does not come, which the clock does not."""
+G = TypeVar("G")
 
 
 class _Followers:
@@ -96,6 +101,24 @@ def whole_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return whole
 
 
+def connected(store: Store, timeout_s: float, make: Callable[[], G]) -> G:
+    """What `make` makes of a process group, whose processes find each other by a store; its connections are kept alive.
+
+    Raises: RuntimeError when the others do not come within `timeout_s`, or the store does not answer.
+    """
+
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def kept() -> G:
+        if device is not None:
+            torch.cuda.set_device(device)  # which is a setting of each thread
+        # An idle connection lasts as long as a worker waits: this group cannot dial again.
+        with keeping_alive(timeout_s):
+            return make()
+
+    return answer(store, timeout_s + min(LATER_S, timeout_s), kept)
+
+
 def gloo_group(store: Store, rank: int, size: int, timeout_s: float, address: str = "") -> dist.ProcessGroup:
     """A group of gloo that nobody else knows, of processes that have a store in common and need not be in one world.
 
@@ -107,6 +130,10 @@ def gloo_group(store: Store, rank: int, size: int, timeout_s: float, address: st
         address: of this process, at which it waits for the others; by default torch chooses.
     Raises: RuntimeError when the others do not come within `timeout_s`.
     """
+    return connected(store, timeout_s, lambda: _gloo_group(store, rank, size, timeout_s, address))
+
+
+def _gloo_group(store: Store, rank: int, size: int, timeout_s: float, address: str) -> dist.ProcessGroup:
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = timedelta(seconds=timeout_s)
     gloo = dist.ProcessGroupGloo

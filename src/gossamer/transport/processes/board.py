@@ -16,12 +16,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple, TypeVar
 
-from gossamer.transport.processes.store import Entries
+from gossamer.transport.processes.store import THREADS, Entries
 
-__all__ = ["THREADS", "Board", "Failure", "Note", "blame", "sentence"]
+__all__ = ["Board", "Failure", "Note", "blame", "sentence"]
 
-THREADS = "gossamer transfer"
-"""The name of all threads that may be inside torch when a run ends: those of transfers and of the board."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 """How long nothing is asked of a store after an error; doubled after each."""
 MOST_DIGITS = 10

@@ -42,8 +42,8 @@ from gossamer.layout import Reused
 from gossamer.transport import wire
 from gossamer.transport.contract import Delivery, Reduce, Sound, Ticket, Wait
 from gossamer.transport.processes.backend import backend_of, block, follow, hold, poll, whole_of
-from gossamer.transport.processes.board import THREADS
 from gossamer.transport.processes.member import Member
+from gossamer.transport.processes.store import THREADS
 from gossamer.transport.processes.waiting import PeerWait
 
 __all__ = ["ByteCount", "GroupTransport", "all_reduce"]

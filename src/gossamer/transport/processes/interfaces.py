@@ -13,9 +13,18 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from gossamer.errors import ConfigError
-from gossamer.transport.sockets.addresses import is_loopback, own_address
+from gossamer.transport.sockets.addresses import is_loopback, is_wildcard, own_address
 
-__all__ = ["GLOO", "Interface", "address_towards", "advised", "interfaces", "leads_to_itself", "use_interface_towards"]
+__all__ = [
+    "GLOO",
+    "Interface",
+    "address_towards",
+    "advised",
+    "announced_address",
+    "interfaces",
+    "leads_to_itself",
+    "use_interface_towards",
+]
 
 GLOO = "GLOO_SOCKET_IFNAME"
 """The environment variable with the interface of gloo, which else takes the address of this machine's name."""
@@ -61,6 +70,47 @@ def address_towards(host: str) -> str:
         f"the name '{host}' leads to {numeric} on this machine, where processes of other machines cannot reach it; give all "
         f"workers the address of worker 0's machine instead{f', such as {_either(reached)}' if reached else ''}"
     )
+
+
+def announced_address(host: str, towards: str = "localhost") -> str:
+    """The address at which other machines reach what listens at `host` here: `host` itself, unless it means all interfaces.
+
+    Then it is the one from which this machine reaches `towards`, another machine of the run. Where none is known, it is this
+    machine's only address in a network, or the one towards far away, and a warning says which others it has.
+
+    Raises: ConfigError where that leaves a choice.
+    """
+    if not is_wildcard(host):
+        return host
+    versions = (4,) if ipaddress.ip_address(host).version == 4 else (4, 6)
+    if towards != "localhost" and not is_loopback(towards):
+        near = address_towards(towards).partition("%")[0]
+        if ipaddress.ip_address(near).version in versions and _in_network(near):
+            return near
+    own = [one.address.partition("%")[0] for one in interfaces()]
+    reached = [one for one in own if ipaddress.ip_address(one).version in versions and _in_network(one)]
+    if len(reached) == 1:
+        return reached[0]
+    try:
+        chosen = own_address()
+    except OSError:  # no route leads far away
+        chosen = ""
+    if not reached:
+        here = "127.0.0.1" if 4 in versions else "::1"
+        _tell(
+            f"this machine has no address in a network, so who listens on {host} is announced at {here}, for itself alone"
+        )
+        return here
+    if chosen not in reached:
+        raise ConfigError(
+            f"{host} means all interfaces of this machine, and others reach it at {_either(reached)}: give the right one of "
+            "these instead"
+        )
+    _tell(
+        f"{host} means all interfaces of this machine, which is announced at {chosen}; if others reach it at "
+        f"{_either(reached, but=chosen)}, give that instead"
+    )
+    return chosen
 
 
 def leads_to_itself(host: str) -> str | None:

@@ -10,13 +10,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from gossamer.errors import PeerError, RefusedError
 from gossamer.transport.keys import Keys
-from gossamer.transport.processes.store import FIRST_PAUSE_S, LONGEST_PAUSE_S, hosted_store, listening
+from gossamer.transport.processes.store import FIRST_PAUSE_S, LONGEST_PAUSE_S, client_of, hosted_store, listening
 from gossamer.transport.sockets.addresses import shown
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.handshake import dial
@@ -81,8 +80,7 @@ class KeyedStore:
         again = lambda: dial(shown(host, port), b"", run=_RUN, me=me, timeout_s=timeout_s, keys=keys, whom=0)  # noqa: E731
         gate = _Gate(channel, again)
         try:
-            near = TCPStore("127.0.0.1", gate.port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-            return cls(near, gate)
+            return cls(client_of("127.0.0.1", gate.port, timeout_s), gate)
         except BaseException:
             gate.close()
             raise

@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 
 from gossamer.errors import ConfigError, PeerError, TransportError, first_line
 from gossamer.transport.alike import difference, read_settings
-from gossamer.transport.processes.backend import hang_up
+from gossamer.transport.processes.backend import connected, hang_up
 from gossamer.transport.processes.interfaces import GLOO, advised, use_interface_towards
 from gossamer.transport.processes.member import Member, sizes_of_workers
 from gossamer.transport.processes.store import ENTRY_BYTES, hosted_store, reached_store, shared_part, store_answers
@@ -67,7 +67,7 @@ def join(
     if where.type == "cuda":
         torch.cuda.set_device(where)
     member = Member.at(rank, workers, where, _store(rank, timeout_s), sizes, environment_secret())
-    member = member._replace(part_is=part_is)
+    member = member._replace(part_is=part_is, timeout_s=timeout_s)
     _assemble(member, backend if group else "elastic", timeout_s)
     if not group:
         return member
@@ -76,14 +76,7 @@ def join(
     # Otherwise torch ends the process on an NCCL error or timeout, before we can say which worker failed.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     try:
-        dist.init_process_group(
-            backend,
-            store=PrefixStore("group", member.store),
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=timeout_s),
-            device_id=where if backend == "nccl" else None,
-        )
+        connected(member.store, timeout_s, lambda: _make_group(member, backend, timeout_s))
     except RuntimeError as error:
         raise TransportError(
             f"worker {member.worker} could not connect to the other {ranks - 1} over {backend} ({first_line(error)}); "
@@ -125,6 +118,17 @@ _STORES = dict[tuple[str, str, int], Store]()
 """The stores that `launched` has reached, by address, port and rank."""
 
 
+def _make_group(member: Member, backend: str, timeout_s: float) -> None:
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("group", member.store),
+        rank=member.rank,
+        world_size=member.ranks,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=member.device if backend == "nccl" else None,
+    )
+
+
 def raise_descriptor_limit() -> None:
     """Lets this process open as many files and connections as its hard limit allows.
 
@@ -159,7 +163,7 @@ def _rank(sizes: Sequence[int]) -> int:
 
 def _assemble(member: Member, backend: str, timeout_s: float) -> None:
     """Waits until all processes of the run are there, and makes sure that all use one backend."""
-    here, entries = [f"here/{rank}" for rank in range(member.ranks)], member.entries
+    here, entries = [f"here/{rank}" for rank in range(member.ranks)], member.entries.within(timeout_s)
     with store_answers():
         entries.set(here[member.rank], backend)
     if missing := entries.absent(here, timeout_s):
@@ -192,9 +196,9 @@ def agree(
         raise TransportError(
             f"worker {member.worker} would publish {len(text)} bytes of facts; at most {ENTRY_BYTES} are allowed"
         )
-    entries = member.entries
+    entries = member.entries.within(timeout_s)
     with store_answers():
-        turn = member.store.add(f"agree/{member.rank}/turns", 1)  # facts of an earlier agreement are not read again
+        turn = entries.count(f"agree/{member.rank}/turns")  # facts of an earlier agreement are not read again
         keys = [f"agree/{rank}/{turn}" for rank in range(member.ranks)]
         entries.set(keys[member.rank], text)
     if missing := entries.absent(keys, timeout_s):
@@ -220,11 +224,11 @@ def part(member: Member, timeout_s: float) -> None:
     Where worker 0 hosts the store, it ends with worker 0's last reference to it. So worker 0 waits here until all the others have
     read what they need: the slowest asks a moment after the fastest has gone on. One that dies meanwhile costs `timeout_s`.
     """
-    names = [f"parted/{rank}" for rank in range(1, member.ranks)]
+    names, entries = [f"parted/{rank}" for rank in range(1, member.ranks)], member.entries.within(timeout_s)
     if member.rank:
         with store_answers():
-            member.entries.set(names[member.rank - 1], "")
-    elif _hosts_store(member.rank) and (late := member.entries.absent(names, timeout_s)):
+            entries.set(names[member.rank - 1], "")
+    elif _hosts_store(member.rank) and (late := entries.absent(names, timeout_s)):
         log.warning(
             "%s may not have learnt how the run starts within %g s; look at their logs",
             _workers([1 + rank for rank in late], member), timeout_s,

@@ -26,7 +26,17 @@ from gossamer.transport.processes.member import place_of, sizes_of_workers
 from gossamer.transport.processes.store import Entries, hosted_store, reached_store, report_fallen, shared_part
 from gossamer.transport.secret import SECRET, environment_secret, new_secret
 
-__all__ = ["LISTENER", "STOPPED", "Among", "end_with_parent", "loopback", "run_elastic", "run_local", "run_served"]
+__all__ = [
+    "LISTENER",
+    "STOPPED",
+    "Among",
+    "end_with_parent",
+    "is_launched",
+    "loopback",
+    "run_elastic",
+    "run_local",
+    "run_served",
+]
 
 LISTENER = "GOSSAMER_LISTENER"
 """The environment variable with the file descriptor of the listening socket that a server inherits, and takes once."""
@@ -54,6 +64,7 @@ REPORT_S = 5.0
 """How long a launcher tries to reach the store of another machine."""
 
 log = logging.getLogger("gossamer")
+_launched = threading.Event()
 
 
 def run_local(
@@ -87,7 +98,9 @@ def run_local(
         except KeyboardInterrupt:
             log.warning("%s", ASKED)
             _ask_to_leave(workers)
-            _outcome(workers, grace_s, lambda rank, code: None)
+            _outcome(
+                workers, grace_s, lambda rank, code: None, stopped=True
+            )  # a second signal would end them amid a round
             raise
 
 
@@ -147,7 +160,7 @@ def _workers(
     def report(name: str, code: int) -> None:
         with contextlib.suppress(RuntimeError, OSError):  # that of worker 0, which may be gone or not there yet
             shared = shared_part(store or reached_store(among.host, among.port, REPORT_S))
-            report_fallen(Entries(shared, secret), name, code)
+            report_fallen(Entries(shared, secret, REPORT_S), name, code)
 
     with _children(len(names), work, secret) as start:
         workers = [
@@ -278,12 +291,18 @@ def end_with_parent() -> None:
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
+def is_launched() -> bool:
+    """Whether a launcher of ours has started this process, and speaks for it."""
+    return _launched.is_set()
+
+
 def _enter(
     work: Work, argv: list[str], prefix: str, environment: dict[str, str], folder: str, out: Connection, err: Connection,
     listener: socket.socket | None,
 ) -> None:  # fmt: skip
     """What a new process does first: it takes its place, environment, folder and output, and then works."""
     gc.freeze()  # else its first collections look at all that was imported, and copy the memory that it shares with the others
+    _launched.set()
     os.setsid()  # Ctrl-C reaches the launcher alone, which then ends its processes
     end_with_parent()
     with contextlib.suppress(OSError):
@@ -345,15 +364,19 @@ def _codes(workers: Sequence[BaseProcess], fell: Callable[[int, int, str], None]
         time.sleep(0.05)
 
 
-def _outcome(workers: Sequence[BaseProcess], patience_s: float, report: Callable[[int, int], None]) -> int:
+def _outcome(
+    workers: Sequence[BaseProcess], patience_s: float, report: Callable[[int, int], None], *, stopped: bool = False
+) -> int:
     """The exit code of the worker that failed first, once all have ended or `patience_s` has passed since that failure.
 
     Where one was stopped, all are: those that train have agreed on it, and those that do not yet are asked here. They take the
     time that they need, and the code is `STOPPED` unless one fails.
 
-    Args: `report` is called with the worker that failed first and its exit code.
+    Args:
+        report: called with the worker that failed first and its exit code.
+        stopped: whether all have been asked already.
     """
-    code, deadline, stopped = 0, float("inf"), False
+    code, deadline = 0, float("inf")
     while True:
         codes = [worker.exitcode for worker in workers]
         if STOPPED in codes and not stopped:

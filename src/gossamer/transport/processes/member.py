@@ -49,11 +49,13 @@ class Member(NamedTuple):
     """Known to the processes of the run only; empty where none was given."""
     part_is: str = "stage"
     """What a part is called."""
+    timeout_s: float = 300.0
+    """How long the store has for each answer."""
 
     @property
     def entries(self) -> Entries:
         """What the processes of the run tell each other in the store."""
-        return Entries(self.store, self.secret)
+        return Entries(self.store, self.secret, self.timeout_s)
 
     @property
     def workers(self) -> int:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from gossamer.errors import PeerError, TransportError, first_line
 from gossamer.rng import key
-from gossamer.transport.processes.backend import block, hang_up
-from gossamer.transport.processes.board import THREADS
+from gossamer.transport.processes.backend import block, connected, hang_up
 from gossamer.transport.processes.member import Member
+from gossamer.transport.processes.store import THREADS
 from gossamer.transport.processes.waiting import PeerWait
 
 __all__ = ["LENGTH_BYTES", "Flow", "Pipe"]
@@ -103,8 +103,16 @@ class Pipe:
         self._patience = PeerWait(member, timeout_s)
         ranks = [self._rank(part) for part in range(self.parts)]
         try:
-            made = dist.new_group(
-                ranks, timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True, group_desc="stages"
+            made = connected(
+                member.store,
+                timeout_s,
+                lambda: dist.new_group(
+                    ranks,
+                    timedelta(seconds=timeout_s),
+                    backend="gloo",
+                    use_local_synchronization=True,
+                    group_desc="stages",
+                ),
             )
         except RuntimeError as error:
             raise TransportError(

@@ -14,8 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from gossamer.transport.processes.board import THREADS
 from gossamer.transport.processes.member import Member
+from gossamer.transport.processes.store import ANSWER_S, THREADS, NoAnswerError
 
 __all__ = ["Stopping"]
 
@@ -38,7 +38,8 @@ class Stopping:
     """
 
     def __init__(self, member: Member, asked: Callable[[], bool], finished: int) -> None:
-        self._entries, self._me, self._ranks = member.entries.under("gossamer"), str(member.rank), member.ranks
+        self._entries = member.entries.under("gossamer").within(ANSWER_S)
+        self._me, self._ranks = str(member.rank), member.ranks
         self._asked, self._after = asked, finished + 1
         self._wished = self._waited = self._told = False
         self._last: int | None = None
@@ -80,7 +81,7 @@ class Stopping:
         """Looks until all is said, or the run is over. A store that is gone is asked no more: nobody can agree any longer."""
         try:
             while not self._over.wait(LOOK_S if not self._asked() else 0.0) and self._last is None:
-                if self._asked() or self._entries.get(ENTRY) is not None:
+                if self._asked() or self._is_wished():
                     with self._lock:
                         if self._over.is_set():
                             return
@@ -89,6 +90,12 @@ class Stopping:
                     self._over.wait(LOOK_S / 10)
         except RuntimeError:
             return
+
+    def _is_wished(self) -> bool:
+        try:
+            return self._entries.get(ENTRY) is not None
+        except NoAnswerError:  # it may come back, unlike one whose connection is lost
+            return False
 
     def _say(self) -> None:
         """Adds after how many rounds this process could stop, unless all have done so: then all know when they will."""

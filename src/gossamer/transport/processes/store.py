@@ -5,6 +5,9 @@ all. What Gossamer reads from it counts only with a code that binds the entry's 
 That does not hide it, nor keep a stranger who reaches the store from removing entries, from putting back an older entry of the
 same name, or from filling the memory. Nor does it protect the keys that torch itself writes, with the addresses at which
 the processes of a group connect: torch has no place for a code in them.
+
+A client of such a store waits for each answer in C++, without a deadline and deaf to signals: for ever, where a firewall, router
+or a power cut drops its connection in silence. So every call on a store goes through `answer`, which makes it in a thread.
 """
 
 import contextlib
@@ -18,19 +21,35 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from gossamer.errors import PeerError, TransportError, first_line
 from gossamer.transport.processes.interfaces import address_towards, advised, leads_to_itself
 from gossamer.transport.secret import CODE_BYTES, code
+from gossamer.transport.sockets.addresses import shown
+from gossamer.transport.sockets.keepalive import keep_alive, keeping_alive
 
 __all__ = [
-    "ENTRY_BYTES", "Entries", "hosted_store", "listening", "reached_store", "report_fallen", "served_store", "shared_part",
+    "ANSWER_S",
+    "ENTRY_BYTES",
+    "THREADS",
+    "Entries",
+    "NoAnswerError",
+    "answer",
+    "client_of",
+    "hosted_store",
+    "listening",
+    "reached_store",
+    "report_fallen",
+    "served_store",
+    "shared_part",
     "store_answers",
-]  # fmt: skip
+]
 
+THREADS = "gossamer transfer"
+"""The name of all threads that may be inside torch when a run ends: those of transfers, of the board and of the store."""
 ENTRY_BYTES = 1 << 20
 """Most bytes of the content of an entry."""
 FALLEN = "fallen"
@@ -38,12 +57,73 @@ FALLEN = "fallen"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.25
 """How often a worker that waits for entries looks whether they are there, or another worker has fallen: soon, then less often."""
 ANSWER_S = 5.0
-"""How long a store has for its first answer before it is asked over another connection, at first."""
+"""How long a store has for an answer where another is sought then: over another connection, or in the next round."""
 
 _MOST_TRIES = 10_000
 """Times that others may come first where an entry is changed; more, and somebody keeps it from being changed."""
+T = TypeVar("T")
 
 log = logging.getLogger("gossamer")
+
+
+class NoAnswerError(DistStoreError):
+    """A store has not answered in time; torch's own error for one whose connection is lost has the same parent."""
+
+
+_unanswered: list[tuple[Store, threading.Thread]] = []
+"""The stores with a question that has had no answer in time, and the thread that still waits for it."""
+
+
+def answer(store: Store, timeout_s: float, ask: Callable[[], T]) -> T:
+    """What a call on a store returns, or whatever else in torch waits for one; the only way to make such a call.
+
+    Signals are heeded meanwhile. A call without an answer is left to its thread, and other calls on this store wait for that one,
+    as they would in torch.
+
+    Raises: NoAnswerError when there is none within `timeout_s`; what `ask` raises.
+
+    >>> from torch.distributed import HashStore
+    >>> answer(HashStore(), 10.0, lambda: 3)
+    3
+    """
+    root, deadline = _root(store), time.monotonic() + timeout_s
+    for thread in [thread for other, thread in _unanswered if other is root]:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            raise _no_answer(root, timeout_s)
+    _unanswered[:] = [one for one in _unanswered if one[1].is_alive()]
+    came = queue.SimpleQueue[tuple[T | None, BaseException | None]]()
+
+    def make() -> None:
+        try:
+            came.put((ask(), None))
+        except BaseException as error:
+            came.put((None, error))
+
+    thread = threading.Thread(target=make, name=THREADS, daemon=True)
+    thread.start()
+    try:
+        value, error = came.get(timeout=max(0.0, deadline - time.monotonic()))
+    except queue.Empty:
+        # Held with its store: `root` of another part of it is then the same object.
+        _unanswered.append((root, thread))
+        raise _no_answer(root, timeout_s) from None
+    if error is not None:
+        raise error
+    return value  # pyright: ignore[reportReturnType]
+
+
+def _no_answer(root: Store, timeout_s: float) -> NoAnswerError:
+    where = f"the store at {shown(root.host, root.port)}" if isinstance(root, TCPStore) else "it"
+    return NoAnswerError(
+        f"{where} did not answer for {timeout_s:g} s: its machine is down, or a firewall or router drops what is sent"
+    )
+
+
+def _root(store: Store) -> Store:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 @contextlib.contextmanager
@@ -70,6 +150,12 @@ class Entries(NamedTuple):
 
     store: Store
     secret: bytes
+    timeout_s: float = 300.0
+    """How long the store has for each answer."""
+
+    def within(self, timeout_s: float) -> "Entries":
+        """The same, of a store that has so long for each answer."""
+        return self._replace(timeout_s=timeout_s)
 
     def under(self, prefix: str) -> "Entries":
         """Those whose names begin so."""
@@ -88,15 +174,20 @@ class Entries(NamedTuple):
 
     def set(self, name: str, text: str) -> None:
         """Writes an entry."""
-        self.store.set(name, self.sealed(name, text))
+        self._ask(lambda: self.store.set(name, self.sealed(name, text)))
 
     def get(self, name: str) -> bytes | None:
         """The content of an entry, without waiting for it; None where there is none with a right code."""
-        return self.opened(name, self.store.get(name)) if self.store.check([name]) else None
+        raw = self._ask(lambda: self.store.get(name) if self.store.check([name]) else None)
+        return None if raw is None else self.opened(name, raw)
+
+    def count(self, name: str) -> int:
+        """Adds one to a number that carries no code, and returns it."""
+        return self._ask(lambda: self.store.add(name, 1))
 
     def first(self, name: str, text: str) -> bytes | None:
         """Writes an entry unless there is one, and returns the content of the one that counts."""
-        return self.opened(name, self.store.compare_set(name, "", self.sealed(name, text)))
+        return self.opened(name, self._ask(lambda: self.store.compare_set(name, "", self.sealed(name, text))))
 
     def changed(self, name: str, change: Callable[[bytes | None], str | None]) -> bytes | None:
         """Writes what `change` makes of the content of an entry, and returns the content that counts then.
@@ -105,6 +196,9 @@ class Entries(NamedTuple):
 
         Args: `change` gets the content, or None where there is none with a right code, and returns None to leave it as it is.
         """
+        return self._ask(lambda: self._changed(name, change))
+
+    def _changed(self, name: str, change: Callable[[bytes | None], str | None]) -> bytes | None:
         raw = self.store.get(name) if self.store.check([name]) else b""
         for _ in range(_MOST_TRIES):
             text = self.opened(name, raw)
@@ -120,12 +214,13 @@ class Entries(NamedTuple):
 
     def several(self, names: Sequence[str]) -> dict[str, bytes]:
         """The contents of those entries that exist with a right code."""
+        opened = {name: self.opened(name, raw) for name, raw in self._ask(lambda: self._several(names)).items()}
+        return {name: text for name, text in opened.items() if text is not None}
+
+    def _several(self, names: Sequence[str]) -> dict[str, bytes]:
         if not self.store.check(list(names)):  # to read a missing one would block
             names = [name for name in names if self.store.check([name])]
-        found = {
-            name: self.opened(name, raw) for name, raw in zip(names, self.store.multi_get(list(names)), strict=True)
-        }
-        return {name: text for name, text in found.items() if text is not None}
+        return dict(zip(names, self.store.multi_get(list(names)), strict=True))
 
     def absent(self, names: Sequence[str], timeout_s: float) -> list[int]:
         """Waits for all of these entries, and returns the places of those that nobody has written within `timeout_s`.
@@ -135,23 +230,28 @@ class Entries(NamedTuple):
         # `Store.wait` would print a warning for each of the waits that end early to look for the fallen.
         deadline, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
         with store_answers():
-            while not self.store.check(list(names)):
+            while not self._ask(lambda: self.store.check(list(names))):
                 self._look_for_fallen()
                 if time.monotonic() >= deadline:
-                    return [place for place, name in enumerate(names) if not self.store.check([name])]
+                    return self._ask(
+                        lambda: [place for place, name in enumerate(names) if not self.store.check([name])]
+                    )
                 time.sleep(max(0.0, min(pause_s, deadline - time.monotonic())))
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         return []
 
     def read(self, name: str, worker: int) -> bytes:
         """The content of an entry of a worker that `absent` has waited for. Raises PeerError for a wrong code."""
-        text = self.opened(name, self.store.get(name))
+        text = self.opened(name, self._ask(lambda: self.store.get(name)))
         if text is None:
             raise PeerError(
                 f"the entry '{name}' of worker {worker} in the store does not carry the code of this run's secret; give all "
                 "workers the same GOSSAMER_SECRET, and keep others away from the port of the store"
             )
         return text
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        return answer(self.store, self.timeout_s, question)
 
     def _look_for_fallen(self) -> None:
         worker, _, exit_code = (self.get(FALLEN) or b"").partition(b" ")
@@ -191,10 +291,17 @@ def served_store(listener: socket.socket, timeout_s: float) -> TCPStore:
     meanwhile can find that lock taken for ever. So whoever forks begins to serve after it.
     """
     address, port = listener.getsockname()[:2]
-    store = TCPStore(
-        address, port, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
-        master_listen_fd=listener.fileno(), multi_tenant=True,  # so that a later init_process_group here shares the port
-    )  # fmt: skip
+    keep_alive(listener, timeout_s)  # each connection that it accepts has its options
+    with keeping_alive(timeout_s):
+        store = TCPStore(
+            address,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.fileno(),
+            multi_tenant=True,  # so that a later init_process_group here shares the port
+        )
     listener.detach()  # the store closes it
     return store
 
@@ -217,16 +324,17 @@ def reached_store(host: str, port: int, timeout_s: float) -> TCPStore:
                 raise
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-    return _client(where, port, timeout_s)
+    return client_of(where, port, timeout_s)
 
 
-def _client(host: str, port: int, timeout_s: float) -> TCPStore:
+def client_of(host: str, port: int, timeout_s: float) -> TCPStore:
     """A client of the store there. Raises: OSError where whoever listens there does not answer as a store does in time."""
     made = queue.SimpleQueue[TCPStore | Exception]()
 
     def make() -> None:
         try:
-            made.put(TCPStore(host, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False))
+            with keeping_alive(timeout_s):
+                made.put(TCPStore(host, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False))
         except Exception as error:
             made.put(error)
 

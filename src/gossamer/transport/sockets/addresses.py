@@ -5,7 +5,7 @@ import socket
 
 from gossamer.errors import TransportError
 
-__all__ = ["is_loopback", "listen", "loopback_warning", "own_address", "shown", "split"]
+__all__ = ["is_loopback", "is_wildcard", "listen", "loopback_warning", "own_address", "shown", "split"]
 
 _ELSEWHERE = "192.0.2.1"
 """An address of no machine (RFC 5737), towards which a machine goes as it would to any that is far away."""
@@ -41,6 +41,18 @@ def is_loopback(host: str) -> bool:
     """Whether this numeric address leads to the machine itself, whoever uses it; a name is none."""
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether this stands for all interfaces of a machine, such as 0.0.0.0: one listens there, and nobody dials it.
+
+    >>> is_wildcard("0.0.0.0"), is_wildcard("::"), is_wildcard("10.0.0.1"), is_wildcard("berlin")
+    (True, True, False, False)
+    """
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_unspecified
     except ValueError:
         return False
 

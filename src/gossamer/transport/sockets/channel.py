@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from gossamer.transport.keys import Keys
+from gossamer.transport.sockets.keepalive import expect_answers, has_unanswered, keep_alive, silent_s
 from gossamer.transport.sockets.tls import TlsSocket, must_encrypt, send_all
 
 __all__ = ["Channel"]
@@ -26,6 +27,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
         self._sock: socket.socket | TlsSocket = sock
+        self._plain, self._waits_for_answers = sock, True
         self.moved_s = time.monotonic()
         """When bytes last went or came, on the clock of `time.monotonic`: who is slow is not silent."""
         self._tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
@@ -59,9 +61,32 @@ class Channel:
         """Sets the timeout."""
         self.timeout_s = timeout_s
         self._sock.settimeout(timeout_s)
+        if self._tcp:
+            # A connection that is cut in a local phase is lost, and dialled again, well before anybody waits `timeout_s` for it.
+            keep_alive(self._plain, timeout_s / 2)
+            self._wait_for_answers()
+
+    def _wait_for_answers(self) -> None:
         # Else a connection that was cut without a word lasts a quarter of an hour, as long as TCP repeats what it has sent.
-        if self._tcp and hasattr(socket, "TCP_USER_TIMEOUT"):
-            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * timeout_s))
+        self._waits_for_answers, self._waits_since_s = True, time.monotonic()
+        expect_answers(self._plain, self.timeout_s)
+
+    def settle(self) -> bool:
+        """Whether the other end has all that was sent; from then on keepalive alone tells whether it is there.
+
+        Only whoever writes may call it. Raises: ConnectionError where the way to the other end is cut.
+        """
+        if not (self._tcp and self._waits_for_answers):
+            return True
+        if not has_unanswered(self._plain):
+            self._waits_for_answers = False
+            expect_answers(self._plain, None)
+            return True
+        # Sooner than after `timeout_s`, for which the other end may hang: then its system answers all the same.
+        for_s = min(time.monotonic() - self._waits_since_s, silent_s(self._plain))
+        if for_s > self.timeout_s / 2:
+            raise ConnectionError(f"its machine has confirmed nothing for {for_s:.0f} s")
+        return False
 
     def read(self, size: int, deadline: float | None = None) -> bytes:
         """The next `size` bytes; all before the deadline, if there is one. Raises: OSError."""
@@ -102,6 +127,8 @@ class Channel:
     def write(self, data: bytes | memoryview, deadline: float | None = None) -> None:
         """Sends all of this. Raises: OSError."""
         view = memoryview(data)
+        if self._tcp and not self._waits_for_answers:
+            self._wait_for_answers()
 
         def moved() -> None:
             self.moved_s = time.monotonic()

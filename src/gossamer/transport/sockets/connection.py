@@ -3,6 +3,7 @@
 Nobody waits for a peer here: a letter is queued and goes out as the other end takes it, and what comes in is handed on at once.
 """
 
+import contextlib
 import queue
 import socket
 import threading
@@ -21,6 +22,8 @@ __all__ = ["REFUSAL_BYTES", "Endpoint", "Owner", "PeerConnection", "refusal", "r
 REFUSAL_BYTES = 1000
 PARTING_S = 5.0
 """How long the other end has to read why a connection ends."""
+SETTLES_S = 5.0
+"""How often a connection that sends nothing looks whether the other end has all of it."""
 _LAST = {LetterKind.END, LetterKind.REFUSAL}
 
 
@@ -128,7 +131,7 @@ class PeerConnection:
         _start(self._read, channel, threading.current_thread())
         try:
             channel.wait_at_most(self._owner.timeout_s)
-            while (item := self._letters.get()) is not None and not self._closed:
+            while (item := self._next_letter(channel)) is not None and not self._closed:
                 letter = item if isinstance(item, Letter) else item()
                 send_letter(channel, letter, self._owner.run)
                 if letter.kind is LetterKind.END:
@@ -136,6 +139,12 @@ class PeerConnection:
             self._end("it was closed")
         except (OSError, GossamerError) as error:
             self._end(str(error))
+
+    def _next_letter(self, channel: Channel) -> "Letter | Callable[[], Letter] | None":
+        while not channel.settle():
+            with contextlib.suppress(queue.Empty):
+                return self._letters.get(timeout=min(SETTLES_S, self._owner.timeout_s / 8))
+        return self._letters.get()
 
     def _read(self, channel: Channel, writer: threading.Thread) -> None:
         try:

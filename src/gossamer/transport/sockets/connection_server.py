@@ -11,12 +11,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from gossamer.errors import PeerError, RefusedError, TransportError
+from gossamer.errors import ConfigError, PeerError, RefusedError, TransportError
 from gossamer.record.progress import say
 from gossamer.transport.alike import difference
 from gossamer.transport.contract import Ticket
+from gossamer.transport.processes.interfaces import announced_address
 from gossamer.transport.processes.local import LISTENER
-from gossamer.transport.sockets.addresses import listen, loopback_warning, own_address, shown
+from gossamer.transport.sockets.addresses import listen, loopback_warning, shown
 from gossamer.transport.sockets.connection import Endpoint, Owner, PeerConnection, refusal
 from gossamer.transport.sockets.handshake import HANDSHAKE_S
 from gossamer.transport.sockets.header import LetterKind, Limits
@@ -171,9 +172,10 @@ class ConnectionServer:
         """Lets workers come."""
         endpoint = self._endpoint
         host, port = endpoint.listener.getsockname()[:2]
-        if host in ("0.0.0.0", "::"):
-            with contextlib.suppress(OSError):  # no route leads anywhere
-                host = own_address()
+        try:
+            host = announced_address(host)
+        except ConfigError as error:  # its workers have its address from the user
+            log.warning("%s", error)
         say(f"serving {self._me} workers on {shown(host, port)}")
         self._listener = Listener(
             endpoint.listener,

@@ -21,7 +21,7 @@ import struct
 import time
 from collections.abc import Callable
 
-from gossamer.errors import PeerError, RefusedError
+from gossamer.errors import LostConnectionError, PeerError, RefusedError
 from gossamer.transport.contract import WIRE_VERSION
 from gossamer.transport.keys import SECRET_WORD, Keys
 from gossamer.transport.secret import CODE_BYTES, code
@@ -198,7 +198,7 @@ def _send(channel: Channel, data: bytes, deadline: float) -> None:
     except RefusedError:
         raise
     except OSError as error:
-        raise PeerError(f"it was lost during the handshake ({error})") from None
+        raise LostConnectionError(f"it was lost during the handshake ({error})") from None
 
 
 def _receive(channel: Channel, size: int, deadline: float) -> bytes:
@@ -207,4 +207,4 @@ def _receive(channel: Channel, size: int, deadline: float) -> bytes:
     except RefusedError:
         raise
     except OSError as error:
-        raise PeerError(f"it was lost during the handshake ({error})") from None
+        raise LostConnectionError(f"it was lost during the handshake ({error})") from None

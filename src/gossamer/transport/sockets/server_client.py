@@ -61,6 +61,7 @@ class ServerClient:
         """
         letter = self._receive(kind, ticket, size)
         self.answered = True
+        self.channel.settle()  # the server has what this answers, and nothing more is sent before the end of the next phase
         return letter
 
     def close(self) -> None:

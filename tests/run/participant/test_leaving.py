@@ -1,0 +1,100 @@
+"""A process that is asked to leave says when it will, saves what it has at once, and ends on the second signal."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from commands import Command, free_port
+from gossamer.run.config.run_file import dump
+from gossamer.run.participant import sigterm
+from gossamer.run.participant.sigterm import Asked, leaving
+from tiny import single as tiny
+
+pytestmark = pytest.mark.usefixtures("forks")
+
+SLOW = {"workers": 1, "run__local_steps": 10, "run__steps": 30, "run__checkpoint_every": 100, "run__eval_every": 0}
+"""Three rounds; with a pause in each step a local phase takes seconds."""
+
+
+def begun(folder: Path, **overrides: object) -> Command:
+    """A worker that no launcher has started, in its second local phase."""
+    (folder / "run.toml").write_text(dump(tiny(**{**SLOW, "run__pace_s": 0.4, **overrides})))
+    where = ("--rank", 0, "--of", 1, "--address", f"127.0.0.1:{free_port()}")
+    worker = Command("train", folder / "run.toml", "--out", folder / "out", *where)
+    metrics, deadline = folder / "out" / "metrics-000.jsonl", time.monotonic() + 100
+    while not (metrics.is_file() and '"train"' in metrics.read_text()):
+        assert time.monotonic() < deadline, worker.finish(0)
+        time.sleep(0.05)
+    time.sleep(1.0)  # some steps of it are over
+    return worker
+
+
+def saved(folder: Path) -> list[int]:
+    """The rounds of its checkpoints."""
+    return sorted({int(path.name.removeprefix("round-")) for path in folder.glob("out/checkpoints/**/round-*")})
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("kind", [{"run__elastic": True}, {"run__wait": False}], ids=["elastic", "without waiting"])
+def test_a_worker_that_is_asked_twice_ends_amid_its_phase_with_the_state_of_its_last_exchange(
+    tmp_path: Path, kind: dict[str, object]
+) -> None:
+    worker = begun(tmp_path, **kind)
+    assert saved(tmp_path) == []
+    os.kill(worker.pid, signal.SIGTERM)
+    line = next(line for line in worker.lines() if "is asked to leave" in line)
+    assert "worker 0 is asked to leave after its round, whose local phase takes about " in line, line
+    assert "stop once more to end it at once" in line
+    time.sleep(sigterm.ONE_WISH_S + 0.1)
+    assert saved(tmp_path) == [1], "at once: what kills it after a grace asks nobody"
+    os.kill(worker.pid, signal.SIGINT)
+    code, output = worker.finish(20.0)
+    assert code == 130 and "Traceback" not in output, output
+    assert "worker 0 has ended amid round 2; its state after round 1 is saved" in output, output
+    where = ("--rank", 0, "--of", 1, "--address", f"127.0.0.1:{free_port()}")
+    code, output = Command("train", "--resume", tmp_path / "out", "--set", "run.pace_s=0", *where).finish()
+    assert code == 0, output
+    assert "settings change after round 1" in output and saved(tmp_path) == [1, 3], output
+
+
+@pytest.mark.timeout(100)
+def test_a_worker_in_rounds_says_when_it_will_stop_and_ends_at_once_when_it_is_asked_twice(tmp_path: Path) -> None:
+    worker = begun(tmp_path)
+    os.kill(worker.pid, signal.SIGTERM)
+    assert next(line for line in worker.lines() if "worker 0 is asked to leave after its round, whose" in line)
+    time.sleep(sigterm.ONE_WISH_S + 0.1)
+    os.kill(worker.pid, signal.SIGTERM)
+    code, output = worker.finish(20.0)
+    assert code == 130 and "gossamer: stopped" in output and "Traceback" not in output, output
+
+
+def test_signals_that_come_together_are_one_wish_and_later_ones_are_another(capfd: pytest.CaptureFixture[str]) -> None:
+    asked = Asked("worker 3")
+    began = threading.Event()
+    asked.saves = began.set
+    for _ in range(3):
+        asked.signalled(signal.SIGTERM, None)
+    assert asked.is_set() and began.wait(10)
+    said = "gossamer: worker 3 is asked to leave after its round; stop once more to end it at once\n"
+    assert capfd.readouterr().err == said
+    asked._since_s = time.monotonic() - 2 * sigterm.ONE_WISH_S
+    with pytest.raises(KeyboardInterrupt):
+        asked.signalled(signal.SIGINT, None)
+    asked.over = True
+    asked.signalled(signal.SIGINT, None)
+
+
+def test_a_process_that_does_not_train_yet_ends_at_once_and_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with leaving() as asked:
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            asked.at_once = True
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGINT, before)
