@@ -46,7 +46,7 @@ from gossamer.run.bookkeeping.which_round import (
 from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.pipeline import stage_in
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
-from gossamer.run.participant.agreement import compare_first_batches
+from gossamer.run.participant.agreement import compare_first_batches, use_equal_threads, use_recorded_threads
 from gossamer.run.participant.sigterm import leaving
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.shards import Shards
@@ -87,6 +87,9 @@ def train(config: ResolvedRun, folder: Path, *, resume: Resume = False) -> None:
         config.workers, parts=config.processes, backend=run.backend, device=run.device, threads=run.threads,
         timeout_s=run.timeout_s, part_is="stage" if run.shards == 1 else "shard",
     )  # fmt: skip
+    if resume:
+        use_recorded_threads(config, folder, member.worker)
+    use_equal_threads(config, member)
     failed: GossamerError | OSError | KeyboardInterrupt | None = None
     with leaving() as asked:
         try:
