@@ -21,7 +21,7 @@ from gossamer.record.jsonl import json_line, records
 from gossamer.settings.options import Count, Number
 from gossamer.settings.schema import RECORD, Records
 
-__all__ = ["Computed", "Machine", "Threads", "machine_line", "read_machines", "this_machine"]
+__all__ = ["MOST_THREADS", "Computed", "Machine", "Threads", "machine_line", "read_machines", "this_machine"]
 
 MOST_THREADS = 1024
 """Of one worker; a record with more is damaged, and would start that many."""
@@ -109,14 +109,14 @@ def machine_line(round: int, machine: Machine, worker: int | None = None) -> str
 
 def read_machines(run_folder: Path) -> list[Computed]:
     """What has computed a run, by rounds; empty where none is recorded. Raises: DataError for a line that is none."""
-    found = list[Computed]()
+    computed = list[Computed]()
     for path in sorted(Path(run_folder).glob("machines*.jsonl")):
         if (named := re.fullmatch(r"machines(?:-(\d+))?", path.stem)) is None:
             continue
         for _, line in records(path, _LINES):
             worker = line.get("worker") if named[1] is None else int(named[1])
-            found.append(Computed(line["round"], worker, Machine(line["torch"], line["processor"], line["threads"])))
-    return sorted(found, key=lambda one: one.round)
+            computed.append(Computed(line["round"], worker, Machine(line["torch"], line["processor"], line["threads"])))
+    return sorted(computed, key=lambda one: one.round)
 
 
 def _processor() -> str:

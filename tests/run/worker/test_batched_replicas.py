@@ -169,13 +169,13 @@ def embedded_loss(model, x):
 @pytest.mark.timeout(900)
 def test_the_gradient_of_a_compiled_embedding_has_one_value_over_many_runs_with_two_threads():
     model, x = Embedded(), torch.randint(40, (4097,), generator=torch.Generator().manual_seed(1))
-    found = set[bytes]()
+    gradients = set[bytes]()
     with using_threads(2), deterministic():
         step = made_ready(embedded_loss, single(inner__compile=True))
         for _ in range(100):
             model.zero_grad()
             step(model, x).backward()
             assert model.table.weight.grad is not None
-            found.add(model.table.weight.grad.numpy().tobytes())
-    assert len(found) == 1
+            gradients.add(model.table.weight.grad.numpy().tobytes())
+    assert len(gradients) == 1
     assert torch.get_deterministic_debug_mode() == 0 and not torch.are_deterministic_algorithms_enabled()

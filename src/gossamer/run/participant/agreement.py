@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from gossamer.errors import PeerError
-from gossamer.record.machines import read_machines
+from gossamer.record.machines import MOST_THREADS, read_machines
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.worker.numerics import warn_of_other_machine
 from gossamer.run.worker.task import OwnBatches, Task, found_by_each, task_of, warn_of_equal_batches
@@ -43,7 +43,7 @@ def prepare(config: ResolvedRun) -> tuple[Task, int]:
 
 
 def use_threads(config: RunSettings) -> None:
-    """Sets the intra-op threads of a process of which nobody has said how many there are on this machine.
+    """Sets the intra-op threads of a process that does not know how many others are on this machine.
 
     Those of the run file, or else as many as torch takes by itself, one for each physical core, within the quota of a container.
     """
@@ -56,11 +56,11 @@ def use_recorded_threads(config: RunSettings, folder: Path, worker: int) -> None
 
     With those of another machine its sums would go on in another order. Where the run file names some, these count.
     """
-    own = [one for one in read_machines(folder) if one.worker in (None, worker)]
-    if own:
+    recorded = [one for one in read_machines(folder) if one.worker in (None, worker)]
+    if recorded:
         warn_of_other_machine(folder)
         if not config.run.threads:
-            torch.set_num_threads(own[-1].machine.threads)
+            torch.set_num_threads(recorded[-1].machine.threads)
 
 
 def use_equal_threads(config: RunSettings, member: Member) -> None:
@@ -70,14 +70,14 @@ def use_equal_threads(config: RunSettings, member: Member) -> None:
     """
     if max(config.processes) == 1:
         return
-    found = agree(member, "the threads of each", torch.get_num_threads(), timeout_s=config.run.timeout_s)
-    own = [threads for rank, threads in enumerate(found) if member.owner(rank) == member.worker]
-    if not all(isinstance(threads, int) and threads >= 1 for threads in own):
+    published = agree(member, "the threads of each", torch.get_num_threads(), timeout_s=config.run.timeout_s)
+    counts = [threads for rank, threads in enumerate(published) if member.owner(rank) == member.worker]
+    if not all(isinstance(threads, int) and 1 <= threads <= MOST_THREADS for threads in counts):
         raise PeerError(
-            f"a process of worker {member.worker} says that it has {own!r:.60} threads, and each has a whole number from 1 on; "
+            f"a process of worker {member.worker} published {counts!r:.60} as its threads, and a whole number from 1 to {MOST_THREADS} is allowed; "
             "install the same gossamer version everywhere"
         )
-    torch.set_num_threads(min(own))
+    torch.set_num_threads(min(counts))
 
 
 def run_key(config: RunSettings, task: Task) -> int:

@@ -87,9 +87,6 @@ def train(config: ResolvedRun, folder: Path, *, resume: Resume = False) -> None:
         config.workers, parts=config.processes, backend=run.backend, device=run.device, threads=run.threads,
         timeout_s=run.timeout_s, part_is="stage" if run.shards == 1 else "shard",
     )  # fmt: skip
-    if resume:
-        use_recorded_threads(config, folder, member.worker)
-    use_equal_threads(config, member)
     failed: GossamerError | OSError | KeyboardInterrupt | None = None
     with leaving() as asked:
         try:
@@ -130,6 +127,9 @@ def train_member(
     Raises: as `train`.
     Cost: one model, its gradients and states, the message in flight and those it receives.
     """
+    if resume:
+        use_recorded_threads(config, folder, member.worker)
+    use_equal_threads(config, member)
     m = config.in_rounds
     task = task_of(config)
     # Every worker finds on its own how far the rule may step on its topology, as it finds the text and the user's code.

@@ -50,10 +50,9 @@ def warn_of_other_machine(recorded: Path) -> None:
         others = {str(getattr(one.machine, kind)) for one in read_machines(recorded)} - {getattr(here, kind)}
         if others:
             log.warning(
-                "the run in '%s' was computed with another %s (%s) than is here (%s), and others round differently: the "
-                "last digits will differ",
-                recorded, kind, ", ".join(sorted(others)), getattr(here, kind),
-            )  # fmt: skip
+                f"the run in '{recorded}' was computed with another {kind} ({', '.join(sorted(others))}) than is here "
+                f"({getattr(here, kind)}), which rounds differently: the last digits may differ"
+            )
 
 
 @contextlib.contextmanager

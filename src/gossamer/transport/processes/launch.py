@@ -364,10 +364,10 @@ def _cpu_quotas(groups: Path, mounted: Path) -> Iterator[float]:
         names, _, path = rest.partition(":")
         if names and "cpu" not in names.split(","):
             continue
-        # Each group around it has a quota of its own. Within a container the first folder is the group of the container itself,
-        # while the path may be that of the machine outside.
-        own = Path(path.lstrip("/"))
-        for group in [own, *own.parents]:
+        # Each enclosing group has its quota too. Within a container the root folder is the container's group, while the path may be
+        # the one on the host.
+        innermost = Path(path.lstrip("/"))
+        for group in [innermost, *innermost.parents]:
             if not names:
                 words = _text(mounted / group / "cpu.max").split()
             else:
