@@ -1,5 +1,6 @@
 """Threads and kernels decide last digits, so a run is simulated with the threads of its workers and with kernels that repeat."""
 
+import os
 import threading
 import warnings
 from pathlib import Path
@@ -311,13 +312,24 @@ def test_deterministic_kernels_are_asked_for_while_any_thread_trains_and_as_befo
     second.set()
     thread.join()
     assert mode() == before
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     try:
         with deterministic():
             assert mode() == (2, before[1]), "who has asked for errors gets errors"
         assert mode() == (2, before[1])
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode("default")
+
+
+def test_products_on_a_gpu_have_a_fixed_workspace_meanwhile(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    for named, inside in ((None, ":4096:8"), (":16:8", ":16:8")):
+        if named is not None:
+            monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", named)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        with deterministic():
+            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == inside
+        assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == named
 
 
 def test_an_operation_without_a_deterministic_kernel_warns_once_and_the_switch_is_off_after_the_run(tmp_path):

@@ -74,8 +74,8 @@ def use_equal_threads(config: RunSettings, member: Member) -> None:
     counts = [threads for rank, threads in enumerate(published) if member.owner(rank) == member.worker]
     if not all(isinstance(threads, int) and 1 <= threads <= MOST_THREADS for threads in counts):
         raise PeerError(
-            f"a process of worker {member.worker} published {counts!r:.60} as its threads, and a whole number from 1 to {MOST_THREADS} is allowed; "
-            "install the same gossamer version everywhere"
+            f"a process of worker {member.worker} published {counts!r:.60} as its threads; allowed is a whole number "
+            f"from 1 to {MOST_THREADS}: install the same gossamer version everywhere"
         )
     torch.set_num_threads(min(counts))
 

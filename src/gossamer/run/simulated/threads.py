@@ -37,7 +37,7 @@ class Lanes:
         if self.count * self.intra_op > cores:
             log.warning(
                 f"{self.count} x {self.intra_op} threads oversubscribe {cores} cores, which is several times slower; lower "
-                "run.threads"
+                "run.threads, unless this repeats a run that had so many"
             )
         _warn_of_others(cores)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ __all__ = ["deterministic", "threads_of", "using_threads", "warn_of_other_machin
 
 log = logging.getLogger("gossamer")
 
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _TORCH: Any = torch.utils.deterministic  # whose one attribute is a property of the module
 
 
@@ -73,7 +75,8 @@ class _Mode:
     """Torch's switch for deterministic kernels, which is one for the whole process, while threads train."""
 
     def __init__(self) -> None:
-        self._lock, self._inside, self._before = threading.Lock(), 0, ("default", False)
+        self._lock, self._inside, self._before = threading.Lock(), 0, (0, False)
+        self._named_workspace = False
 
     def __enter__(self) -> None:
         with self._lock:
@@ -83,7 +86,11 @@ class _Mode:
             self._before = torch.get_deterministic_debug_mode(), _TORCH.fill_uninitialized_memory
             if self._before[0] == 0:  # else the caller has chosen how strict torch shall be
                 torch.set_deterministic_debug_mode("warn")
-                _TORCH.fill_uninitialized_memory = False  # which reads nothing that was not written
+                _TORCH.fill_uninitialized_memory = False  # it writes each new tensor once more, for readers of garbage
+                # Torch reads it at the first product on a GPU, and warns of each kind of product where it is missing.
+                self._named_workspace = torch.cuda.is_initialized() and _WORKSPACE not in os.environ
+                if self._named_workspace:
+                    os.environ[_WORKSPACE] = ":4096:8"
 
     def __exit__(self, *_: Any) -> None:
         with self._lock:
@@ -91,6 +98,8 @@ class _Mode:
             if self._inside == 0 and self._before[0] == 0:
                 mode, _TORCH.fill_uninitialized_memory = self._before
                 torch.set_deterministic_debug_mode(mode)
+                if self._named_workspace:
+                    os.environ.pop(_WORKSPACE, None)
 
 
 _MODE = _Mode()

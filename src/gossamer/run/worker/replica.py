@@ -188,7 +188,7 @@ class Replica:
 
         Raises: TrainingError at the first loss that is not finite.
         """
-        with using_threads(self.threads), deterministic():
+        with using_threads(self.threads):
             return self._train(round, start, stop, after_step)
 
     def _train(self, round: int, start: int, stop: int, after_step: Callable[[], None]) -> LocalPhase:
@@ -197,15 +197,18 @@ class Replica:
         if self.staged is not None and start == 0:
             self.staged.begin()
         for h in range(start, stop):
-            value, count = self._backward(self.places or {self.index: self.steps_taken})
-            loss_must_be_finite(value, self, round)
-            losses.append(value)
-            tokens += count
-            self.steps_taken += 1
-            if self.places is not None:
-                self.places = {slot: step + 1 for slot, step in self.places.items()}
-            if self.gradient is None:
-                self._step(round, h)
+            with (
+                deterministic()
+            ):  # without what follows: an exchange does not recompile its update under another switch
+                value, count = self._backward(self.places or {self.index: self.steps_taken})
+                loss_must_be_finite(value, self, round)
+                losses.append(value)
+                tokens += count
+                self.steps_taken += 1
+                if self.places is not None:
+                    self.places = {slot: step + 1 for slot, step in self.places.items()}
+                if self.gradient is None:
+                    self._step(round, h)
             if pace_s := self.config.pace_s_of(self.index):
                 time.sleep(max(0.0, began + len(losses) * pace_s - time.perf_counter()))
             after_step()
@@ -217,7 +220,7 @@ class Replica:
     def step_on_gradient(self, round: int) -> None:
         """The inner step on a gradient that has been exchanged; nothing for a replica that keeps none."""
         if self.gradient is not None:
-            with using_threads(self.threads):
+            with using_threads(self.threads), deterministic():
                 self._step(round, self.local_steps - 1)
 
     def steps_like(self, other: "Replica") -> bool:

@@ -364,8 +364,8 @@ def _cpu_quotas(groups: Path, mounted: Path) -> Iterator[float]:
         names, _, path = rest.partition(":")
         if names and "cpu" not in names.split(","):
             continue
-        # Each enclosing group has its quota too. Within a container the root folder is the container's group, while the path may be
-        # the one on the host.
+        # Each enclosing group has its quota too. Within a container the root folder is the container's group, while the path
+        # may be the one on the host.
         innermost = Path(path.lstrip("/"))
         for group in [innermost, *innermost.parents]:
             if not names:
