@@ -47,7 +47,7 @@ def command(
         with output.showing() as terminal:
             terminal.follow(config.name, folder, config.record.print_every)
             if replay is None:
-                train_here(config, parts, folder, resume=resumed)
+                train_here(config, parts, folder, resume=resumed, file=file)
             else:
                 from gossamer.record.locks import holding
                 from gossamer.run.replay.replay import replay as repeat
@@ -59,17 +59,23 @@ def command(
         print_runs(runs, rows, page, json=output.json)
 
 
-def train_here(config: "RunConfig", parts: "UserParts", folder: Path, *, resume: "Resume" = False) -> None:
-    """Trains all workers in this process, in rounds or over virtual time."""
+def train_here(
+    config: "RunConfig", parts: "UserParts", folder: Path, *, resume: "Resume" = False, file: Path | None = None
+) -> None:
+    """Trains all workers in this process, in rounds or over virtual time.
+
+    Args: `file` is the run file; where it is that of a recorded run, the workers have the threads that they had there.
+    """
     from gossamer.record.locks import holding
     from gossamer.run.config.resolve import resolve
     from gossamer.run.participant.sigterm import leaving
-    from gossamer.run.simulated.simulate import engine_of
+    from gossamer.run.simulated.simulate import engine_of, recorded_beside
     from gossamer.run.simulated.simulation import Simulation
 
     # Before the engine is made, which cuts what a run has left behind the round from which it goes on.
     with holding(folder, None):
-        simulation = Simulation(config, engine_of(resolve(config, parts), folder, resume=resume))
+        recorded = None if file is None or resume else recorded_beside(file)
+        simulation = Simulation(config, engine_of(resolve(config, parts), folder, resume=resume, recorded=recorded))
         with leaving("the simulation") as asked:
             simulation.go_on(asked=asked.is_set, is_held=True)
 

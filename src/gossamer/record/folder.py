@@ -45,7 +45,7 @@ from gossamer.record.jsonl import json_line, json_lines, keep_before, must_be_ow
 from gossamer.record.logs.seconds import RoundSeconds, seconds_line, seconds_lines
 from gossamer.record.logs.stage_seconds import STAGES_FILE
 from gossamer.record.logs.trace import Entry, line_of
-from gossamer.record.machines import machine_line, this_machine
+from gossamer.record.machines import Threads, machine_line, this_machine
 from gossamer.record.whole_files import Appender, atomic_write, make_folder, worker_suffix
 from gossamer.settings.options import Count
 from gossamer.settings.schema import RECORD, Records, settings
@@ -132,6 +132,8 @@ class RunFolder:
         resume_round: the first round to run (again): lines of it and of later rounds are dropped. None starts a run.
         traced_per_round: entries that a worker writes into the trace in one round.
         void: whether a line of metrics of an earlier round is dropped too.
+        threads: those of all workers where one process computes for them, and how many workers there are; None for one worker,
+            with the threads of the calling thread.
     Raises: ConfigError when a new run would mix with an old one, or a package that the config asks for is missing; DiskError,
         wherever it writes.
     """
@@ -146,6 +148,7 @@ class RunFolder:
         resume_round: int | None = None,
         traced_per_round: int = 1,
         void: Callable[[Mapping[str, Any]], bool] = lambda line: False,
+        threads: tuple[Threads, int] | None = None,
     ) -> None:
         self.path = Path(path)
         self._traced_per_round, self._void = traced_per_round, void
@@ -166,9 +169,9 @@ class RunFolder:
         self._seconds: Appender | None = None
         self._prometheus: Exporter | None = None
         self._open(None if resume_round is None else self._cut(resume_round))
-        if self._config.hash:
-            with closing(Appender(self._machines_path)) as machines:
-                machines.write(machine_line(resume_round or 0, this_machine()))
+        since, here = resume_round or 0, this_machine()
+        with closing(Appender(self._machines_path)) as machines:
+            machines.write(machine_line(since, here) if threads is None else threads[0].lines(since, here, threads[1]))
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -236,7 +239,13 @@ class RunFolder:
             _cut(self.path / STAGES_FILE, round)
         # A simulation goes on from the checkpoints of real workers, and these from its own, and what the others have written of a
         # round that is trained again would stand there twice. All workers cut the file of a simulation to the same content.
-        for kind, first in {"trace": round * self._traced_per_round, "seconds": round, "metrics": round or -1}.items():
+        first_lines = {
+            "trace": round * self._traced_per_round,
+            "seconds": round,
+            "metrics": round or -1,
+            "machines": round,
+        }
+        for kind, first in first_lines.items():
             for path in self.path.glob(f"{kind}-[0-9]*.jsonl" if self.worker is None else f"{kind}.jsonl"):
                 _cut(path, first)
         return _cut(self._metrics_path, round or -1, self._void)  # who starts again validates its initial values again

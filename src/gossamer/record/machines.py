@@ -1,14 +1,18 @@
-"""On what a run was computed: `machines[-003].jsonl`, written by a run whose `record.hash` is true.
+"""On what a run was computed: `machines[-003].jsonl`.
 
 * `{"round":r,"torch":"2.13.0","processor":"...","threads":k}`: a process that computed from round r on, with this version of
-  torch, on this processor, with so many intra-op threads.
+  torch, on this processor, with so many intra-op threads. `"worker":i` is there where one process computed for all workers and
+  they had different numbers of threads.
 
+The number of threads decides the order of sums, so a run is computed again with the threads that it had, on any number of cores.
 Other processors and other versions of torch round differently, so `gossamer audit` compares only on the same.
 """
 
 import platform
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, NotRequired
 
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
@@ -17,8 +21,10 @@ from gossamer.record.jsonl import json_line, records
 from gossamer.settings.options import Count, Number
 from gossamer.settings.schema import RECORD, Records
 
-__all__ = ["Machine", "machine_line", "read_machines", "this_machine"]
+__all__ = ["MOST_THREADS", "Computed", "Machine", "Threads", "machine_line", "read_machines", "this_machine"]
 
+MOST_THREADS = 1024
+"""Of one worker; a record with more is damaged, and would start that many."""
 _Word = Annotated[str, Field(max_length=300)]
 
 
@@ -27,7 +33,8 @@ class _Line(TypedDict):
     round: Number
     torch: _Word
     processor: _Word
-    threads: Count
+    threads: Annotated[Count, Field(le=MOST_THREADS)]
+    worker: NotRequired[Annotated[int, Field(ge=0, lt=2**20)]]
 
 
 _LINES = Records[_Line](_Line)
@@ -51,15 +58,65 @@ def this_machine() -> Machine:
     return Machine(torch.__version__, processor[:300], torch.get_num_threads())
 
 
-def machine_line(round: int, machine: Machine) -> str:
+class Computed(NamedTuple):
+    """A machine that has computed, and what."""
+
+    round: int
+    """The first of the rounds."""
+    worker: int | None
+    """None for one process with all workers."""
+    machine: Machine
+
+
+class Threads(NamedTuple):
+    """Intra-op threads of each worker.
+
+    >>> threads = Threads(2, {1: ((0, 2), (5, 4))})
+    >>> [threads.at(worker=1, round=r) for r in (4, 5)], threads.at(worker=0, round=5), threads.widest
+    ([2, 4], 2, 4)
+    """
+
+    default: int
+    """Of those that are not listed."""
+    each: Mapping[int, tuple[tuple[int, int], ...]] = {}
+    """By worker: from which round on it has how many, in the order of rounds."""
+
+    def at(self, worker: int, round: int) -> int:
+        """Those of a worker in a round."""
+        changes = self.each.get(worker, ())
+        earlier = [threads for first, threads in changes if first <= round]
+        return earlier[-1] if earlier else changes[0][1] if changes else self.default
+
+    @property
+    def widest(self) -> int:
+        """The most that one worker has in any round."""
+        return max([self.default, *(threads for changes in self.each.values() for _, threads in changes)])
+
+    def lines(self, round: int, machine: Machine, workers: int) -> str:
+        """The lines of a process that computes for so many workers from a round on."""
+        here = [self.at(worker, round) for worker in range(workers)]
+        later = {i: [one for one in changes if one[0] > round] for i, changes in self.each.items()}
+        if len({*here}) == 1 and not any(later.values()):
+            return machine_line(round, machine._replace(threads=here[0]))
+        changes = sorted((at, i, k) for i, k in enumerate(here) for at, k in [(round, k), *later.get(i, ())])
+        return "".join(machine_line(at, machine._replace(threads=k), worker=i) for at, i, k in changes)
+
+
+def machine_line(round: int, machine: Machine, worker: int | None = None) -> str:
     """A line of the file."""
-    return json_line({"round": round, **machine._asdict()})
+    return json_line({"round": round, **({} if worker is None else {"worker": worker}), **machine._asdict()})
 
 
-def read_machines(run_folder: Path) -> set[Machine]:
-    """All machines that have computed a run; empty where none is recorded. Raises: DataError for a line that is none."""
-    lines = [line for path in sorted(Path(run_folder).glob("machines*.jsonl")) for _, line in records(path, _LINES)]
-    return {Machine(line["torch"], line["processor"], line["threads"]) for line in lines}
+def read_machines(run_folder: Path) -> list[Computed]:
+    """What has computed a run, by rounds; empty where none is recorded. Raises: DataError for a line that is none."""
+    computed = list[Computed]()
+    for path in sorted(Path(run_folder).glob("machines*.jsonl")):
+        if (named := re.fullmatch(r"machines(?:-(\d+))?", path.stem)) is None:
+            continue
+        for _, line in records(path, _LINES):
+            worker = line.get("worker") if named[1] is None else int(named[1])
+            computed.append(Computed(line["round"], worker, Machine(line["torch"], line["processor"], line["threads"])))
+    return sorted(computed, key=lambda one: one.round)
 
 
 def _processor() -> str:

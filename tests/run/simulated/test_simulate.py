@@ -18,6 +18,7 @@ from gossamer.optimizers import AccumAdamW, Joined, SpectralMuon, inner
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.record.logs.trace import read_trace
+from gossamer.record.machines import Threads
 from gossamer.report.table import DASH, summary_rows, table_cells
 from gossamer.rounds.kernel import compiled
 from gossamer.rules import RULES
@@ -327,6 +328,6 @@ def test_a_second_simulation_of_a_process_does_not_warn_again_of_busy_cores(
     monkeypatch.setattr(lanes, "_busy_cores", lambda: 64.0)
     lanes._warn_of_others.cache_clear()
     for _ in range(2):
-        lanes.Lanes(torch.device("cpu"), settings_of(tiny()))
+        lanes.Lanes(torch.device("cpu"), settings_of(tiny()), Threads(1))
     lanes._warn_of_others.cache_clear()
     assert caplog.text.count("cores busy; this run will be slower") == 1

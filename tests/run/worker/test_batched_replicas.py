@@ -12,6 +12,8 @@ from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import RunConfig, digest
 from gossamer.run.simulated.rounds import Rounds
 from gossamer.run.worker.batched import Stack
+from gossamer.run.worker.compiled import made_ready
+from gossamer.run.worker.numerics import deterministic, using_threads
 from tiny import single, tiny
 
 PARALLEL = {"rule__name": "data_parallel", "topology__name": "complete", "run__local_steps": 1}
@@ -149,3 +151,31 @@ def test_a_compiled_stack_is_equal_to_another_but_for_rounding_and_resumes_to_th
     torch.testing.assert_close(x_of(whole), x_of(trained(plain, tmp_path / "plain")), rtol=0, atol=2e-5)
     trained(config, tmp_path / "cut", until=2)
     assert torch.equal(x_of(whole), x_of(trained(config, tmp_path / "cut", resume=True)))
+
+
+class Embedded(torch.nn.Module):
+    """An embedding of few symbols, whose gradient sums over many tokens."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = torch.nn.Embedding(40, 32), torch.nn.Linear(32, 40)
+
+
+def embedded_loss(model, x):
+    return torch.nn.functional.cross_entropy(model.head(model.table(x[:-1])), x[1:])
+
+
+@pytest.mark.timeout(900)
+def test_the_gradient_of_a_compiled_embedding_has_one_value_over_many_runs_with_two_threads():
+    model, x = Embedded(), torch.randint(40, (4097,), generator=torch.Generator().manual_seed(1))
+    gradients = set[bytes]()
+    with using_threads(2), deterministic():
+        step = made_ready(embedded_loss, single(inner__compile=True))
+        for _ in range(100):
+            model.zero_grad()
+            step(model, x).backward()
+            assert model.table.weight.grad is not None
+            gradients.add(model.table.weight.grad.numpy().tobytes())
+    assert len(gradients) == 1
+    assert torch.get_deterministic_debug_mode() == 0 and not torch.are_deterministic_algorithms_enabled()

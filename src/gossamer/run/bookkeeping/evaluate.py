@@ -30,6 +30,7 @@ from gossamer.run.config.layouts import arranged
 from gossamer.run.config.resolve import settings_in
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.config.user_parts import BUILT_IN, UserParts
+from gossamer.run.worker.numerics import deterministic, threads_of, using_threads
 from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.run.worker.task import Task, buffers_of, on_device, task_of
 from gossamer.settings.user_code import is_code
@@ -98,6 +99,8 @@ class Probe:
 
     def __init__(self, config: RunSettings, task: Task, device: torch.device):
         self.config, self.task, self.device = config, task, device
+        self.threads: int | None = None
+        """Intra-op threads; None takes those of the calling thread."""
         self.model = task.model().to(device)
         self.x = attach(self.model, _layout(self.model, config))
         self.buffers = buffers_of(self.model)
@@ -124,7 +127,8 @@ class Probe:
             own.copy_(given)
         self.model.eval()
         bf16 = self.config.inner.autocast == "bf16"
-        with self._turn, torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=bf16)
+        with self._turn, torch.no_grad(), autocast, using_threads(self.threads), deterministic():
             yield
 
 
@@ -314,6 +318,7 @@ def evaluate(
     # As the run was scored, where that is possible here: servers do it on the host, and a run of GPUs may be scored anywhere.
     host = config.kind == "server" or not torch.cuda.is_available()
     probe = Probe(config, task, one_device("cpu" if host else config.run.device))
+    probe.threads = threads_of(config, folder).at(config.owners[0], finished)
     result = assess(vectors, Probes([probe]), buffers)
     if source is None:
         _note(config, folder, finished, states, result)

@@ -110,7 +110,9 @@ class LoopSettings:
     """Processes of each worker of a real run that hold its model together, by FSDP2: each has a shard of it, and trains on its
     share of the micro-batches of `data.accumulate`. A simulation has whole workers; the numbers differ by rounding at most."""
     threads: Annotated[int, Field(ge=0, le=1024), NEUTRAL] = 0
-    """Intra-op threads per worker; 0 takes one in the simulator and an equal share of the cores in real runs."""
+    """Intra-op threads per worker; 0 takes those that OMP_NUM_THREADS gives, or else an equal share of the cores, in simulations
+    as in real runs. Each worker's are in `machines[-003].jsonl` of the run folder, and a run that is computed again, or
+    resumed, takes them from there."""
     batched: Count = 1
     """How many replicas a simulation trains as one computation. On small models that is faster; their numbers then differ from
     those of processes by rounding. It takes the built-in model, with any inner optimizer by name but muon."""

@@ -1,13 +1,17 @@
 """What all processes of a real run have in common: the key by which they know each other, and the bounds of what they say."""
 
 import hashlib
+from pathlib import Path
 
 import torch
 
+from gossamer.errors import PeerError
+from gossamer.record.machines import MOST_THREADS, read_machines
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
+from gossamer.run.worker.numerics import warn_of_other_machine
 from gossamer.run.worker.task import OwnBatches, Task, found_by_each, task_of, warn_of_equal_batches
 from gossamer.transport.alike import short_settings
-from gossamer.transport.processes.launch import agree
+from gossamer.transport.processes.launch import agree, intra_op_threads
 from gossamer.transport.processes.member import Member
 from gossamer.transport.sockets.header import Limits
 
@@ -19,6 +23,8 @@ __all__ = [
     "prepare",
     "run_key",
     "run_settings",
+    "use_equal_threads",
+    "use_recorded_threads",
     "use_threads",
 ]
 
@@ -37,9 +43,41 @@ def prepare(config: ResolvedRun) -> tuple[Task, int]:
 
 
 def use_threads(config: RunSettings) -> None:
-    """Sets the intra-op threads of the run file; without that key, those of the environment."""
-    if config.run.threads:
-        torch.set_num_threads(config.run.threads)
+    """Sets the intra-op threads of a process that does not know how many others are on this machine.
+
+    Those of the run file, or else as many as torch takes by itself, one for each physical core, within the quota of a container.
+    """
+    threads = intra_op_threads(config.run.threads, 1)
+    torch.set_num_threads(threads if config.run.threads else min(threads, torch.get_num_threads()))
+
+
+def use_recorded_threads(config: RunSettings, folder: Path, worker: int) -> None:
+    """Sets the intra-op threads with which a worker, or the server after them, has computed before it is resumed.
+
+    With those of another machine its sums would go on in another order. Where the run file names some, these count.
+    """
+    recorded = [one for one in read_machines(folder) if one.worker in (None, worker)]
+    if recorded:
+        warn_of_other_machine(folder)
+        if not config.run.threads:
+            torch.set_num_threads(recorded[-1].machine.threads)
+
+
+def use_equal_threads(config: RunSettings, member: Member) -> None:
+    """Gives all processes of a worker the fewest intra-op threads that one of them has, as it computes as one elsewhere.
+
+    Raises: PeerError for what is no number of threads.
+    """
+    if max(config.processes) == 1:
+        return
+    published = agree(member, "the threads of each", torch.get_num_threads(), timeout_s=config.run.timeout_s)
+    counts = [threads for rank, threads in enumerate(published) if member.owner(rank) == member.worker]
+    if not all(isinstance(threads, int) and 1 <= threads <= MOST_THREADS for threads in counts):
+        raise PeerError(
+            f"a process of worker {member.worker} published {counts!r:.60} as its threads; allowed is a whole number "
+            f"from 1 to {MOST_THREADS}: install the same gossamer version everywhere"
+        )
+    torch.set_num_threads(min(counts))
 
 
 def run_key(config: RunSettings, task: Task) -> int:

@@ -28,7 +28,7 @@ from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
 from gossamer.run.bookkeeping.text_read import tell_text
 from gossamer.run.bookkeeping.which_round import ended
 from gossamer.run.config.resolved import ResolvedRun
-from gossamer.run.participant.agreement import prepare
+from gossamer.run.participant.agreement import prepare, use_recorded_threads
 from gossamer.run.participant.membership_log import say_changes
 from gossamer.run.participant.seat import Brought, Seat, addresses_in, join_run, started
 from gossamer.run.participant.sigterm import Asked, leaving
@@ -296,6 +296,8 @@ def _take_part(
     task, key = prepare(config)
     if join is None:
         seat = started(config, folder, task, key, brought, open_, resume=resume)
+        if resume:
+            use_recorded_threads(config, folder, seat.members.me)
         # Where nobody waits, those that have no checkpoint of the end take one from the others, and end too.
         if config.run.elastic and seat.after == config.rounds:
             seat.endpoint.listener.close()

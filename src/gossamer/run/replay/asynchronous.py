@@ -38,6 +38,7 @@ from gossamer.record.logs.order import (
     Told,
     read_order,
 )
+from gossamer.record.machines import Threads
 from gossamer.record.packed import packed, unpacked
 from gossamer.record.whole_files import worker_suffix
 from gossamer.rounds.compatibility.combine import Method
@@ -51,6 +52,7 @@ from gossamer.run.config.resolved import InPairs, ResolvedRun
 from gossamer.run.participant.agreement import HERE, limits_of
 from gossamer.run.replay.driver import Actor, Contradiction, Missing, follow
 from gossamer.run.replay.stretches import must_not_have_changed
+from gossamer.run.worker.numerics import threads_of
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import task_of
 from gossamer.topologies.mixing import Mixing
@@ -83,7 +85,7 @@ def replay_asynchronous(config: ResolvedRun, folder: Path, recorded: Path) -> Re
             f"'{recorded}' has events of worker {strangers[0]} of {config.workers}; restore the files of the run"
         )
     must_not_have_changed(config, recorded, "which of its workers' events came before is not recorded")
-    began, run = time.perf_counter(), _Run(config, folder)
+    began, run = time.perf_counter(), _Run(config, folder, threads_of(config, recorded))
     run.compute(recorded, order)
     for path in sorted(recorded.glob("order-*.jsonl")):
         shutil.copyfile(path, folder / path.name)
@@ -97,17 +99,20 @@ class _Run:
     events: EventWriter
     messages: "_Messages"
 
-    def __init__(self, config: ResolvedRun, folder: Path) -> None:
-        self.config, self.folder, self.line = config, folder, config.line
+    def __init__(self, config: ResolvedRun, folder: Path, threads: Threads) -> None:
+        self.config, self.folder, self.line, self._threads = config, folder, config.line, threads
         self._task, self._device = task_of(config), one_device(config.run.device)
         self._probe = Probe(config, self._task, self._device)
+        self._probe.threads = threads.at(0, 0)
         self.states: dict[Source, bytes | None] = {}
         """Those with which processes begin; None for one that is yet to come."""
         self.tokens, self.time_s, self.loss = 0, 0.0, math.nan
 
-    def replica(self, slot: int) -> Replica:
-        """A worker's replica at the start of the run."""
-        return Replica(slot, self.config.unpaced(), self._task, self._device)
+    def replica(self, slot: int, round: int) -> Replica:
+        """A worker's replica as it is at the start of the run, in a process that begins in this round."""
+        replica = Replica(slot, self.config.unpaced(), self._task, self._device)
+        replica.threads = self._threads.at(slot, round)
+        return replica
 
     def compute(self, recorded: Path, order: Mapping[int, list[OrderLife]]) -> None:
         """Lets all events take place."""
@@ -122,7 +127,9 @@ class _Run:
         self.messages = _Messages(config, processes)
         last: dict[int, _Process[Any]] = {one.slot: one for one in processes}
         with (
-            RunFolder(self.folder, config.document, config.record) as self.record,
+            RunFolder(
+                self.folder, config.document, config.record, threads=(self._threads, config.owners.stop)
+            ) as self.record,
             EventWriter(self.folder, network=HERE, workers=n) as self.events,
         ):
             if config.run.eval_every:
@@ -257,7 +264,7 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
         return self.slot, self.life, self._taken
 
     def _begin(self, begun: Entered) -> None:
-        self.replica = self._run.replica(self.slot)
+        self.replica = self._run.replica(self.slot, begun.round)
         self.core = self.made()
         if begun.source is not None:
             state = self._run.states[begun.source]

@@ -32,6 +32,7 @@ from gossamer.run.replay.repeat import Repeat
 from gossamer.run.replay.script import Script, calm, script_of
 from gossamer.run.replay.stretches import Stretch, stretches
 from gossamer.run.simulated.threads import Lanes
+from gossamer.run.worker.numerics import threads_of
 from gossamer.run.worker.task import task_of
 from gossamer.run.worker.worker import Worker
 from gossamer.transport.processes.launch import one_device
@@ -105,8 +106,9 @@ def audit(
     sound = _sound(folder, sorted(script.lives), line)
     _must_be_whole(recorded, folder, script, sound, range(first, last + 1), worker, logged=bool(lives))
     snapshot = next(q for q in _candidates(sound, first) if _usable(script, q, sound))
-    task, lanes = task_of(config), Lanes(device, config)
-    repeat = Repeat(some, task, script, folder, Probe(config, task, device).x, logged=bool(lives))
+    task, threads = task_of(config), threads_of(config, folder)
+    lanes, like = Lanes(device, config, threads), Probe(config, task, device).x
+    repeat = Repeat(some, task, script, folder, like, logged=bool(lives), threads=threads)
     repeat.restore(folder, snapshot, line)
     compared = 0
     with lanes.opened():
@@ -126,7 +128,7 @@ def audit(
 
 
 def _repeatable(config: ResolvedRun, folder: Path, *, real: bool) -> ResolvedRun:
-    """The run with the threads that it had. Raises ConfigError, with the reason, for one that cannot be repeated here."""
+    """The run, with hashes. Raises ConfigError, with the reason, for one that cannot be repeated here."""
     here = this_machine()
 
     def refuse(why: str, instead: str) -> ConfigError:
@@ -148,8 +150,8 @@ def _repeatable(config: ResolvedRun, folder: Path, *, real: bool) -> ResolvedRun
         raise refuse(
             "run.reduction is 'all_reduce', whose order of summation is the backend's", "use run.reduction = 'ordered'"
         )
-    machines = read_machines(folder)
-    for kind in ("torch", "processor", "threads"):
+    machines = {one.machine for one in read_machines(folder)}
+    for kind in ("torch", "processor"):
         if len(values := sorted({str(getattr(one, kind)) for one in machines})) > 1:
             raise refuse(f"its workers had different {kind} ({', '.join(values)})", "audit runs of equal machines")
     for one in machines:
@@ -158,17 +160,12 @@ def _repeatable(config: ResolvedRun, folder: Path, *, real: bool) -> ResolvedRun
                 f"it was computed by torch {one.torch} on {one.processor} and here are torch {here.torch} and {here.processor}",
                 "audit it where it was computed",
             )
-    threads = next((one.threads for one in machines), config.run.threads)
-    return replace(config, run=replace(config.run, threads=threads), record=replace(config.record, hash=True))
+    return replace(config, record=replace(config.record, hash=True))
 
 
 def _stretches(config: ResolvedRun, folder: Path, *, real: bool) -> list[Stretch]:
-    """Those of a run, with its threads and with hashes in each of them: what is compared decides what is recorded here."""
-    run = config.run
-    return [
-        Stretch(first, replace(one, run=replace(one.run, threads=run.threads), record=config.record))
-        for first, one in stretches(config, folder, real=real)
-    ]
+    """Those of a run, with hashes in each of them: what is compared decides what is recorded here."""
+    return [Stretch(first, replace(one, record=config.record)) for first, one in stretches(config, folder, real=real)]
 
 
 def _hashes(folder: Path) -> Hashes:

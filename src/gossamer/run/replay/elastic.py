@@ -26,6 +26,7 @@ from gossamer.run.replay.repeat import Repeat, Reports
 from gossamer.run.replay.script import script_of
 from gossamer.run.replay.stretches import stretches
 from gossamer.run.simulated.threads import Lanes
+from gossamer.run.worker.numerics import threads_of
 from gossamer.run.worker.task import task_of
 from gossamer.run.worker.worker import Worker
 from gossamer.transport.processes.launch import one_device
@@ -64,11 +65,13 @@ class _Replay:
         self._config, self._folder = config, folder
         device, task, some = one_device(config.run.device), task_of(config), stretches(config, recorded, real=True)
         probe, method = Probe(config, task, device), config.in_rounds
-        self._probes, self._lanes = Probes([probe]), Lanes(device, config)
+        self._threads = threads_of(config, recorded)
+        self._probes, self._lanes = Probes([probe]), Lanes(device, config, self._threads)
+        probe.threads = self._threads.at(0, 0)
         self._sends_per_round = method.sends_per_round
         rounds = max(one.config.rounds for one in some)
         self._script = script_of(lives, method, rounds, config.seed, recorded)
-        self._repeat = Repeat(some, task, self._script, recorded, probe.x, logged=True)
+        self._repeat = Repeat(some, task, self._script, recorded, probe.x, logged=True, threads=self._threads)
         self._present: list[Worker] = []
         self.loss = math.nan
         """Of the mean of the workers that were there in the round of the last validation."""
@@ -79,9 +82,13 @@ class _Replay:
         with (
             self._lanes.opened(),
             RunFolder(
-                self._folder, config.document, config.record, traced_per_round=self._sends_per_round
+                self._folder,
+                config.document,
+                config.record,
+                traced_per_round=self._sends_per_round,
+                threads=(self._threads, config.owners.stop),
             ) as record,
-        ):  # fmt: skip
+        ):
             journal = self._journal(record)
             if 0 in self._script.turns:
                 journal.begin()

@@ -18,6 +18,7 @@ from gossamer.errors import ConfigError
 from gossamer.record import checkpoint
 from gossamer.record.lineage import Lineage
 from gossamer.record.logs.outcomes import Begun, Followed
+from gossamer.record.machines import Threads
 from gossamer.record.packed import cold, packed, unpacked
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.exchange import Each
@@ -45,15 +46,24 @@ class Repeat:
     Args:
         some: the settings of its rounds.
         recorded: its folder.
+        threads: those of its workers.
         like: a vector of parameters of the task's model.
         logged: whether the script tells which messages counted; all do otherwise.
     Raises: ConfigError unless the workers start alike, and where only some rounds are in the log.
     """
 
     def __init__(
-        self, some: Sequence[Stretch], task: Task, script: Script, recorded: Path, like: Tensor, *,
+        self,
+        some: Sequence[Stretch],
+        task: Task,
+        script: Script,
+        recorded: Path,
+        like: Tensor,
+        *,
         logged: bool,
-    ) -> None:  # fmt: skip
+        threads: Threads,
+    ) -> None:
+        self._threads = threads
         self.script, self.recorded, self._like, self._logged, self._given = script, recorded, like, logged, task
         changed = next((one for one in some if one.config.run.elastic != some[0].config.run.elastic), None)
         if logged and changed is not None:
@@ -112,6 +122,8 @@ class Repeat:
         self._reach(round)
         turn, replaced = self.script.turns[round], self._replaced
         there = set(turn.outcomes) | {slot for slot, k in turn.lost if self._processes[slot].number == k}
+        for slot in there:
+            self._take_threads(slot, round)
         workers = [*replaced, *(self.workers[slot] for slot in sorted(there))]
         reports = [*zip(workers, train_together(workers, round, each), strict=True)][len(replaced) :]
         present = [(worker, report) for worker, report in reports if worker.index in turn.outcomes]
@@ -127,6 +139,12 @@ class Repeat:
                 )  # fmt: skip
             self._keep(worker, round + 1)
         return present
+
+    def _take_threads(self, slot: int, round: int) -> None:
+        """Gives the worker of a slot the intra-op threads of its process, or of this round where no processes are logged."""
+        begun = self._processes[slot].begun if self._logged else None
+        since = round if begun is None else begun.round
+        self.workers[slot].replica.threads = self._threads.at(slot, since)
 
     def candidates(self, one: Begun | Followed) -> tuple[list[bytes], bool]:
         """The states that the donor had after so many rounds, and whether those with the hash that was recorded are among them.
@@ -169,6 +187,7 @@ class Repeat:
         if self.script.is_first(slot, begun):
             worker.replica.steps_taken = begun.steps
         else:
+            self._take_threads(slot, begun.round)
             for one in begun.followed:
                 worker.rehearse(one.after, self._taken(slot, one, begun.round))
             worker.take_over(self._taken(slot, begun, begun.round))

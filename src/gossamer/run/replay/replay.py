@@ -51,7 +51,7 @@ def _resumed_alike(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
     some, result = stretches(config, recorded, real=False), None
     for one, until in zip(some, [*(after.first for after in some[1:]), config.rounds], strict=True):
         if until > one.first:  # else the run went back behind it, and no round has these settings
-            engine = engine_of(one.config, folder, resume=result is not None)
+            engine = engine_of(one.config, folder, resume=result is not None, recorded=recorded)
             with engine.opened():
                 while engine.finished < until:
                     engine.advance()

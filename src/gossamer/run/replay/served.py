@@ -20,14 +20,16 @@ from torch import Tensor
 from gossamer.clock import LoopOptions
 from gossamer.errors import ConfigError
 from gossamer.record.logs.arrivals import ServerInput, arrivals_file, read_arrivals
+from gossamer.record.machines import Threads
 from gossamer.run.bookkeeping.evaluate import Probe, Result
 from gossamer.run.bookkeeping.finished import must_be_record_of
 from gossamer.run.config.resolved import ResolvedRun
-from gossamer.run.participant.agreement import HERE, use_threads
+from gossamer.run.participant.agreement import HERE
 from gossamer.run.replay.driver import Actor, Contradiction, Missing, follow
 from gossamer.run.replay.stretches import Stretch, stretches
 from gossamer.run.served.served_worker import ServedWorker, Trained
 from gossamer.run.served.session import Reply, ServerSession, open_session
+from gossamer.run.worker.numerics import threads_of, using_threads
 from gossamer.run.worker.task import Task, task_of
 from gossamer.transport.processes.launch import one_device
 
@@ -50,19 +52,23 @@ def replay_server(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
         raise ConfigError(
             f"'{recorded}' was recorded by 0.1.0 with real regions; this version replays servers without regions"
         )
-    use_threads(config)
+    threads = threads_of(config, recorded)
     inputs, began = read_arrivals(recorded), time.perf_counter()
     some = stretches(config, recorded, real=True)
     settings, journal = [_settings(one, some, recorded) for one, _ in _processes(inputs)], None
     for now, (begin, lines) in zip(settings, _processes(inputs), strict=True):
         task = task_of(now)
         probe = Probe(now, task, torch.device("cpu"))
-        with open_session(now, folder, probe, begin.round or None, replays=True) as session:
+        probe.threads = threads.at(config.workers, begin.round)
+        with (
+            using_threads(probe.threads),
+            open_session(now, folder, probe, begin.round or None, replays=threads) as session,
+        ):
             # Now that the folder is known to be of this run: its checkpoints before a change of settings count after it.
             for path in recorded.glob("branches.json"):
                 shutil.copyfile(path, folder / path.name)
             session.records.stops = {item.round for item in inputs if item.event == "serve"}
-            server = _Server(session, now, task, folder, arrivals_file(recorded), lines, inputs)
+            server = _Server(session, now, task, folder, arrivals_file(recorded), lines, inputs, threads)
             for _ in follow([server]):
                 pass
             if session.core.over:
@@ -101,10 +107,11 @@ class _Server(Actor[ServerInput]):
 
     def __init__(
         self, session: ServerSession, config: ResolvedRun, task: Task, folder: Path, file: Path, lines: Sequence[ServerInput],
-        inputs: Sequence[ServerInput],
+        inputs: Sequence[ServerInput], threads: Threads,
     ) -> None:  # fmt: skip
         super().__init__("server", "the server", file, lines)
         self._session, self._config, self._task, self._folder = session, config, task, folder
+        self._threads = threads
         self._device = one_device(config.run.device)
         """Of the workers; the server computes on the host."""
         self._options = LoopOptions(codec=config.with_server.codec, seed=config.seed)
@@ -181,6 +188,8 @@ class _Server(Actor[ServerInput]):
                 raise Contradiction(f"no worker can restore round {item.checkpoint} then")
             served, records = self._workers[worker], self._session.records
             served.join(reply.send.starts, reply.terms)
+            begun = reply.terms.cut_round if reply.terms.again else 0
+            served.learner.threads = self._threads.at(worker, begun)
             if reply.terms.again:  # what a server had absorbed and lost when it died, as the worker itself drops it
                 records.record.drop(served.uncounted(reply.terms))
                 records.events.drop(served.uncounted(reply.terms))

@@ -18,6 +18,7 @@ from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.logs.arrivals import ArrivalWriter, ServerInput
 from gossamer.record.logs.events import EventWriter
+from gossamer.record.machines import Threads
 from gossamer.record.whole_files import worker_suffix
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.journal import EventJournal, Journal, saver
@@ -142,20 +143,24 @@ class ServerRecords:
 
 @contextlib.contextmanager
 def open_files(
-    config: RunSettings, folder: Path, start: int | None, *, replays: bool = False
+    config: RunSettings, folder: Path, start: int | None, *, replays: Threads | None = None
 ) -> Iterator[ServerFiles]:  # fmt: skip
     """The files of a server process, which a replay writes for the workers as well.
 
-    Args: `start` is the number of rounds that are over, whose lines are kept; 0 for a run that starts again, None for a new one.
+    Args:
+        start: the number of rounds that are over, whose lines are kept; 0 for a run that starts again, None for a new one.
+        replays: the threads of all, in a replay.
     Raises: CheckpointError and ConfigError.
     """
     n = config.workers
-    who, suffix = (None, "") if replays else (n, worker_suffix(n))
+    who, suffix, threads = (n, worker_suffix(n), None) if replays is None else (None, "", (replays, config.owners.stop))
     with contextlib.ExitStack() as files:
-        record = files.enter_context(RunFolder(folder, config.document, config.record, worker=who, resume_round=start))
+        record = files.enter_context(
+            RunFolder(folder, config.document, config.record, worker=who, resume_round=start, threads=threads)
+        )
         events = files.enter_context(EventWriter(folder, network=HERE, workers=n, suffix=suffix, resume_round=start))
         arrivals = aside = None
-        if not replays:
+        if replays is None:
             arrivals = files.enter_context(ArrivalWriter(folder, resume=bool(start)))
             aside = files.enter_context(
                 ThreadPoolExecutor(1, "aside", torch.set_num_threads, (torch.get_num_threads(),))

@@ -33,7 +33,15 @@ from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
 from gossamer.run.bookkeeping.text_read import tell_text
 from gossamer.run.bookkeeping.which_round import kept_by, must_lose_nothing, tell_unverified
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
-from gossamer.run.participant.agreement import HERE, first_batch, limits_of, run_key, run_settings, use_threads
+from gossamer.run.participant.agreement import (
+    HERE,
+    first_batch,
+    limits_of,
+    run_key,
+    run_settings,
+    use_recorded_threads,
+    use_threads,
+)
 from gossamer.run.participant.sigterm import leaving
 from gossamer.run.served.protocol import OWNED, Terms, terms_of
 from gossamer.run.worker.replica import LocalPhase, Replica
@@ -171,6 +179,8 @@ def work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, *
         raise ConfigError(
             f"--worker got {worker} but the run file has workers = {config.workers}; give 0 to {config.workers - 1}"
         )
+    if resume:
+        use_recorded_threads(config, folder, worker)
     # Who comes twice is for its server to decide; whoever looks at the folder sees by the lock that it is there.
     with holding(folder, worker, strict=False):
         _work(config, folder, host, port, worker, resume)

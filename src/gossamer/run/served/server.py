@@ -32,7 +32,7 @@ from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.resume import Resume, history
 from gossamer.run.bookkeeping.which_round import ended, kept_by, to_go_on
 from gossamer.run.config.resolved import ResolvedRun
-from gossamer.run.participant.agreement import limits_of, run_key, run_settings, use_threads
+from gossamer.run.participant.agreement import limits_of, run_key, run_settings, use_recorded_threads, use_threads
 from gossamer.run.participant.sigterm import leaving
 from gossamer.run.served.protocol import HELLO_BYTES, Terms
 from gossamer.run.served.session import Pushed, Reply, open_session
@@ -65,6 +65,8 @@ def serve(config: ResolvedRun, folder: Path, host: str, port: int, *, resume: Re
     Cost: the rule's state; one message and one starting point per worker in flight.
     """
     use_threads(config)
+    if resume:
+        use_recorded_threads(config, folder, config.workers)
     with holding(folder, config.workers):
         _serve(config, folder, host, port, resume)
 

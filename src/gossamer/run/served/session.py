@@ -15,6 +15,7 @@ from gossamer.clock import SERVER, Absence, Transfer, Update
 from gossamer.clock.phases import Budget
 from gossamer.clock.server_core import Send, ServerAction, ServerCore
 from gossamer.layout import arrange, layout_of
+from gossamer.record.machines import Threads
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.served.protocol import Terms
@@ -141,12 +142,14 @@ class ServerSession:
 
 @contextlib.contextmanager
 def open_session(
-    config: ResolvedRun, folder: Path, probe: Probe, start: int | None, *, replays: bool = False
+    config: ResolvedRun, folder: Path, probe: Probe, start: int | None, *, replays: Threads | None = None
 ) -> Iterator[ServerSession]:  # fmt: skip
     """The session of a server that serves all workers, with its files. Raises CheckpointError and ConfigError.
 
-    Args: `start` is the number of rounds that are over, whose checkpoint is restored; 0 for a run that starts again, None for a
-        new one.
+    Args:
+        start: the number of rounds that are over, whose checkpoint is restored; 0 for a run that starts again, None for a new
+            one.
+        replays: as in `open_files`.
     """
     n = config.workers
     saved = restored(config, folder, start)  # before its files are cut to the round of that checkpoint

@@ -1,8 +1,8 @@
 """n workers in one process, round by round: a research run with every worker's replica on one CPU or one GPU.
 
 The workers' parameters are the rows of one `[n, P]` tensor, their models views of it and their inner optimizers untouched. A
-pool of threads with one intra-op thread each trains them: on small models that is faster than one process per worker, and
-each worker computes exactly what its own process would.
+pool of threads trains them, each with as many intra-op threads as the process of a worker has: on small models that is
+faster than one process per worker, and each worker computes exactly what its own process would.
 """
 
 import logging
@@ -39,6 +39,7 @@ from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.simulated.alignment import Alignment
 from gossamer.run.simulated.threads import Lanes
 from gossamer.run.worker.batched import Stacks
+from gossamer.run.worker.numerics import threads_of
 from gossamer.run.worker.replica import LocalPhase, Replica, must_start_alike, step_on_gradients
 from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.run.worker.stages.recovery import recover_all
@@ -57,18 +58,21 @@ log = logging.getLogger("gossamer")
 class Rounds:
     """A simulation in rounds. It trains while it is `opened`, and holds neither files nor threads otherwise.
 
-    Args: as in `gossamer.simulate`.
+    Args:
+        recorded: see `gossamer.run.simulated.simulate.engine_of`.
     Raises: ConfigError, PairingError, DataError, CheckpointError.
     """
 
     _record: RunFolder
 
-    def __init__(self, config: ResolvedRun, folder: Path, *, resume: Resume = False) -> None:
+    def __init__(
+        self, config: ResolvedRun, folder: Path, *, resume: Resume = False, recorded: Path | None = None
+    ) -> None:
         m = config.in_rounds
         for sentence in config.warnings:
             log.warning(sentence)
         self.config, self.folder, device = config, folder, one_device(config.run.device)
-        self.task = task_of(config)
+        self.task, self._threads = task_of(config), threads_of(config, recorded or (folder if resume else None))
         probe = Probe(config, self.task, device)
         mailboxes, together = MemoryNetwork(config.workers), Together(config.workers)
         self.workers = crew(config, self.task, m, probe.x, mailboxes.transport, together)
@@ -77,10 +81,10 @@ class Rounds:
         if resume:
             self.finished, line = _restore(self.workers, config, folder, auto=resume == "auto")
         self._cut = self.finished if resume else None
-        self._lanes = Lanes(device, config)
+        self._lanes = Lanes(device, config, self._threads)
         self._train = Stacks(self.workers, config.run.batched).train if config.run.batched > 1 else train_each
         probes = [probe, *(Probe(config, self.task, device) for _ in range(self._lanes.count - 1))]
-        self._probes = Probes(probes, self._lanes.each)
+        self._all_probes, self._probes = probes, Probes(probes, self._lanes.each)
         self._journal = Journal(
             config, lambda: self._record, lambda: self._assessed().figures(),
             lambda finished: _save(self.workers, folder, finished, line, self._lanes.each),
@@ -92,13 +96,18 @@ class Rounds:
     def opened(self) -> Iterator[None]:
         """Opens the files of the run and starts the threads."""
         config = self.config
+        self._take_threads()
         with (
             self._lanes.opened(),
             RunFolder(
-                self.folder, config.document, config.record, resume_round=self._cut,
+                self.folder,
+                config.document,
+                config.record,
+                resume_round=self._cut,
                 traced_per_round=self._sends_per_round,
+                threads=(self._threads, config.owners.stop),
             ) as self._record,
-        ):  # fmt: skip
+        ):
             tell_text(self._record, config, self.task.data)
             write_pipeline(self.folder, pipeline_work(config, self.workers[0].replica.layout))
             if self.finished == 0:
@@ -110,6 +119,7 @@ class Rounds:
         """Trains the next round. Raises TrainingError when a number is not finite."""
         config, workers, round = self.config, self.workers, self.finished
         began, finished = time.perf_counter(), round + 1
+        self._take_threads()
         reports = train_together(workers, round, self._lanes.each, self._train, self._alignment)
         self._busy_s += time.perf_counter() - began
         for worker, report in zip(workers, reports, strict=True):
@@ -120,6 +130,13 @@ class Rounds:
             _adapt(config.network, workers, round, reports)
         self._journal.end_round(finished, step=finished * config.full_steps, tokens=_tokens(workers))
         self.finished = finished
+
+    def _take_threads(self) -> None:
+        """Gives each worker the intra-op threads that it has in the next round; the mean is scored with those of worker 0."""
+        for worker in self.workers:
+            worker.replica.threads = self._threads.at(worker.index, self.finished)
+        for probe in self._all_probes:
+            probe.threads = self._threads.at(0, self.finished)
 
     def save(self) -> None:
         """Saves all workers."""

@@ -33,7 +33,7 @@ from gossamer.run.simulated.virtual_time import Events
 from gossamer.run.worker.task import task_of
 from gossamer.transport.processes.launch import one_device
 
-__all__ = ["engine_of", "simulate"]
+__all__ = ["engine_of", "recorded_beside", "simulate"]
 
 
 def simulate(
@@ -59,8 +59,9 @@ def simulate(
         is not finite.
     Cost: parameters, gradients, inner and outer state of every worker, and one message per worker in flight.
 
-    A run in rounds computes bit for bit what real processes compute: those of `gossamer train`, and at one thread those of your
-    own loop with `gossamer.Outer` and the same functions, if it calls `torch.manual_seed(seed)` before it makes its model. Where
+    A run in rounds computes bit for bit what real processes compute: those of `gossamer train` on this machine, and at one thread
+    those of your own loop with `gossamer.Outer` and the same functions, if it calls `torch.manual_seed(seed)` before it makes its
+    model. Where
     a forward pass draws random numbers, your loop must take them from `outer.drawing()`. A run whose local steps adapt
     (`run.adapt`) follows the clock there, and the seconds of the declared network here. An asynchronous run takes place in
     virtual time.
@@ -81,7 +82,9 @@ def simulate(
             unless_ended.callback(shutil.rmtree, folder, ignore_errors=True)
         if terminal is not None:
             terminal.follow(config.name, folder, config.record.print_every)
-        simulation = Simulation(config, engine_of(resolved, folder, resume=resume), temporary=out is None)
+        recorded = recorded_beside(run) if isinstance(run, str | Path) and not resume else None
+        engine = engine_of(resolved, folder, resume=resume, recorded=recorded)
+        simulation = Simulation(config, engine, temporary=out is None)
         simulation.go_on(until, is_held=True)
         unless_ended.pop_all()
         return simulation
@@ -105,8 +108,18 @@ def _must_fit(config: ResolvedRun) -> None:
         )
 
 
-def engine_of(config: ResolvedRun, folder: Path, *, resume: Resume) -> Engine:
-    """What trains a run in this process: in rounds, over virtual time, or nothing where it has ended. Raises: as `simulate`."""
+def recorded_beside(file: str | Path) -> Path | None:
+    """The folder of the recorded run that a run file, or a folder in its place, is of; None for any other file."""
+    path = Path(file)
+    return path if path.is_dir() else path.parent if path.name == "run.toml" else None
+
+
+def engine_of(config: ResolvedRun, folder: Path, *, resume: Resume, recorded: Path | None = None) -> Engine:
+    """What trains a run in this process: in rounds, over virtual time, or nothing where it has ended.
+
+    Args: `recorded` is the folder of a recorded run whose workers' threads it takes; by default that of a run that is resumed.
+    Raises: as `simulate`.
+    """
     _must_fit(config)
     kept = config.record.keep_checkpoints
     emptied = not kept and not (folder / "checkpoints").exists()
@@ -114,8 +127,8 @@ def engine_of(config: ResolvedRun, folder: Path, *, resume: Resume) -> Engine:
         say(ended(folder, config.rounds, kept=kept))
         return _Ended(config, folder)
     if config.event_driven:
-        return Events(config, folder, resume=resume)
-    return Rounds(config, folder, resume=resume)
+        return Events(config, folder, resume=resume, recorded=recorded)
+    return Rounds(config, folder, resume=resume, recorded=recorded)
 
 
 class _Ended:

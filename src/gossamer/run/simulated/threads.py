@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gossamer.record.machines import Threads
 from gossamer.run.config.resolved import RunSettings
 from gossamer.transport.processes.launch import available_cores
 
@@ -29,14 +30,14 @@ class Lanes:
 
     pool: ThreadPoolExecutor
 
-    def __init__(self, device: torch.device, config: RunSettings) -> None:
-        cores, self.intra_op = available_cores(), config.run.threads or 1
+    def __init__(self, device: torch.device, config: RunSettings, threads: Threads) -> None:
+        cores, self.intra_op = available_cores(), threads.widest
         alone = not config.parts.own.keys() <= {"model", "loss", "data", "validation", "optimizer"}
         self.count = 1 if alone or device.type == "cuda" else max(1, min(config.workers, cores // self.intra_op))
         if self.count * self.intra_op > cores:
             log.warning(
                 f"{self.count} x {self.intra_op} threads oversubscribe {cores} cores, which is several times slower; lower "
-                "run.threads"
+                "run.threads, unless this repeats a run that had so many"
             )
         _warn_of_others(cores)
 

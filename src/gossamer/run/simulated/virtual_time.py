@@ -25,6 +25,7 @@ from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.lineage import Lineage
 from gossamer.record.logs.events import EventWriter
+from gossamer.record.machines import Threads
 from gossamer.record.progress import say
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.run.bookkeeping.evaluate import Probe, Probes, Result, assess, mean_buffers, mean_of, publish
@@ -35,6 +36,7 @@ from gossamer.run.bookkeeping.text_read import tell_text
 from gossamer.run.bookkeeping.which_round import ended, kept_by, to_go_on
 from gossamer.run.config.resolved import InPairs, ResolvedRun, RunSettings, WithServer
 from gossamer.run.simulated.threads import Lanes
+from gossamer.run.worker.numerics import threads_of
 from gossamer.run.worker.replica import LocalPhase, Replica, must_start_alike
 from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.run.worker.task import Task, on_device, task_of
@@ -49,7 +51,8 @@ logger = logging.getLogger("gossamer")
 class Events:
     """A simulation over virtual time, a pure function of run file and seed. It holds files and threads while it is `opened` only.
 
-    Args: as in `gossamer.simulate`.
+    Args:
+        recorded: see `gossamer.run.simulated.simulate.engine_of`.
     Raises: ConfigError, PairingError, DataError and CheckpointError.
     Cost: parameters, gradients and inner state of every worker, and what the method keeps of its own.
     """
@@ -57,14 +60,19 @@ class Events:
     _record: RunFolder
     _log: EventWriter
 
-    def __init__(self, config: ResolvedRun, folder: Path, *, resume: Resume = False) -> None:
+    def __init__(
+        self, config: ResolvedRun, folder: Path, *, resume: Resume = False, recorded: Path | None = None
+    ) -> None:
         assert config.event_driven and config.network is not None and config.network_name is not None
         self.config, self.folder, self._name = config, folder, config.network_name
         for sentence in config.warnings:
             logger.warning(sentence)
         device, self._tally = one_device(config.run.device), _Tally(config)
-        self.task, self._lanes = task_of(config), Lanes(device, config)
-        self._learners = [_Learner(i, config, self.task, device, self._tally) for i in range(config.workers)]
+        self._threads = threads_of(config, recorded or (folder if resume else None))
+        self.task, self._lanes = task_of(config), Lanes(device, config, self._threads)
+        self._learners = [
+            _Learner(i, config, self.task, device, self._tally, self._threads) for i in range(config.workers)
+        ]
         must_start_alike(self._learners)
         self._run = _loop(config, config.network, self._learners)
         self._device = torch.device("cpu") if isinstance(self._run, ServerRun) else device
@@ -85,7 +93,13 @@ class Events:
         """Opens the files of the run and starts the threads, which may compute local phases ahead of virtual time."""
         config, cut = self.config, self._cut
         with (
-            RunFolder(self.folder, config.document, config.record, resume_round=cut) as self._record,
+            RunFolder(
+                self.folder,
+                config.document,
+                config.record,
+                resume_round=cut,
+                threads=(self._threads, config.owners.stop),
+            ) as self._record,
             EventWriter(self.folder, network=self._name, workers=config.workers, resume_round=cut) as self._log,
             self._lanes.opened(),
         ):
@@ -162,6 +176,7 @@ class Events:
     def _assessed(self, probe: Probe) -> dict[str, Any]:
         """The figures of a validation: of the server's model, or of the mean and each worker's own."""
         run, buffers = self._run, self.buffers()
+        probe.threads = self._threads.at(self.config.owners[0], self.finished)
         if isinstance(run, ServerRun):
             return {"loss": probe.loss(run.model(), mean_buffers(buffers))}
         return assess(run.models(), Probes([probe]), buffers).figures()
@@ -247,9 +262,11 @@ class _Tally:
 class _Learner(Replica):
     """A replica whose local phase may be computed before the virtual time at which it ends."""
 
-    def __init__(self, index: int, config: RunSettings, task: Task, device: torch.device, tally: _Tally) -> None:
+    def __init__(
+        self, index: int, config: RunSettings, task: Task, device: torch.device, tally: _Tally, threads: Threads
+    ) -> None:
         super().__init__(index, config, task, device)
-        self._tally = tally
+        self._tally, self._threads_by_round = tally, threads
         self.pool: Executor | None = None
         """Threads that compute phases ahead; None to compute each when it ends."""
         self._ahead: Future[LocalPhase] | None = None
@@ -257,6 +274,7 @@ class _Learner(Replica):
     def begin(self, number: int) -> None:
         """A phase begins; nothing but itself touches x until it ends."""
         self.round = self._tally.rounds
+        self.threads = self._threads_by_round.at(self.index, self.round)
         if self.pool is not None:
             self._ahead = self.pool.submit(super().local_phase, number)
 

@@ -46,7 +46,7 @@ from gossamer.run.bookkeeping.which_round import (
 from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.pipeline import stage_in
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
-from gossamer.run.participant.agreement import compare_first_batches
+from gossamer.run.participant.agreement import compare_first_batches, use_equal_threads, use_recorded_threads
 from gossamer.run.participant.sigterm import Asked, leaving
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.shards import Shards
@@ -129,6 +129,9 @@ def train_member(
     Raises: as `train`.
     Cost: one model, its gradients and states, the message in flight and those it receives.
     """
+    if resume:
+        use_recorded_threads(config, folder, member.worker)
+    use_equal_threads(config, member)
     m = config.in_rounds
     task = task_of(config)
     # Every worker finds on its own how far the rule may step on its topology, as it finds the text and the user's code.

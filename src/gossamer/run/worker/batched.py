@@ -13,6 +13,7 @@ from gossamer.models.stacked import stacked_losses
 from gossamer.optimizers import InnerOptimizer, Joined, SpectralMuon
 from gossamer.rounds.exchange import Each
 from gossamer.run.worker.compiled import made_ready
+from gossamer.run.worker.numerics import deterministic
 from gossamer.run.worker.replica import LocalPhase, Replica, loss_must_be_finite
 from gossamer.run.worker.stages.in_one_process import computing
 from gossamer.run.worker.task import on_device
@@ -52,6 +53,10 @@ class Stack:
 
         Raises: TrainingError at the first loss that is not finite.
         """
+        with deterministic():
+            return self._train(round, start, stop)
+
+    def _train(self, round: int, start: int, stop: int) -> list[LocalPhase]:
         began, like, R = time.perf_counter(), self._replicas[0], len(self._replicas)
         steps = like.gradient is None  # else each replica steps on its own, once it has the mean
         losses: list[list[float]] = []

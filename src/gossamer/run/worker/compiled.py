@@ -16,7 +16,8 @@ __all__ = ["made_ready"]
 def made_ready(forward: Callable[..., Tensor], config: RunSettings) -> Callable[..., Tensor]:
     """What computes losses, or the output of a stage given with its module, compiled where the run asks for it.
 
-    On a GPU compiled workers and their simulation agree but for rounding, and so may a run and its replay.
+    It is compiled and run in `gossamer.run.worker.numerics.deterministic`, without which the gradient of an embedding would be a
+    sum in the order in which threads come.
 
     Raises: ConfigError when there is no C++ compiler. Cost: ten seconds or more at the first step of a process.
     """

@@ -22,6 +22,7 @@ from gossamer.rounds.exchange import Each
 from gossamer.run.config.layouts import arranged
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.compiled import made_ready
+from gossamer.run.worker.numerics import deterministic, using_threads
 from gossamer.run.worker.shards import Shards
 from gossamer.run.worker.stages.in_one_process import InStages, StagedModel, computing
 from gossamer.run.worker.task import Task, buffers_of, on_device
@@ -103,6 +104,8 @@ class Replica:
         cut: Callable[[Llama], InStages] | None = None, shard: Callable[[Llama], Shards] | None = None,
     ) -> None:  # fmt: skip
         self.index, self.config, self.task, self.device = index, config, task, device
+        self.threads: int | None = None
+        """Intra-op threads with which it trains, in a process with several workers; None takes those of the calling thread."""
         if index == 0:  # one of all says it
             warn_of_slow_bf16(config.inner, device)
         self.model = task.model()
@@ -187,20 +190,27 @@ class Replica:
 
         Raises: TrainingError at the first loss that is not finite.
         """
+        with using_threads(self.threads):
+            return self._train(round, start, stop, after_step)
+
+    def _train(self, round: int, start: int, stop: int, after_step: Callable[[], None]) -> LocalPhase:
         began = time.perf_counter()
         losses, tokens = [], 0
         if self.staged is not None and start == 0:
             self.staged.begin()
         for h in range(start, stop):
-            value, count = self._backward(self.places or {self.index: self.steps_taken})
-            loss_must_be_finite(value, self, round)
-            losses.append(value)
-            tokens += count
-            self.steps_taken += 1
-            if self.places is not None:
-                self.places = {slot: step + 1 for slot, step in self.places.items()}
-            if self.gradient is None:
-                self._step(round, h)
+            with (
+                deterministic()
+            ):  # without what follows: an exchange does not recompile its update under another switch
+                value, count = self._backward(self.places or {self.index: self.steps_taken})
+                loss_must_be_finite(value, self, round)
+                losses.append(value)
+                tokens += count
+                self.steps_taken += 1
+                if self.places is not None:
+                    self.places = {slot: step + 1 for slot, step in self.places.items()}
+                if self.gradient is None:
+                    self._step(round, h)
             if pace_s := self.config.pace_s_of(self.index):
                 time.sleep(max(0.0, began + len(losses) * pace_s - time.perf_counter()))
             self.phase_left_s = (self.local_steps - h - 1) * (time.perf_counter() - began) / len(losses)
@@ -213,7 +223,8 @@ class Replica:
     def step_on_gradient(self, round: int) -> None:
         """The inner step on a gradient that has been exchanged; nothing for a replica that keeps none."""
         if self.gradient is not None:
-            self._step(round, self.local_steps - 1)
+            with using_threads(self.threads), deterministic():
+                self._step(round, self.local_steps - 1)
 
     def steps_like(self, other: "Replica") -> bool:
         """Whether Muon's step on the gradient of another replica is its step here, to the last bit."""
@@ -221,6 +232,8 @@ class Replica:
             return False
         if self.task.optimizer is not None:
             return False  # what a step of the user's own changes is not known
+        if self.threads != other.threads:
+            return False
         mine, theirs = self._stepped(), other._stepped()
         if len(mine) != len(theirs) or len(mine) == 2:
             return False  # before the first step there are no moments to copy to

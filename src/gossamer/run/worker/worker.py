@@ -16,6 +16,7 @@ from gossamer.rounds.loop import OuterLoop
 from gossamer.rounds.schedule import Stop
 from gossamer.rounds.sharing import first_sharing
 from gossamer.rounds.together import Together
+from gossamer.run.worker.numerics import using_threads
 from gossamer.run.worker.replica import LocalPhase, Replica, merged_phases
 from gossamer.transport.contract import Reduce, Transport
 from gossamer.tree import leaves, must_fit
@@ -144,7 +145,8 @@ class Worker:
         """Sends what is due at the stop of a segment."""
         if self.config.record.hash and segment.stop.sends:
             self._hashes.append(self._hash(segment.stop))
-        return self.loop.post(segment.round, segment.stop)
+        with using_threads(self.replica.threads):
+            return self.loop.post(segment.round, segment.stop)
 
     def hashes(self) -> list[str]:
         """One for each stop since the last call at which something was sent: of that, as it was right before.
@@ -164,7 +166,8 @@ class Worker:
 
     def receive(self, segment: Segment) -> None:
         """Waits for what is due at the stop of a segment, and makes its outer updates."""
-        self.loop.receive(segment.round, segment.stop)
+        with using_threads(self.replica.threads):
+            self.loop.receive(segment.round, segment.stop)
         self.replica.recompute()
         self._count_steps()
 

@@ -4,11 +4,13 @@ import atexit
 import contextlib
 import json
 import logging
+import math
 import os
 import resource
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ __all__ = [
     "agree",
     "available_cores",
     "device_of",
+    "intra_op_threads",
     "join",
     "launched",
     "leave",
@@ -49,7 +52,7 @@ def join(
         parts: processes of a worker, or those of each.
         backend: "gloo", "nccl", or "auto": NCCL on GPUs, gloo otherwise. With gloo and a GPU, messages pass through the host.
         device: "cpu", "cuda" (the GPU of this process's LOCAL_RANK), or "auto": a GPU if there is one.
-        threads: intra-op threads of torch; 0 takes an equal share of the cores, or OMP_NUM_THREADS if that is set.
+        threads: as `intra_op_threads` takes them.
         timeout_s: how long to wait for the others.
         part_is: what a process of a worker of several is called.
         group: whether to make a process group; the workers of an elastic run only meet at the store, and may be fewer.
@@ -62,8 +65,7 @@ def join(
     rank, ranks = _rank(sizes), sum(sizes)
     where = device_of(device)
     backend = _backend(backend, where, ranks)
-    if threads or "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads or max(1, available_cores() // _number("LOCAL_WORLD_SIZE", default=ranks)))
+    torch.set_num_threads(intra_op_threads(threads, _number("LOCAL_WORLD_SIZE", default=ranks)))
     if where.type == "cuda":
         torch.cuda.set_device(where)
     member = Member.at(rank, workers, where, _store(rank, timeout_s), sizes, environment_secret())
@@ -356,9 +358,69 @@ def _unset(name: str) -> str:
     )
 
 
+def intra_op_threads(threads: int, processes: int) -> int:
+    """The intra-op threads of each of the processes on this machine: the same for those of a real run and their simulation.
+
+    Args: `threads` is `run.threads`; 0 takes OMP_NUM_THREADS, or where that is not set an equal share of the cores.
+    Raises: ConfigError where OMP_NUM_THREADS is no number of threads.
+    """
+    if threads:
+        return threads
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    if not text.strip():
+        return max(1, available_cores() // processes)
+    outer = text.partition(",")[0].strip()  # OpenMP takes a list: what follows is for loops within loops
+    if not outer.isascii() or not outer.isdigit() or len(outer) > 4 or not 1 <= int(outer) <= 1024:
+        raise ConfigError(
+            f"OMP_NUM_THREADS is '{text:.40}'; it must be a whole number of threads from 1 to 1024, or unset it to share the "
+            "cores equally"
+        )
+    return int(outer)
+
+
 def available_cores() -> int:
-    """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Number of cores that this process may keep busy: those that it may run on, or the quota of its container if that is less.
+
+    A part of a core is not counted: with more threads than quota all of them would be stopped for the rest of each period.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(
+        1,
+        min([cores, *(math.floor(quota) for quota in _cpu_quotas(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")))]),
+    )
+
+
+def _cpu_quotas(groups: Path, mounted: Path) -> Iterator[float]:
+    """The cores' worth of time that the control groups of this process grant it, of the versions 1 and 2 of Linux.
+
+    Args: `groups` says which groups these are, and below `mounted` are their files.
+    """
+    for line in _text(groups).splitlines():
+        _, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        if names and "cpu" not in names.split(","):
+            continue
+        # Each enclosing group has its quota too. Within a container the root folder is the container's group, while the path
+        # may be the one on the host.
+        innermost = Path(path.lstrip("/"))
+        for group in [innermost, *innermost.parents]:
+            if not names:
+                words = _text(mounted / group / "cpu.max").split()
+            else:
+                files = [mounted / names / group / f"cpu.cfs_{name}_us" for name in ("quota", "period")]
+                words = " ".join(map(_text, files)).split()
+            with contextlib.suppress(ValueError):  # "max" where there is no limit
+                quota, period = map(int, words)
+                if quota > 0 and period > 0:  # -1 where there is none
+                    yield quota / period
+
+
+def _text(path: Path) -> str:
+    """What is in a file of the system; nothing where it has none."""
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _workers(ranks: Sequence[int], member: Member) -> str:

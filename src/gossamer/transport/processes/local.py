@@ -21,7 +21,7 @@ from typing import NamedTuple, TextIO
 
 import torch
 
-from gossamer.transport.processes.launch import available_cores
+from gossamer.transport.processes.launch import intra_op_threads
 from gossamer.transport.processes.member import place_of, sizes_of_workers
 from gossamer.transport.processes.store import Entries, hosted_store, reached_store, report_fallen, shared_part
 from gossamer.transport.secret import SECRET, environment_secret, new_secret
@@ -246,7 +246,7 @@ def _children(n: int, work: Work, secret: bytes) -> Iterator[Callable[..., BaseP
     common = {
         **os.environ,
         SECRET: secret.decode(),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, available_cores() // n))),
+        "OMP_NUM_THREADS": str(intra_op_threads(0, n)),
     }
     processes: list[BaseProcess] = []
     pumps: list[threading.Thread] = []
