@@ -144,6 +144,28 @@ def test_no_phase_is_lost_while_news_of_the_last_ones_is_on_its_way(tmp_path, mo
     assert 2 * 6 <= sum(phases) < 2 * 6 + 2, phases
 
 
+def test_an_order_of_events_that_was_cut_at_its_end_is_not_taken_for_a_whole_one(tmp_path):
+    config = tiny(
+        workers=2, topology__name="complete", run__steps=6, run__timeout_s=LIMIT_S, run__eval_every=0, **KINDS["gossip"]
+    )  # fmt: skip
+    folder = tmp_path / "run"
+    fleet = Fleet(config, folder)
+    fleet.start(lambda slot, number: None)
+    fleet.finish()
+    must_replay(folder, tmp_path / "again", config)
+    order = folder / "order-000.jsonl"
+    lines = order.read_text().splitlines(keepends=True)
+    assert '"mix"' in lines[-2] and '"end"' in lines[-1]
+    for kept, sentence in (
+        (lines[:-1], "order-000.jsonl' ends before round 3, of which the folder has a checkpoint of worker 0"),
+        (lines[:-2], "order-000.jsonl' ends before round 3, of which the folder has a checkpoint of worker 0"),
+        ([*lines[:-2], lines[-1]], "the update after the last phase is missing"),
+    ):
+        order.write_text("".join(kept))
+        with pytest.raises(DataError, match=sentence):
+            replay_asynchronous(resolve(config, real=True), tmp_path / "refused", folder)
+
+
 @pytest.mark.parametrize(
     ("kind", "own", "leaves"),
     [("gossip", True, False), ("pairs", False, False), ("pairs", True, True)],
