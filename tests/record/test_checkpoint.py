@@ -234,6 +234,14 @@ def test_rewinding_removes_the_generations_of_a_future_that_will_not_be(tmp_path
     assert "round-000020" not in files(tmp_path)
 
 
+def test_what_a_killed_worker_had_begun_to_write_goes_when_it_starts_again(tmp_path: Path) -> None:
+    begun = [tmp_path / f".worker-00{worker}.safetensors" for worker in range(2)]
+    for path in begun:
+        path.write_bytes(b"half")
+    checkpoint.rewind(tmp_path, 0, 1)
+    assert [path.exists() for path in begun] == [True, False], "the other worker may be writing its own"
+
+
 @pytest.mark.parametrize("kind", ["a file", "a link that leads nowhere"])
 def test_what_is_no_folder_in_the_place_of_a_round_is_damage_and_is_put_aside_when_a_run_goes_back(
     tmp_path: Path, kind: str

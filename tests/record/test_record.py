@@ -416,3 +416,11 @@ def test_a_line_on_disk_is_what_the_schema_says(tmp_path: Path) -> None:
         "lr": 1e-3,
         "tokens": 1024,
     }
+
+
+def test_a_record_that_is_removed_while_a_run_writes_it_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", "") as run:
+        run.log("train", round=0, worker=0, step=1, loss=3.0)
+        (tmp_path / "run" / "metrics.jsonl").unlink()
+        with pytest.raises(DiskError, match=r"metrics.jsonl' was removed while the run was writing it"):
+            run.log("train", round=1, worker=0, step=2, loss=2.0)

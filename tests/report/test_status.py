@@ -161,6 +161,8 @@ def test_a_worker_whose_process_here_has_ended_is_gone_whoever_has_its_port_now(
             write_address(tmp_path, Address(1, f"127.0.0.1:{other.getsockname()[1]}", RUN))
         with holding(tmp_path, 1):
             assert run_status(tmp_path).workers[1].standing == ("alive" if kind == "rounds" else "unknown")
+            later = run_status(tmp_path, now_s=time.time() + 13).workers[1]  # as of a process that was stopped
+            assert later.standing == ("silent" if kind == "rounds" else "unknown") and later.age_s > 12
         assert run_status(tmp_path).workers[1].standing == "gone"
         (tmp_path / ".lock-001").write_text("process 7 on another machine")
         assert run_status(tmp_path).workers[1].standing == "unknown"

@@ -152,7 +152,9 @@ def command(
     if code == 0 and output.json:
         print_json(_result(run, folder, local, served))
     elif code != 0 and local is not None:
-        again = f"; resume it with --resume {folder}" if is_resumable(folder) else ""
+        # By code 2 a worker has said what is wrong, and it would meet that again.
+        first = "mend what is said above, then " if code == 2 else ""
+        again = f"; {first}resume it with --resume {folder}" if is_resumable(folder) else ""
         log.warning("the run ended before its last round, with code %d%s", code, again)
     elif code == 0 and local is not None:
         print(

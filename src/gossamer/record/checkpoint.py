@@ -117,7 +117,7 @@ def save(
     check_finite(tensors, f"worker {worker} after round {round}")
     line = _line(digest)
     manifest, tensor_file = _paths(folder, round, worker)
-    scratch = folder / f".{tensor_file.name}"  # what a kill leaves of it is written over
+    scratch = _scratch(folder, worker)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         size, sha256 = write_tensors(scratch, tensors)
@@ -263,6 +263,8 @@ def rewind(folder: Path, round: int, worker: int, *, aside: bool = False) -> Non
         disk is away, may be sound, and with it the generation of all workers. Where one of them lies there already, as the run
         goes back a second time, its name gets a number.
     """
+    with contextlib.suppress(OSError):  # what a worker that was killed had begun to write
+        _scratch(folder, worker).unlink(missing_ok=True)
     gone = [r for r in _rounds(folder) if r > round]
     for place in [place for r in gone if _is_no_folder(place := _paths(folder, r, worker)[0].parent)]:
         # It may be a link to a disk that is away. Where it stays, the run cannot save when it reaches that round again.
@@ -300,6 +302,11 @@ def _paths(folder: Path, round: int, worker: int) -> tuple[Path, Path]:
     """The manifest and the tensor file of one generation."""
     stem = folder / f"round-{round:06d}" / f"worker{worker_suffix(worker)}"
     return stem.with_suffix(".json"), stem.with_suffix(".safetensors")
+
+
+def _scratch(folder: Path, worker: int) -> Path:
+    """Where the tensors are written before they are moved to their place; a kill leaves it, and the next start removes it."""
+    return folder / f".worker{worker_suffix(worker)}.safetensors"
 
 
 def _rounds(folder: Path) -> list[int]:

@@ -73,6 +73,11 @@ class Appender:
         """Appends one line, which ends in a line break."""
         rest = line.encode()
         with writing(self._path):
+            if not os.fstat(self._file.fileno()).st_nlink:  # else it would grow unseen, and be gone at the end
+                raise DiskError(
+                    f"'{self._path}' was removed while the run was writing it, so the record of its earlier rounds is lost; "
+                    "bring it back and go on with --resume, or start again with another --out"
+                )
             while rest:  # a nearly full disk may take a part
                 rest = rest[self._file.write(rest) :]
 

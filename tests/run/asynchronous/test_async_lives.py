@@ -5,6 +5,7 @@ import json
 import secrets
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -28,6 +29,7 @@ from gossamer.run.participant.seat import Seat, join_run
 from gossamer.run.participant.sigterm import Asked
 from gossamer.run.replay.asynchronous import replay_asynchronous
 from gossamer.run.worker.task import task_of
+from gossamer.transport.elastic.calls import Calls
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
 from gossamer.transport.sockets.connection import Endpoint
 from tiny import limits
@@ -115,6 +117,54 @@ def must_replay(folder, again, config):
         moments = [[one["exp_avg"] for one in two["inner"]["state"].values()] for two in (state, theirs[i][1])]
         assert all(map(torch.equal, *moments)), i
     assert read_order(again) == read_order(folder)
+
+
+def test_no_phase_is_lost_while_news_of_the_last_ones_is_on_its_way(tmp_path, monkeypatch):
+    """The moments in which others know of a phase, but not all of it, are stretched."""
+    config = tiny(
+        workers=2, topology__name="complete", run__steps=12, run__timeout_s=LIMIT_S, run__eval_every=0,
+        run__checkpoint_every=0, **KINDS["gossip"],
+    )  # fmt: skip
+    write, finish = OrderWriter.write, Calls.finish
+
+    def write_late(self, event):
+        if isinstance(event, Mixed) and self.path.name == "order-001.jsonl":
+            time.sleep(0.3)  # its message is out, and not yet the word that its phase has ended
+        write(self, event)
+
+    def finish_late(self):  # its last phase has ended, and not yet the word that it begins no other
+        time.sleep(1.0)
+        finish(self)
+
+    monkeypatch.setattr(OrderWriter, "write", write_late)
+    monkeypatch.setattr(Calls, "finish", finish_late)
+    fleet = Fleet(config, tmp_path / "run")
+    fleet.start(lambda slot, number: None if slot else time.sleep(0.2))
+    fleet.finish()
+    phases = [one[-1].phases for one in read_order(tmp_path / "run").values()]
+    assert 2 * 6 <= sum(phases) < 2 * 6 + 2, phases
+
+
+def test_an_order_of_events_that_was_cut_at_its_end_is_not_taken_for_a_whole_one(tmp_path):
+    config = tiny(
+        workers=2, topology__name="complete", run__steps=6, run__timeout_s=LIMIT_S, run__eval_every=0, **KINDS["gossip"]
+    )  # fmt: skip
+    folder = tmp_path / "run"
+    fleet = Fleet(config, folder)
+    fleet.start(lambda slot, number: None)
+    fleet.finish()
+    must_replay(folder, tmp_path / "again", config)
+    order = folder / "order-000.jsonl"
+    lines = order.read_text().splitlines(keepends=True)
+    assert '"mix"' in lines[-2] and '"end"' in lines[-1]
+    for kept, sentence in (
+        (lines[:-1], "order-000.jsonl' ends before round 3, of which the folder has a checkpoint of worker 0"),
+        (lines[:-2], "order-000.jsonl' ends before round 3, of which the folder has a checkpoint of worker 0"),
+        ([*lines[:-2], lines[-1]], "the update after the last phase is missing"),
+    ):
+        order.write_text("".join(kept))
+        with pytest.raises(DataError, match=sentence):
+            replay_asynchronous(resolve(config, real=True), tmp_path / "refused", folder)
 
 
 @pytest.mark.parametrize(

@@ -324,3 +324,17 @@ def test_a_copy_of_a_trunk_anneals_to_the_bits_of_a_run_that_annealed_from_the_s
     simulate(single(inner__schedule="constant", inner__warmup_steps=2, run__steps=12), tmp_path / "trunk", resume=True)
     on = simulate(single(inner__schedule="constant", inner__warmup_steps=2, run__steps=12), tmp_path / "at once")
     assert on.loss == read_metrics(tmp_path / "trunk")[-1]["loss"], "the trunk goes on as if nobody had copied it"
+
+
+def test_a_simulation_whose_first_checkpoint_is_of_some_workers_is_started_again_as_its_sentence_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    simulate(single(run__steps=4, run__checkpoint_every=2), folder, until=1)
+    for path in (folder / "checkpoints").glob("round-*/worker-00[12].*"):  # as of a disk that was full
+        path.unlink()
+    assert main(["simulate", "--resume", str(folder)]) == 2
+    said = capsys.readouterr().err
+    again = f"gossamer simulate {folder / 'run.toml'} --out {folder} --resume auto"
+    assert f"start it again there with {again}" in said and "elastic" not in said, said
+    assert main([*again.split()[1:], "--quiet"]) == 0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 
@@ -182,6 +183,12 @@ def test_a_record_without_its_end_is_replayed_as_far_as_it_came(tmp_path, monkey
     cut = changed(tmp_path / "real", tmp_path / "cut", lambda lines: lines[:4])
     replay_server(resolve(config, real=True), tmp_path / "replay", cut)
     assert checkpoint.rounds(tmp_path / "replay" / "checkpoints", 1) == [1, 2]
+    newest = checkpoint.rounds(tmp_path / "real" / "checkpoints", 1)[-1]
+    shutil.copytree(tmp_path / "real" / "checkpoints", cut / "checkpoints")
+    with pytest.raises(
+        DataError, match=rf"arrivals.jsonl' ends before round {newest}, of which the folder has a checkpoint"
+    ):
+        replay_server(resolve(config, real=True), tmp_path / "again", cut)
     with pytest.raises(CheckpointError):
         saved(tmp_path / "replay", config, 1)
 

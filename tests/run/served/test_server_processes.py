@@ -592,6 +592,23 @@ def test_a_server_that_gets_sigterm_saves_after_its_round_and_goes_on_from_it(tm
     [stopped] = checkpoint.rounds(real / "checkpoints", config.workers)
     assert f"stopped after round {stopped} of {config.rounds}, and saved; resume with --resume {real}" in output
     assert 0 < stopped < 40
+    if whom == "launcher":
+        replay_server(resolve(config, real=True), tmp_path / "stopped", real)
+        assert checkpoint.rounds(tmp_path / "stopped" / "checkpoints", config.workers) == [stopped]
+        assert torch.equal(model(tmp_path / "stopped", config, stopped), model(real, config, stopped))
+        ours, theirs = (
+            sorted(
+                (line["worker"], line["step"], line["loss"]) for line in read_metrics(folder) if line["kind"] == "train"
+            )
+            for folder in (real, tmp_path / "stopped")
+        )
+        assert ours == theirs, "the replay has each phase that a worker has recorded, whether its push arrived or not"
+        replayed = events(tmp_path / "stopped")
+        for i in range(2):  # the last answer of a server that stops may not reach a worker
+            fetches = [
+                [e["target"] for e in some if e["event"] == "fetch"].count(i) for some in (events(real, i), replayed)
+            ]
+            assert 0 < fetches[0] <= fetches[1] <= fetches[0] + 1
     code, output = run("train", "--resume", real, "--local", 2)
     assert code == 0, output
     replay_server(resolve(config, real=True), tmp_path / "replay", real)

@@ -250,7 +250,7 @@ class _Reader:
         follows = isinstance(event, Mixed) and isinstance(before, Published)
         if isinstance(event, Mixed) and not (follows and event.number == phases - 1 and _once(event)):
             impossible(where, f"an update after phase {event.number} does not follow what is above it")
-        if isinstance(event, Published) and isinstance(before, Published):
+        if isinstance(event, Published | Finished) and isinstance(before, Published):
             impossible(where, "the update after the last phase is missing")
         if isinstance(event, Told | Met):
             key = event[:4]

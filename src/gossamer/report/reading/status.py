@@ -31,6 +31,8 @@ __all__ = ["RunStatus", "Sighting", "WorkerStatus", "run_status", "standing_of"]
 
 PATIENCE_S = 2.0
 """How long a worker may take to answer."""
+SILENT_S = 10.0
+"""A worker is called silent after this long without a line, or after five of its rounds if that is longer."""
 
 
 class WorkerStatus(NamedTuple):
@@ -38,7 +40,8 @@ class WorkerStatus(NamedTuple):
 
     worker: int
     standing: str
-    """One of the words of `standing_of`."""
+    """One of the words of `standing_of`; or silent, of one that is there and has written nothing for 10 s, or for five of its
+    rounds if that is longer."""
     round: int
     """Rounds that it is known to have behind it."""
     steps: int | None
@@ -220,9 +223,14 @@ def _of_worker(slot: int, entry: SlotEntry | None, records: _Records, answers: _
     )  # fmt: skip
     loss = trained[-1].get("loss") if trained else None
     age_s = _age_s(slot, records.folder, answers.views, now_s) if entry or lives or trained else None
+    standing, last = standing_of(seen), records.seconds.get(slot)
+    # Of one that cannot be asked its lock says that the process is there, also of one that is stopped.
+    if standing == "alive" and not seen.answered and age_s is not None:
+        round_s = 0.0 if last is None else last.end_s / (last.round + 1)
+        standing = "silent" if age_s > max(SILENT_S, 5 * round_s) else standing
     return WorkerStatus(
-        slot, standing_of(seen), done, _steps(lives, trained), loss, age_s, address or None, *_failed(lives),
-        _declined(slot, records.trained), records.seconds.get(slot),
+        slot, standing, done, _steps(lives, trained), loss, age_s, address or None, *_failed(lives),
+        _declined(slot, records.trained), last,
     )  # fmt: skip
 
 

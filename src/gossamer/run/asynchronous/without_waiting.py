@@ -222,13 +222,15 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
         """Inner steps of all workers in the local phases that are over, or have `begun`, this worker's own being `number`.
 
         Two workers may both begin the last phase that is left, as news takes time: a run has at most a phase of each too many. A
-        worker that dies or is asked to leave amid the last phases, when the others have stopped, leaves its own out.
+        worker that dies amid the last phases, when the others have stopped, leaves its own out.
         """
         steps = number * self._local_steps
         for slot, one in self.transport.phases().items():
             if slot != self.slot:
                 local = self.config.local_steps_of(slot)
-                steps += (phases_behind(one.ended, one.steps, local) + (begun and one.trains)) * local
+                # The message of a phase may come before the word that it has ended: both are the phase that it trains.
+                phases = max(phases_behind(one.ended, one.steps, local), one.ended + (begun and one.trains))
+                steps += phases * local
         return steps
 
     def phase(self) -> None:
@@ -258,9 +260,7 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
 
     def leave(self) -> None:
         """See `Participant`: stays for the others, saves and says so."""
-        number = self._number
-        self.transport.begin_phase(number)
-        left = self.asked.is_set()
+        number, left = self._number, self.asked.is_set()
         self._stay(left)
         why = "left" if left and self.has_more else "finished"
         finished = self.config.rounds if why == "finished" else max(self.round, self._begun.round)
@@ -272,14 +272,18 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
             self.journal.end_own_round(self.replica, finished)
         else:
             self.save(finished)
+        if left:
+            self.transport.end_phases(
+                number, leaves=True
+            )  # others counted the phase that it has ended as begun until now
+        if why == "left":
             say(f"worker {self.slot} leaves after {number} local phases, as it was asked to, and has saved its state")
 
     def _stay(self, left: bool) -> None:
         """Stays until everybody who is alive has taken the last step; who leaves ends what it is amid of."""
         with self.transport.changed:
             if not left:
-                self.calls.finish()
-                self.transport.flush()
+                self.transport.end_phases(self._number, leaves=False)
                 while not self.calls.alone and not self.asked.is_set():
                     self.transport.changed.wait(PATIENCE_S)
             self.calls.closed = True

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -477,7 +478,12 @@ def _none_counts(store: Store, choice: ChosenRound) -> CheckpointError:
     sound = [f"that of worker {owner} after round {max(one.whole)}" for owner, one in kept.items() if one.whole]
     only = f", only {' and '.join(sound)} is" if sound else ""
     instead = "bring sound files back, and the checkpoint folders of all machines together"
-    if sound and _may_be_elastic(config):
+    if (store.folder / "metrics.jsonl").exists():  # a simulation, whose workers are one process on one machine
+        again = (
+            f"gossamer simulate {quote(str(store.folder / 'run.toml'))} --out {quote(str(store.folder))} --resume auto"
+        )
+        instead = f"start it again there with {again}" if _may_start(config, kept) else "bring sound files back"
+    elif sound and _may_be_elastic(config):
         instead += f", go on from what is sound with gossamer train --resume {store.folder} --set run.elastic=true"
     if config.kind == "rounds" and config.pipeline.stages > 2:
         instead += ", name a middle stage that is lost and the round in pipeline.lost, so that it goes on from what others have"

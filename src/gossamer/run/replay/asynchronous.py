@@ -22,8 +22,9 @@ from gossamer.clock import Phase
 from gossamer.clock.gossip_worker import GossipWorker
 from gossamer.clock.pair_worker import PairWorker
 from gossamer.clock.phases import LoopOptions
-from gossamer.errors import ConfigError, DataError
+from gossamer.errors import CheckpointError, ConfigError, DataError
 from gossamer.finite import must_be_finite
+from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.logs.events import EventWriter
 from gossamer.record.logs.order import (
@@ -50,7 +51,7 @@ from gossamer.run.bookkeeping.finished import must_be_record_of
 from gossamer.run.bookkeeping.journal import log_phase
 from gossamer.run.config.resolved import InPairs, ResolvedRun
 from gossamer.run.participant.agreement import HERE, limits_of
-from gossamer.run.replay.driver import Actor, Contradiction, Missing, follow
+from gossamer.run.replay.driver import Actor, Contradiction, Missing, ends_early, follow
 from gossamer.run.replay.stretches import must_not_have_changed
 from gossamer.run.worker.numerics import threads_of
 from gossamer.run.worker.replica import Replica
@@ -85,11 +86,29 @@ def replay_asynchronous(config: ResolvedRun, folder: Path, recorded: Path) -> Re
             f"'{recorded}' has events of worker {strangers[0]} of {config.workers}; restore the files of the run"
         )
     must_not_have_changed(config, recorded, "which of its workers' events came before is not recorded")
+    _must_be_whole(config, recorded, order)
     began, run = time.perf_counter(), _Run(config, folder, threads_of(config, recorded))
     run.compute(recorded, order)
     for path in sorted(recorded.glob("order-*.jsonl")):
         shutil.copyfile(path, folder / path.name)
     return Result(run.loss, run.tokens, run.tokens / (time.perf_counter() - began), {HERE: run.time_s})
+
+
+def _must_be_whole(config: ResolvedRun, recorded: Path, order: Mapping[int, Sequence[OrderLife]]) -> None:
+    """Raises DataError where the newest checkpoint of a worker is of later events than its record has.
+
+    Rounds do not tell it: a worker saves what is due once it has ended a phase, and may be killed before it records the next.
+    """
+    store, events = recorded / "checkpoints", {one.life: len(one.events) for some in order.values() for one in some}
+    for slot in order:
+        for round in checkpoint.rounds(store, slot, config.line)[-1:]:
+            try:
+                state = state_of(checkpoint.load(store, round, slot, config.line), round, limits_of(config))
+            except CheckpointError:  # of its damage others speak; it says nothing of the record
+                continue
+            worker, life, place = state.source
+            if place > events.get(life, 0):
+                raise ends_early(recorded / f"order{worker_suffix(worker)}.jsonl", round, f"worker {slot}")
 
 
 class _Run:

@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from gossamer.errors import DataError
 
-__all__ = ["Actor", "Contradiction", "Missing", "contradiction", "follow"]
+__all__ = ["Actor", "Contradiction", "Missing", "contradiction", "ends_early", "follow"]
 
 E = TypeVar("E")
 A = TypeVar("A", bound="Actor[Any]")
@@ -101,6 +101,14 @@ def _stuck(waiting: Sequence[Actor[Any]]) -> DataError:
 
 def _at(one: Actor[Any], event: Any, why: str) -> DataError:
     return contradiction(one.file, one.who, one.named(event), why)
+
+
+def ends_early(file: Path, round: int, owner: str) -> DataError:
+    """A record was cut at its end: its folder has a checkpoint of an owner, after so many rounds, to which it does not lead."""
+    return DataError(
+        f"the record in '{file}' ends before round {round}, of which the folder has a checkpoint of {owner}, so lines at its end "
+        "are missing; restore the files of all workers as the run wrote them"
+    )
 
 
 def contradiction(file: Path, who: str, event: str, why: str) -> DataError:

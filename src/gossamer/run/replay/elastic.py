@@ -16,12 +16,13 @@ from typing import Any
 from gossamer.errors import ConfigError
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
-from gossamer.record.logs.outcomes import Life, read_outcomes
+from gossamer.record.logs.outcomes import OUTCOMES, Life, read_outcomes
 from gossamer.run.bookkeeping.evaluate import Probe, Probes, Result, assess
 from gossamer.run.bookkeeping.finished import must_be_record_of
 from gossamer.run.bookkeeping.journal import Journal
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.elastic.elastic_rounds import KEPT
+from gossamer.run.replay.driver import ends_early
 from gossamer.run.replay.repeat import Repeat, Reports
 from gossamer.run.replay.script import script_of
 from gossamer.run.replay.stretches import stretches
@@ -48,6 +49,10 @@ def replay_elastic(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
             f"'{recorded}' has no log of outcomes (outcomes-*.jsonl), which real runs with run.elastic = true write; any other "
             "run in rounds is repeated by gossamer simulate alone"
         )
+    for slot, some in lives.items():
+        behind = max(max(one.begun.after, *(done.round + 1 for done in one.rounds), 0) for one in some)
+        if (newest := max(checkpoint.rounds(recorded / "checkpoints", slot), default=0)) > behind:
+            raise ends_early(OUTCOMES.path(recorded, slot), newest, f"worker {slot}")
     began, replay = time.perf_counter(), _Replay(config, folder, lives, recorded)
     replay.run()
     for path in sorted([*recorded.glob("outcomes-*.jsonl"), *recorded.glob("branches.json")]):

@@ -1,10 +1,11 @@
 """Computes the run of a real server again, in one process from the record of arrivals, with the same bits.
 
 The server's decisions follow from its inputs and their times, which `gossamer.record.logs.arrivals` keeps, and a worker's
-numbers from the starting points it got and the checkpoint it restored. A phase whose push never arrived left no trace in any of
-them. One that a server absorbed and lost when it died is computed, as others saw what it did, and leaves the record of the
-replay when its worker joins again, as it leaves the worker's own: otherwise it would be there twice, and readers that go by
-rounds would take either.
+numbers from the starting points it got and the checkpoint it restored. A phase whose push never arrived, as its server stopped or
+its worker died, changed no other number. It is in the record of its worker, which wrote it before it pushed, unless that worker
+joined again and dropped it; so it is computed for the record where it is there. One that a server absorbed and lost when it died
+is computed, as others saw what it did, and leaves the record of the replay when its worker joins again, as it leaves the worker's
+own: otherwise it would be there twice, and readers that go by rounds would take either.
 
 A server that was resumed with other settings is computed with those that each of its processes had, which its record names.
 """
@@ -17,21 +18,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gossamer.clock import LoopOptions
+from gossamer.clock import SERVER, LoopOptions
 from gossamer.errors import ConfigError
+from gossamer.record import checkpoint
+from gossamer.record.folder import read_metrics
 from gossamer.record.logs.arrivals import ServerInput, arrivals_file, read_arrivals
 from gossamer.record.machines import Threads
 from gossamer.run.bookkeeping.evaluate import Probe, Result
 from gossamer.run.bookkeeping.finished import must_be_record_of
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import HERE
-from gossamer.run.replay.driver import Actor, Contradiction, Missing, follow
+from gossamer.run.replay.driver import Actor, Contradiction, Missing, ends_early, follow
 from gossamer.run.replay.stretches import Stretch, stretches
 from gossamer.run.served.served_worker import ServedWorker, Trained
 from gossamer.run.served.session import Reply, ServerSession, open_session
 from gossamer.run.worker.numerics import threads_of, using_threads
 from gossamer.run.worker.task import Task, task_of
 from gossamer.transport.processes.launch import one_device
+from gossamer.tree import nbytes
 
 __all__ = ["replay_server"]
 
@@ -54,6 +58,8 @@ def replay_server(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
         )
     threads = threads_of(config, recorded)
     inputs, began = read_arrivals(recorded), time.perf_counter()
+    saved = checkpoint.rounds(recorded / "checkpoints", config.workers)
+    unpushed = _Unpushed(inputs, recorded)
     some = stretches(config, recorded, real=True)
     settings, journal = [_settings(one, some, recorded) for one, _ in _processes(inputs)], None
     for now, (begin, lines) in zip(settings, _processes(inputs), strict=True):
@@ -67,15 +73,33 @@ def replay_server(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
             # Now that the folder is known to be of this run: its checkpoints before a change of settings count after it.
             for path in recorded.glob("branches.json"):
                 shutil.copyfile(path, folder / path.name)
-            session.records.stops = {item.round for item in inputs if item.event == "serve"}
-            server = _Server(session, now, task, folder, arrivals_file(recorded), lines, inputs, threads)
+            session.records.stops = {*saved, *(item.round for item in inputs if item.event == "serve")}
+            server = _Server(session, now, task, folder, arrivals_file(recorded), lines, inputs, unpushed, threads)
             for _ in follow([server]):
                 pass
+            server.end()
             if session.core.over:
                 session.close(lines[-1].time_s)
             journal = session.journal
     assert journal is not None  # a record begins with a process
+    if (newest := max(saved, default=0)) > journal.round:
+        raise ends_early(arrivals_file(recorded), newest, "the server")
     return Result(journal.loss, journal.tokens, journal.tokens / (time.perf_counter() - began), {HERE: journal.time_s})
+
+
+class _Unpushed:
+    """The phases that workers recorded and whose pushes never arrived: at most the last one of each."""
+
+    def __init__(self, inputs: Sequence[ServerInput], recorded: Path) -> None:
+        self._last_joins = {item.worker: item for item in inputs if item.event == "join"}
+        self._steps: dict[int, int] = {}
+        for line in read_metrics(recorded):
+            if line["kind"] == "train" and isinstance(worker := line.get("worker"), int):
+                self._steps[worker] = max(self._steps.get(worker, 0), line.get("step", 0))
+
+    def has(self, join: ServerInput, phases: int, local_steps: int) -> bool:
+        """Whether the worker that joined so has recorded the phase after these, and no other process has dropped it."""
+        return self._last_joins[join.worker] is join and self._steps.get(join.worker, 0) > phases * local_steps
 
 
 def _settings(begin: ServerInput, some: Sequence[Stretch], recorded: Path) -> ResolvedRun:
@@ -107,7 +131,7 @@ class _Server(Actor[ServerInput]):
 
     def __init__(
         self, session: ServerSession, config: ResolvedRun, task: Task, folder: Path, file: Path, lines: Sequence[ServerInput],
-        inputs: Sequence[ServerInput], threads: Threads,
+        inputs: Sequence[ServerInput], unpushed: _Unpushed, threads: Threads,
     ) -> None:  # fmt: skip
         super().__init__("server", "the server", file, lines)
         self._session, self._config, self._task, self._folder = session, config, task, folder
@@ -120,6 +144,8 @@ class _Server(Actor[ServerInput]):
         self._joins: dict[int, ServerInput] = {}  # of those who have no starting point yet
         self._trained: dict[int, Trained] = {}  # their last phases
         self._sent_s: dict[int, float] = {}  # when their last starting points were sent
+        self._unpushed, self._present = unpushed, dict[int, ServerInput]()  # by which joins workers are present
+        self._now_s = 0.0
 
     def named(self, event: ServerInput) -> str:
         """See `Actor`."""
@@ -141,6 +167,7 @@ class _Server(Actor[ServerInput]):
     def take(self, event: ServerInput) -> None:
         """See `Actor`."""
         session, worker, now_s = self._session, event.worker, event.time_s
+        self._now_s = now_s
         if event.event == "tick":
             self._receive(session.tick(now_s), now_s)
         elif event.event == "join":
@@ -151,16 +178,30 @@ class _Server(Actor[ServerInput]):
             # One that was asked to leave has saved first; of one that died no process has restored such a checkpoint.
             if worker not in self._joins and (worker, self._workers[worker].over) in self._restored:
                 self._workers[worker].save()
+            self._record_unpushed(worker)
             # Why it left is not recorded. Whether that was a loss follows, as a server tells it, from what it was told last.
             reason = None if worker not in self._joins and self._workers[worker].is_done else ""
             del self._workers[worker]
             self._joins.pop(worker, None)
             self._receive(session.leave(worker, reason, now_s), now_s)
 
+    def end(self) -> None:
+        """Nothing comes any more: records what workers that are present had trained and could not push."""
+        for worker in sorted(self._workers):
+            self._record_unpushed(worker)
+
+    def _record_unpushed(self, worker: int) -> None:
+        served = self._workers[worker]
+        if worker in self._joins or served.is_done:
+            return
+        if self._unpushed.has(self._present[worker], served.phases, served.learner.local_steps):
+            records = self._session.records
+            served.log(records.record, records.events, served.train(), self._sent_s[worker], self._now_s)
+
     def _join(self, item: ServerInput) -> None:
         worker, owned = item.worker, [item.checkpoint] if item.checkpoint else []
         served = ServedWorker(worker, self._config.unpaced(), self._folder, self._task, self._device)
-        self._workers[worker], self._joins[worker] = served, item
+        self._workers[worker], self._joins[worker], self._present[worker] = served, item, item
         self._receive(self._session.join(worker, owned, item.time_s), item.time_s)
 
     def _push(self, item: ServerInput) -> None:
@@ -182,7 +223,13 @@ class _Server(Actor[ServerInput]):
             worker = reply.send.worker
             self._sent_s[worker] = now_s
             if (item := self._joins.pop(worker, None)) is None:
-                self._workers[worker].receive(self._trained[worker], reply.send.starts, reply.terms)
+                trained = self._trained[worker]
+                self._workers[worker].receive(trained, reply.send.starts, reply.terms)
+                for p, start in reply.send.starts.items():
+                    self._session.records.events.write(
+                        trained.round, "fetch", source=SERVER, target=worker, fragment=p, bytes=nbytes(start.x),
+                        start_s=now_s, end_s=now_s,
+                    )  # fmt: skip
                 continue
             if reply.terms.checkpoint != item.checkpoint:
                 raise Contradiction(f"no worker can restore round {item.checkpoint} then")

@@ -97,6 +97,11 @@ class ServedWorker:
         return min(self._terms.round, self.config.rounds)
 
     @property
+    def phases(self) -> int:
+        """Its local phases that the server has, as it said last."""
+        return self._terms.phases
+
+    @property
     def is_done(self) -> bool:
         """Whether the server has said that nothing is left for it to train."""
         return not self._terms.go

@@ -59,6 +59,21 @@ class CallTransport(ElasticTransport):
             self._flush()
         return alive
 
+    def end_phases(self, number: int, *, leaves: bool) -> None:
+        """Tells everybody that this worker begins no phase after these, and `leaves` or has taken its last step.
+
+        In the letter that says so: one that has the number alone counts a phase more, which this worker would begin next.
+        """
+        with self.changed:
+            alive = frozenset(entry.slot for entry in self.members.entries.values() if self._lives(entry.slot))
+            if number > self.core.round:
+                self.core.enter(number, alive, ())
+            if leaves:
+                self.declare(MemberStatus.LEFT)
+            else:
+                self.calls.finish()
+                self._flush()
+
     def phases(self) -> dict[int, SlotPhases]:
         """What this worker knows of the local phases of each slot."""
         with self.changed:
