@@ -1,6 +1,8 @@
 """The public surface is small, sorted, and all there."""
 
 import ast
+import importlib
+import random
 import re
 import tomllib
 from pathlib import Path
@@ -34,13 +36,25 @@ def test_every_public_name_is_there_and_sorted():
         assert getattr(gossamer, name) is not None
 
 
+def test_what_is_imported_at_first_use_leaves_the_random_numbers_of_the_program(monkeypatch):
+    module, seed = importlib.import_module, random.getstate()
+
+    def drawing(name):  # as rich does when it is imported
+        random.random()
+        return module(name)
+
+    monkeypatch.setattr(importlib, "import_module", drawing)
+    assert gossamer.simulate is not None and gossamer.rules is not None
+    assert random.getstate() == seed
+
+
 def test_the_names_at_the_top_are_few():
     assert len(gossamer.__all__) <= 25, "a new method belongs into its table, which is public already"
 
 
 def test_names_are_found_by_editors_and_by_programs_alike():
     assert dir(gossamer) == sorted(gossamer.__all__)
-    (typed,) = [node for node in ast.parse(Path(gossamer.__file__).read_text()).body[:5] if isinstance(node, ast.If)]
+    (typed,) = [node for node in ast.parse(Path(gossamer.__file__).read_text()).body[:6] if isinstance(node, ast.If)]
     imports = {alias.asname: node.module for node in typed.body for alias in node.names}  # type: ignore[attr-defined]
     homes = {name: getattr(gossamer, name).__name__ for name in imports if imports[name] == "gossamer"}
     assert homes == {name: f"gossamer.{name}" for name in homes}

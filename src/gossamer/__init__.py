@@ -5,6 +5,7 @@ What most programs need is here; everything else is in the namespaces `rules`, `
 """
 
 import importlib
+import random
 from typing import TYPE_CHECKING, Any
 
 from gossamer.version import __version__
@@ -71,7 +72,11 @@ if not TYPE_CHECKING:  # a type checker would take every name for one of the pac
         if name not in _HOMES:
             raise AttributeError(f"module 'gossamer' has no attribute '{name}'")
         home = _HOMES[name]
-        return getattr(importlib.import_module(home), name) if home else importlib.import_module(f"gossamer.{name}")
+        state = random.getstate()
+        try:
+            return getattr(importlib.import_module(home), name) if home else importlib.import_module(f"gossamer.{name}")
+        finally:
+            random.setstate(state)  # rich draws a number when it is imported, and the program may have set a seed
 
 
 def __dir__() -> list[str]:

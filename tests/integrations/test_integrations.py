@@ -30,8 +30,8 @@ import gossamer
 from commands import Command, free_port, in_forks
 from gossamer.errors import CheckpointError, ConfigError, MissingPackageError
 from gossamer.integrations import Place, as_worker
-from gossamer.integrations.begin import must_resume_alike
-from gossamer.library import OuterOptions
+from gossamer.integrations.begin import load_outer, must_resume_alike, save_outer
+from gossamer.library import Outer, OuterOptions
 from gossamer.transport.processes.local import loopback
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "trainers.md"
@@ -450,6 +450,28 @@ def test_stopped_with_exchanges_in_flight_it_trains_to_the_bits_of_a_plain_loop_
         assert len(trace) == 12 * BATCHES + 1
         assert [torch.equal(a, b) for a, b in zip(trace, plain, strict=True)] == [True] * len(trace)
         assert not torch.equal(trace[-1], each[name]["trace"][-1])
+
+
+@pytest.mark.parametrize(
+    ("injure", "why"),
+    [
+        (lambda path: path.with_suffix(".json").unlink(), r"worker-000\.json"),
+        (lambda path: path.with_suffix(".json").write_bytes(b'{"format": "goss'), r"worker-000\.json"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-4]), "is cut short: it has"),
+        (lambda path: path.unlink(), r"worker-000\.safetensors"),
+    ],
+)
+def test_an_outer_state_that_was_written_in_part_is_called_so_and_not_absent(injure, why, tmp_path):
+    outer = Outer(net(), "diloco", local_steps=1)
+    for _ in range(2):  # of one folder the newest counts
+        outer.step()
+        save_outer(outer, tmp_path / "outer", {})
+    assert load_outer(tmp_path / "outer", {})["rounds"] == 2
+    injure(tmp_path / "outer" / "round-000002" / "worker-000.safetensors")
+    with pytest.raises(
+        CheckpointError, match=f"outer' has an outer state of worker 0 that is not whole: .*{why}.*; resume all"
+    ):
+        load_outer(tmp_path / "outer", {})
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

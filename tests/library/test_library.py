@@ -15,7 +15,9 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import gossamer
 from commands import free_port
@@ -214,6 +216,42 @@ def test_no_state_of_one_rule_is_taken_by_another():
 def test_a_state_goes_on_with_another_outer_learning_rate():
     saved = gossamer.Outer(net(), gossamer.gasloc(lr=0.7)).state_dict()
     gossamer.Outer(net(), gossamer.gasloc(lr=0.1)).load_state_dict(saved)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_learning_rate_on_a_cosine_continues_through_a_distributed_checkpoint_to_the_same_bits(tmp_path):
+    def start():
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+        return model, optimizer, cosine, gossamer.Outer(model, "gasloc", local_steps=6)
+
+    def go_on(model, optimizer, cosine, loop, steps):
+        for step in steps:
+            x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step)).to(DEVICE)
+            model(x).square().mean().backward()
+            for one in (optimizer, cosine, loop):
+                one.step()
+            optimizer.zero_grad()
+
+    def state_of(model, optimizer, cosine, loop):
+        optim = get_optimizer_state_dict(model, optimizer)
+        return {"model": model.state_dict(), "optim": optim, "cosine": cosine.state_dict(), **loop.shared_state_dict()}
+
+    whole, stopped, resumed = start(), start(), start()
+    go_on(*whole, range(20))
+    go_on(*stopped, range(14))
+    dcp.save(state_of(*stopped), checkpoint_id=tmp_path)
+    saved = state_of(*resumed)
+    dcp.load(saved, checkpoint_id=tmp_path)
+    model, optimizer, cosine, loop = resumed
+    model.load_state_dict(saved["model"])
+    set_optimizer_state_dict(model, optimizer, saved["optim"])
+    cosine.load_state_dict(saved["cosine"])
+    loop.load_shared_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == stopped[1].param_groups[0]["lr"]
+    go_on(*resumed, range(14, 20))
+    assert torch.equal(flat(model), flat(whole[0])) and cosine.get_last_lr() == whole[2].get_last_lr()
 
 
 def test_a_state_of_0_1_0_continues_where_it_was_with_one_warning(caplog):
@@ -614,6 +652,72 @@ def test_a_loop_that_trains_nothing_before_the_first_exchange_is_warned_once(cap
             train(model, None, trained)
             for _ in range(6):
                 loop.step()
+    assert not caplog.text
+
+
+def early_steps(model, loop, micro_batches, *, before, scale=1.0, clear=False):
+    """Counts micro-batches, or counts before the optimizer step, or, with neither, as it should be."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for micro in range(12):
+        (scale * model(torch.ones(2, 3, device=DEVICE)).square().mean()).backward()
+        if before:
+            loop.step()
+        if micro % micro_batches == micro_batches - 1 and all(p.grad.isfinite().all() for p in model.parameters()):
+            optimizer.step()
+        if clear or micro % micro_batches == micro_batches - 1:
+            optimizer.zero_grad()
+        if not before:
+            loop.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "early"),
+    [
+        ({"micro_batches": 2, "before": False}, True),
+        ({"micro_batches": 1, "before": True}, True),
+        ({"micro_batches": 1, "before": False}, False),
+        ({"micro_batches": 1, "before": False, "scale": float("inf")}, False),  # each step skipped, as by a GradScaler
+        ({"micro_batches": 2, "before": False, "clear": True}, False),
+    ],
+)
+def test_a_first_step_that_is_counted_before_the_optimizer_step_is_named_once(options, early, caplog):
+    model = net()
+    with gossamer.Outer(model, "gasloc", local_steps=4) as loop:
+        early_steps(model, loop, **options)
+    words = "worker 0 called outer.step() for the first time after a backward pass and before an optimizer step"
+    assert caplog.text.count(words) == early
+    assert not early or len(caplog.records) == 1, caplog.text
+
+
+def test_an_optimizer_that_changes_parameters_past_autograd_counts_as_one(caplog):
+    model = net()
+    with gossamer.Outer(model, "gasloc", local_steps=1) as loop:
+        model(torch.ones(2, 3, device=DEVICE)).square().mean().backward()
+        for p in model.parameters():
+            p.data.sub_(0.1 * p.grad)
+        loop.step()
+    assert not caplog.text
+
+
+def test_an_outer_loop_around_an_optimizer_that_resumes_without_the_outer_state_is_named(caplog):
+    def resumed(rule, state):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for p in model.parameters():
+            optimizer.state[p] = {"step": torch.tensor(6.0), "exp_avg": p * 0, "exp_avg_sq": p * 0}
+        with gossamer.outer_loop(model, optimizer, rule, local_steps=3) as loop:
+            if state is not None:
+                loop.load_state_dict(state)
+            for _ in range(3):
+                model(torch.ones(2, 3, device=DEVICE)).square().mean().backward()
+                optimizer.step()
+            return loop.state_dict()
+
+    saved = resumed("diloco", None)
+    assert caplog.text.count("the optimizer has taken 6 steps before the first one in this outer loop") == 1
+    caplog.clear()
+    resumed("diloco", saved)
+    resumed("local_sgd", None)  # which keeps nothing
     assert not caplog.text
 
 
@@ -1112,8 +1216,8 @@ def one_finishes_and_stays():
             dist.barrier()
         else:
             said = (
-                r"^worker 0 after round 1 and 2 more steps left the loop .*did not answer for 5 s.*"
-                r"outer\.common_steps\(len\(loader\)\) steps; sites with elastic=True go on"
+                r"^worker 0 after round 1 and 2 more steps left the loop .*did not answer for 5 s.*or raise timeout_s;.*"
+                r"outer\.common_steps\(len\(loader\)\) steps, and call outer\.step\(\) also where a GradScaler skipped"
             )
             with pytest.raises(PeerError, match=said):
                 train(loop.model, loop, 1, seed=rank)

@@ -14,6 +14,7 @@ from gossamer.integrations.place import Place
 from gossamer.library import Outer, OuterMethod, OuterOptions
 from gossamer.library.dtensors import as_dtensor
 from gossamer.record import checkpoint
+from gossamer.record.fault import FaultKind
 from gossamer.rules import Rule
 from gossamer.transport.processes.backend import backend_of
 
@@ -162,13 +163,21 @@ def save_outer(outer: Outer[Any], folder: Path, options: OuterOptions) -> None:
 def load_outer(folder: Path, options: OuterOptions) -> Any:
     """The outer state of this process. Raises CheckpointError if there is none, or it is damaged."""
     own, place = _own(folder, options), place_in(options)
-    saved = checkpoint.rounds(own, place.worker, _digest(place.workers))
-    if not saved:
+    digest = _digest(place.workers)
+    faults = checkpoint.generation_faults(own, place.worker, digest)
+    newest = max(faults, default=0)
+    fault = faults.get(newest)
+    if not faults or (fault is not None and fault.kind == FaultKind.FOREIGN):
         raise CheckpointError(
             f"'{own}' has no outer state of worker {place.worker} of {place.workers}; resume from a checkpoint of this worker "
             "that was saved with Gossamer, by as many processes, and name it to the framework if it is elsewhere"
         )
-    return checkpoint.load(own, saved[-1], place.worker, _digest(place.workers))
+    if fault is not None:  # an older one there would not fit the weights beside it
+        raise CheckpointError(
+            f"'{own}' has an outer state of worker {place.worker} that is not whole: {fault.why}; resume all workers from an "
+            "older checkpoint"
+        )
+    return checkpoint.load(own, newest, place.worker, digest)
 
 
 def _own(folder: Path, options: OuterOptions) -> Path:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import Subset
 
 from gossamer.errors import ConfigError
+from gossamer.library.parts import in_own_words
 from gossamer.transport.processes.launch import join
 
 __all__ = ["Place", "as_worker"]
@@ -66,6 +67,7 @@ class Place(NamedTuple):
         return select(mine) if select else Subset(dataset, mine)  # pyright: ignore[reportArgumentType]
 
 
+@in_own_words()
 def as_worker(timeout_s: float = 300.0) -> Place:
     """Makes this process a worker that its framework takes for the only process; call it before anything of the framework.
 

@@ -26,6 +26,7 @@ from gossamer.library.parts import (
     LOCAL_STEPS,
     OuterMethod,
     Reduction,
+    in_own_words,
     keys_of_sites,
     knows_its_words,
     must_be_a_site,
@@ -36,7 +37,7 @@ from gossamer.library.peers import Common, Peers, common_of, model_in_words
 from gossamer.library.saved import FORMAT, OuterState, must_be_of, must_continue_alike, what_it_is_of
 from gossamer.library.siblings import Siblings
 from gossamer.library.sites import REJOIN_ROUNDS, ElasticSite, elastic_site
-from gossamer.library.watch import Watch, explained, warn_of_phases
+from gossamer.library.watch import Watch, explained, versions_of, warn_of_phases
 from gossamer.rounds.compatibility.combine import method_of, settled_rule, warnings_of
 from gossamer.rounds.loop import OuterLoop
 from gossamer.rounds.mean_model import mean_over_workers
@@ -118,8 +119,9 @@ class Outer(Generic[M]):
 
     Gradient accumulation: call `step` after `optimizer.step()`, not after each micro-batch; a round is `local_steps` optimizer
     steps. Mixed precision: call `step` after every `scaler.step(optimizer)`, also where the scaler skipped it, since all
-    workers must call `step` equally often, and which steps are skipped differs between them. When nothing has changed the
-    parameters before the first exchange, a warning says so: `step` is called too often, or the optimizer has other parameters.
+    workers must call `step` equally often, and which steps are skipped differs between them. A warning names a first call of
+    `step` after a backward pass and before an optimizer step, and a first exchange before which nothing has changed the
+    parameters: `step` is called too early or too often, or the optimizer has other parameters.
 
     Parameters that `load_state_dict(assign=True)` has replaced are taken back into the flat buffer at the next exchange. A
     model that was converted, moved or resized, or of which more became trainable, is refused there in a sentence.
@@ -212,6 +214,7 @@ class Outer(Generic[M]):
         self._forgotten = weakref.finalize(self, self._watch.end)  # of an Outer that is dropped without close()
         self.lr: Callable[[], float] | None = None
         """Tells the learning rate of the inner optimizer, where somebody knows it, so that workers can compare theirs."""
+        self._versions = versions_of(model)
         self._began_at, self._looks = str(self._before), 3
         """What all began with, and how often to look yet how the first local phase of all ended."""
 
@@ -290,6 +293,7 @@ class Outer(Generic[M]):
         path = (self.worker, self.steps_taken if batch is None else batch, "model")
         return rng.drawing(self.x.device, self.seed, *path, *((part,) if part else ()))
 
+    @in_own_words()
     def step(self) -> bool:
         """Counts one inner step; and exchanges after every `local_steps` of them. Returns whether a round ended.
 
@@ -300,6 +304,8 @@ class Outer(Generic[M]):
         if self._left:  # it has finished and goes on after all
             self._peers.tell("left", None)
             self._left = False
+        if not self._watch.called and self._before is not None:
+            self._watch.look_at_first_step(self.model, self._versions, self._before)
         self._watch.called, self._watch.saved = True, False
         if self._agree():
             return False
@@ -375,6 +381,7 @@ class Outer(Generic[M]):
         self.rounds, self.steps, self._stops = max(round, self._site.take(load, source)), 0, []
         self._before = None
 
+    @in_own_words()
     def finish(self) -> None:
         """Finishes the exchanges in flight when training ends, be it within a round; without overlap there are none.
 
@@ -395,6 +402,7 @@ class Outer(Generic[M]):
         self._leave()
         self._watch.end(self.steps)
 
+    @in_own_words()
     def common_steps(self, mine: int) -> int:
         """The fewest steps that any worker can take, so that all end together.
 
@@ -501,14 +509,17 @@ class Outer(Generic[M]):
             local(t) for t in buffers.values() if t.is_floating_point() and t.layout == torch.strided
         ]  # fmt: skip
         saved = [(t, t.detach().clone()) for t in buffers.values()]
-        try:
-            with self._siblings.all_or_none("mean_model()", self.rounds, self.steps):
-                self._flat.read()
-                mean, *means = mean_over_workers(
-                    [self.x, *averaged], self._peers.transport, self.n, self.rounds, self._loop.exchanges
-                )  # fmt: skip
-        except PeerError as error:
-            raise PeerError(f"the mean model was not made, as not all workers entered mean_model(): {error}") from error
+        with in_own_words():
+            try:
+                with self._siblings.all_or_none("mean_model()", self.rounds, self.steps):
+                    self._flat.read()
+                    mean, *means = mean_over_workers(
+                        [self.x, *averaged], self._peers.transport, self.n, self.rounds, self._loop.exchanges
+                    )  # fmt: skip
+            except PeerError as error:
+                raise PeerError(
+                    f"the mean model was not made, as not all workers entered mean_model(): {error}"
+                ) from error
         self._mean_is_in = True
         try:
             with self._flat.showing(mean), with_bare_names(self.model):
@@ -654,6 +665,7 @@ class Outer(Generic[M]):
         self.rounds, self.steps, self._stops = rounds, steps, []
         self._loaded, self._agreed = start, False
         self._before = None if steps else self._flat.checksum()
+        self._versions = versions_of(self.model)
         self._watch.begin()
         self._began_at, self._looks = str(self._before), 0 if steps else 3
 
@@ -778,7 +790,7 @@ class Outer(Generic[M]):
             return
         now, lr = self._flat.checksum(), None if self.lr is None else self.lr()
         self._peers.tell("phase", [str(now), lr])
-        if self._before == now and self._watch.called:
+        if self._before == now and self._watch.called and not self._watch.came_early:
             log.warning(
                 "the parameters of worker %d did not change in the %d inner steps before its first exchange; call "
                 "outer.step() after optimizer.step() and not after each micro-batch, and let the optimizer have the parameters "

@@ -1,7 +1,9 @@
 """What `Outer` is given, as what it runs: names become rules, topologies and codecs, and a method is taken apart."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec
 
@@ -10,7 +12,7 @@ from typing_extensions import TypedDict
 
 from gossamer.boundaries import BOUNDARIES as BOUNDARIES  # who names one of them as codec is told what it is
 from gossamer.codecs import Codec, codec_of, exact
-from gossamer.errors import ConfigError, choose
+from gossamer.errors import ConfigError, GossamerError, choose
 from gossamer.library.guard import Rest
 from gossamer.optimizers.inner import InnerConfig
 from gossamer.rounds.compatibility.combination import Combination
@@ -29,6 +31,7 @@ __all__ = [
     "OuterMethod",
     "OuterOptions",
     "Reduction",
+    "in_own_words",
     "keys_of_sites",
     "knows_its_words",
     "must_be_a_site",
@@ -101,6 +104,25 @@ class OuterMethod(NamedTuple):
     `gossamer.optimizers.inner.build_optimizer(method.inner, model)` makes that one, without its learning-rate schedule."""
 
 
+@contextlib.contextmanager
+def in_own_words() -> Iterator[None]:
+    """Lets errors name the arguments of a Python function where they name the keys of a run file that mean the same.
+
+    >>> with in_own_words():
+    ...     raise ConfigError("raise run.timeout_s")
+    Traceback (most recent call last):
+    gossamer.errors.ConfigError: raise timeout_s
+    """
+    try:
+        yield
+    except GossamerError as error:
+        error.args = tuple(_RUN_FILE_KEY.sub(r"\1", arg) if isinstance(arg, str) else arg for arg in error.args)
+        raise
+
+
+_RUN_FILE_KEY = re.compile(r"\brun\.(timeout_s|local_steps|elastic|seed)\b")
+
+
 def knows_its_words(init: Callable[P, None]) -> Callable[P, None]:
     """Lets the constructor of `Outer` raise ConfigError for unknown arguments, with the one that does what was meant."""
 
@@ -112,7 +134,8 @@ def knows_its_words(init: Callable[P, None]) -> Callable[P, None]:
                     f"Outer has no argument '{name}', which is torchft's word or another's; give {_ELSEWHERE[name]}"
                 )
             raise ConfigError(choose("argument of Outer", name, OuterOptions.__annotations__) + "; correct the name")
-        init(*args, **given)
+        with in_own_words():
+            init(*args, **given)
 
     return checked
 

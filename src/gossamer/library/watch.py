@@ -4,9 +4,13 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gossamer.errors import PeerError
+import torch
+from torch import nn
 
-__all__ = ["Watch", "explained", "warn_of_phases"]
+from gossamer.errors import PeerError
+from gossamer.library.dtensors import local
+
+__all__ = ["Watch", "explained", "has_gradients", "versions_of", "warn_of_phases"]
 
 log = logging.getLogger("gossamer")
 
@@ -27,12 +31,30 @@ class Watch:
         self.quiet = False
         """Whether nothing more is to be said: it has been, or an error ends the loop."""
         self.exchanged = self.called = False
+        self.came_early = False
+        """Whether the first step was counted before an optimizer step, which was reported."""
         self.saved = False
         """Whether the outer state was saved after the last step, so that a resumed loop goes on with what is left of a round."""
 
     def begin(self) -> None:
         """Looks at the parameters again, which somebody has loaded."""
         self._start = self._checksum()
+
+    def look_at_first_step(self, model: nn.Module, versions: object, start: int) -> None:
+        """Warns when the first step is counted after a backward pass and before any optimizer step.
+
+        Args: `versions` and `start` are those of the parameters and their checksum when training began.
+        Cost: nothing but a look at the parameters' versions, unless these have not changed.
+        """
+        # A step that a GradScaler skipped leaves gradients that are not finite, or none.
+        if versions == versions_of(model) and self._checksum() == start and has_gradients(model):
+            self.came_early = True
+            log.warning(
+                "worker %d called outer.step() for the first time after a backward pass and before an optimizer step, so that it "
+                "counts something else than optimizer steps; call it after optimizer.step() and not after each micro-batch; "
+                "nothing is wrong if the learning rate of this step was 0",
+                self._worker,
+            )
 
     def end(self, steps: int = 0) -> None:
         """Warns once when training ended with steps that were never exchanged, or never counted.
@@ -57,6 +79,17 @@ class Watch:
                 "the others; call it after each optimizer.step(), or use gossamer.outer_loop",
                 self._worker,
             )
+
+
+def versions_of(model: nn.Module) -> list[tuple[int, int]]:
+    """Which tensors the parameters are, and how often each was changed in place; most optimizers change them so."""
+    return [(id(p), 0 if p.is_inference() else p._version) for p in model.parameters()]
+
+
+def has_gradients(model: nn.Module) -> bool:
+    """Whether a backward pass has left gradients that an optimizer step would use: finite, and not all zero."""
+    grads = [local(p.grad) for p in model.parameters() if p.grad is not None and p.grad.layout == torch.strided]
+    return all(bool(g.isfinite().all()) for g in grads) and any(bool(g.any()) for g in grads)
 
 
 def warn_of_phases(said: Mapping[int, Any], workers: int, start: str) -> bool:
@@ -97,6 +130,6 @@ def explained(error: PeerError, left: Mapping[int, Any]) -> PeerError:
         return error
     return PeerError(
         f"{', '.join(words)} left the loop while this one goes on: {error}; give all workers equally many batches, as "
-        "place.shard does, or let all take outer.common_steps(len(loader)) steps; sites with elastic=True go on without one that "
-        "has left"
+        "place.shard does, or let all take outer.common_steps(len(loader)) steps, and call outer.step() also where a GradScaler "
+        "skipped a step; sites with elastic=True go on without one that has left"
     )

@@ -115,6 +115,15 @@ def test_a_simulation_stops_to_be_looked_at_and_goes_on_to_the_same_end(tmp_path
     assert run.go_on().loss == whole.loss
 
 
+def test_a_simulation_inside_inference_mode_has_the_bits_of_one_outside():
+    whole = simulated()
+    with torch.inference_mode():
+        run = simulated(until=2).go_on()
+        models = run.mean_model(), run.model(0)
+    assert run.loss == whole.loss and torch.equal(flat(models[0]), flat(whole.mean_model()))
+    assert not any(p.is_inference() for model in models for p in model.parameters())
+
+
 def test_an_asynchronous_simulation_stops_and_goes_on_too():
     network = Network(step_s=1.0, uplink_bps=1e4, downlink_bps=1e4)
     for rule in ("delayed_nesterov", "ad_psgd", "gasloc"):

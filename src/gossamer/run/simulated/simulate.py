@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor
 
 from gossamer.data.settings import must_fit_memory
@@ -36,6 +37,7 @@ from gossamer.transport.processes.launch import one_device
 __all__ = ["engine_of", "recorded_beside", "simulate"]
 
 
+@torch.inference_mode(False)  # it trains, wherever it is called
 def simulate(
     run: str | Path | Mapping[str, Any] | RunConfig | None = None, out: str | Path | None = None, *,
     resume: Resume = False, until: int | None = None, progress: bool = False, **given: Unpack[Keywords],

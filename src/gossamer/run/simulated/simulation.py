@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from gossamer.data.corpus import text_fingerprint
@@ -184,6 +185,7 @@ class Simulation(RecordedRun):
         """Whether all rounds are over."""
         return self.rounds >= self.config.rounds
 
+    @torch.inference_mode(False)
     def go_on(
         self, until: int | None = None, *, asked: Callable[[], bool] = lambda: False, is_held: bool = False
     ) -> "Simulation":  # fmt: skip
@@ -239,6 +241,7 @@ class Simulation(RecordedRun):
         """Seconds that the run would take on each of its networks."""
         return self.result.time_s
 
+    @torch.inference_mode(False)
     def mean_model(self) -> nn.Module:
         """A new model with the mean of all workers' parameters (or the server's), in evaluation mode.
 
@@ -249,6 +252,7 @@ class Simulation(RecordedRun):
             engine.config, engine.task, union_of(engine.task, engine.models()), mean_buffers(engine.buffers())
         )
 
+    @torch.inference_mode(False)
     def model(self, worker: int) -> nn.Module:
         """A new model with the parameters and buffers of one worker (or the server's), in evaluation mode. Cost: one model.
 
