@@ -354,8 +354,61 @@ def test_a_pipe_in_the_place_of_an_object_makes_nobody_wait(tmp_path: Path) -> N
     os.mkfifo(tmp_path / ("0" * 16))
     store = Mailbox(str(tmp_path))
     assert store.addresses() == ["0" * 16 + ".mailbox:1"]
-    with pytest.raises(TransportError, match="is no file, but of the kind 'other'"):
+    with pytest.raises(TransportError, match="is a link, a pipe or a folder; remove it"):
         store.get("0" * 16, 32)
+
+
+def files_under(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_link_in_a_folder_leads_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever can write into the folder puts links into it that lead to files of its reader."""
+    monkeypatch.setattr(mailbox, "PARTING_S", 0.3)
+    theirs, folder = tmp_path / "theirs", tmp_path / "store"
+    (theirs / "deeper").mkdir(parents=True)
+    first = mailbox._packed(b"\0")
+    for name in ("in-0", "in-1", "out-0", "deeper/in-0", "deeper/notes"):
+        (theirs / name).write_bytes(first)
+    before = files_under(theirs)
+    monkeypatch.setenv(MAILBOX, str(folder))
+    store = opened(str(folder))
+    listener, address = listen_in(store)
+    box = split(address)[0].removesuffix(".mailbox")
+    with listener:
+        (folder / f"{box}.d").mkdir()
+        stream, object_ = (f"{box}.d/{secrets.token_hex(16)}" for _ in range(2))
+        (folder / stream).symlink_to(theirs)
+        (folder / object_).mkdir()
+        (folder / object_ / "in-0").symlink_to(theirs / "in-0")
+        listener.settimeout(LIMIT_S)
+        listener.accept()[0].close()  # of the object that is a link: it ends its connection, and is removed itself
+        until(lambda: not (folder / object_).exists())
+        with Channel(connect(split(address)[0], LIMIT_S), LIMIT_S) as ours:  # nor is an honest one disturbed by them
+            with Channel(listener.accept()[0], LIMIT_S) as far:
+                ours.write(CONTENT)
+                assert far.read(len(CONTENT)) == CONTENT
+        assert not store.there(f"{stream}/in-0") and store.names(stream) == []
+        with pytest.raises(NotADirectoryError):
+            store.get(f"{stream}/in-0", 100)
+        with pytest.raises(NotADirectoryError):
+            store.put(f"{stream}/out-0", b"x")
+        store.remove(f"{stream}/in-0")
+        assert files_under(theirs) == before
+        store.remove(stream)
+        assert not (folder / stream).is_symlink(), "a link itself is removed as any object is"
+        # A whole box that is a link, and what lies under it.
+        (folder / "other.d").symlink_to(theirs)
+        assert store.names("other.d") == [] and not store.there("other.d/deeper/in-0")
+        for name in ("other.d/deeper/notes", "other.d/deeper", "other.d/in-0"):
+            store.remove(name)
+        store.remove("other.d")
+        assert not (folder / "other.d").is_symlink()
+        (folder / "target").symlink_to(theirs / "in-0")
+        store.put("target", b"new")
+        assert store.get("target", 3) == b"new" and not (folder / "target").is_symlink()
+    until(lambda: not any(folder.glob(f"{box}*")))
+    assert files_under(theirs) == before
 
 
 def test_more_strangers_than_one_address_may_have_come_over_loopback() -> None:

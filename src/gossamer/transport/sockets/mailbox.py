@@ -15,18 +15,22 @@ Cost: an object for whatever was sent within some hundredths of a second, and a 
 """
 
 import contextlib
+import errno
 import logging
 import math
 import os
 import re
 import secrets
+import shutil
 import socket
+import stat
 import struct
 import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from gossamer.errors import ConfigError, TransportError
 from gossamer.transport.sockets.addresses import shown
@@ -74,55 +78,35 @@ class Mailbox:
         from fsspec.core import url_to_fs
 
         try:
-            self._fs, self._root = url_to_fs(url)
+            fs, root = url_to_fs(url)
         except (ImportError, ValueError, OSError) as error:
             raise ConfigError(
                 f"the mailbox '{url}' cannot be opened ({error}); give a folder or an address that fsspec knows, such as "
                 "s3://bucket/run, with the package that it needs"
             ) from None
-        protocol = self._fs.protocol if isinstance(self._fs.protocol, str) else self._fs.protocol[0]
-        self._is_folder = protocol == "file"
+        protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
+        self._store = _Folder(root) if protocol == "file" else _ObjectStore(fs, root)
         self.poll_s = POLL_S.get(protocol, 0.5)
 
     def put(self, name: str, content: bytes) -> None:
         """Puts an object, which others see whole or not at all. Raises: OSError."""
-        path = self._path(name)
-        if not self._is_folder:
-            self._fs.pipe_file(path, content)
-            return
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        part = f"{path}.{secrets.token_hex(4)}.part"
-        with open(part, "wb") as file:
-            file.write(content)
-        os.replace(part, path)
+        self._store.put(name, content)
 
     def get(self, name: str, most_bytes: int) -> bytes | None:
         """The content of an object; None where it has not come. Raises: OSError; TransportError for one that is too large."""
-        path = self._path(name)
         try:
-            # Asked first: who can write into the store could put an object there that no memory holds.
-            found = self._fs.info(path, refresh=True)
-            if (size := found["size"]) > most_bytes:
-                raise TransportError(
-                    f"the object {name} of the mailbox has {size} bytes, and {most_bytes} are the most"
-                )
-            if found["type"] != "file":  # a pipe, say, whose reader waits for ever
-                raise TransportError(f"the object {name} of the mailbox is no file, but of the kind '{found['type']}'")
-            content: bytes = self._fs.cat_file(path, end=most_bytes)
+            return self._store.get(name, most_bytes)
         except FileNotFoundError:
             return None
-        return content
 
     def there(self, name: str) -> bool:
         """Whether an object lies there. Raises: OSError."""
-        self._forget()
-        return bool(self._fs.exists(self._path(name)))
+        return self._store.there(name)
 
     def names(self, under: str) -> list[str]:
         """The names right under a name. Raises: OSError."""
-        self._forget()
         try:
-            return sorted(path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._path(under), detail=False))
+            return sorted(self._store.names(under))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -158,13 +142,129 @@ class Mailbox:
     def remove(self, name: str) -> None:
         """Removes an object, or all under a name; nothing where it is not there."""
         with contextlib.suppress(Exception):  # what cannot be removed stays, and is read by nobody
-            self._fs.rm(self._path(name), recursive=True)
+            self._store.remove(name)
+
+
+class _Folder:
+    """A folder as the store, in which no link is followed: it would lead to other files of this user.
+
+    Each folder of a name is opened within the one before, and none is named by a path: between a look at a path and its use
+    somebody could put a link there.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+
+    def put(self, name: str, content: bytes) -> None:
+        with self._inside(name, make=True) as (folder, last):
+            part = f"{last}.{secrets.token_hex(4)}.part"
+            with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=folder), "wb") as file:
+                file.write(content)
+            os.replace(part, last, src_dir_fd=folder, dst_dir_fd=folder)
+
+    def get(self, name: str, most_bytes: int) -> bytes:
+        with self._inside(name) as (folder, last):
+            found = os.stat(last, dir_fd=folder, follow_symlinks=False)
+            if not stat.S_ISREG(found.st_mode):
+                raise TransportError(f"the object {name} of the mailbox is a link, a pipe or a folder; remove it")
+            _must_fit(name, found.st_size, most_bytes)
+
+            def opener(path: str, flags: int) -> int:
+                # It may have been replaced since: by a link, or by a pipe, which would be opened once somebody writes.
+                return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+
+            with open(last, "rb", opener=opener) as file:
+                return file.read(most_bytes)
+
+    def there(self, name: str) -> bool:
+        try:
+            with self._inside(name) as (folder, last):
+                os.stat(last, dir_fd=folder, follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def names(self, under: str) -> list[str]:
+        with self._inside(f"{under}/" if under else "") as (folder, _):
+            return os.listdir(folder)
+
+    def remove(self, name: str) -> None:
+        with self._inside(name) as (folder, last):
+            if stat.S_ISDIR(os.stat(last, dir_fd=folder, follow_symlinks=False).st_mode):
+                shutil.rmtree(last, dir_fd=folder)
+            else:
+                os.unlink(last, dir_fd=folder)
+
+    @contextlib.contextmanager
+    def _inside(self, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
+        """The folder in which an object lies, as a descriptor, and the last part of its name.
+
+        Raises: FileNotFoundError; NotADirectoryError where a part of the name is a link.
+        """
+        *parts, last = name.split("/")
+        if make:
+            os.makedirs(self._root, exist_ok=True)
+        folder = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            for part in parts:
+                if make:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(part, dir_fd=folder)
+                try:
+                    inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+                except OSError as error:
+                    if (
+                        error.errno == errno.ELOOP
+                    ):  # what some systems say of a link, where Linux says that it is no folder
+                        raise NotADirectoryError(errno.ENOTDIR, "a link is not followed", part) from None
+                    raise
+                os.close(folder)
+                folder = inner
+            yield folder, last
+        finally:
+            os.close(folder)
+
+
+class _ObjectStore:
+    """A store that fsspec reaches."""
+
+    def __init__(self, fs: Any, root: str) -> None:
+        self._fs, self._root = fs, root
+
+    def put(self, name: str, content: bytes) -> None:
+        self._fs.pipe_file(self._path(name), content)
+
+    def get(self, name: str, most_bytes: int) -> bytes:
+        path = self._path(name)
+        # Asked first: who can write into the store could put an object there that no memory holds.
+        found = self._fs.info(path, refresh=True)
+        _must_fit(name, found["size"], most_bytes)
+        if found["type"] != "file":
+            raise TransportError(f"the object {name} of the mailbox is no file, but of the kind '{found['type']}'")
+        content: bytes = self._fs.cat_file(path, end=most_bytes)
+        return content
+
+    def there(self, name: str) -> bool:
+        self._forget()
+        return bool(self._fs.exists(self._path(name)))
+
+    def names(self, under: str) -> list[str]:
+        self._forget()
+        return [path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._path(under), detail=False)]
+
+    def remove(self, name: str) -> None:
+        self._fs.rm(self._path(name), recursive=True)
 
     def _forget(self) -> None:
         self._fs.invalidate_cache()  # listings are kept, and what another has put would never be seen
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
+
+
+def _must_fit(name: str, size: int, most_bytes: int) -> None:
+    if size > most_bytes:
+        raise TransportError(f"the object {name} of the mailbox has {size} bytes, and {most_bytes} are the most")
 
 
 def opened(url: str | None = None) -> Mailbox:
