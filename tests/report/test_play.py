@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from test_watch import get, serving
+from test_watch import answers_each_in_a_sentence, get, serving
 
 from gossamer.cli.play import film_page, live_page
 from gossamer.errors import ConfigError
@@ -93,6 +93,12 @@ def test_anything_else_is_refused_in_a_sentence_and_changes_nothing(playing: tup
         live.act(body)
     status, sentence = post(page, f"/{page.token}/act.json", body)
     assert status == 400 and sentence.count("\n") == 1 and len(sentence) < 400
+
+
+def test_odd_requests_are_answered_and_leave_the_terminal_alone(
+    playing: tuple[Page, Live], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers_each_in_a_sentence(playing[0], capsys)
 
 
 def test_only_who_knows_the_address_may_ask_for_anything_even_on_loopback(playing: tuple[Page, Live]) -> None:

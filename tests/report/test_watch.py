@@ -1,9 +1,11 @@
 """The server of a live page: what it shows, and all that it refuses."""
 
+import contextlib
 import http.client
 import importlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -115,6 +117,79 @@ def test_nothing_but_the_page_and_its_figures_is_served(tmp_path: Path) -> None:
             status, _, headers = get(page, path)
             assert status == 200 and headers["X-Content-Type-Options"] == "nosniff"
             assert "default-src 'none'" in headers["Content-Security-Policy"]
+
+
+def raw_answer(page: Page, request: bytes) -> bytes:
+    """What comes back for these bytes."""
+    with socket.create_connection(("127.0.0.1", page.port), timeout=20) as sock:
+        with contextlib.suppress(OSError):  # it may have answered before all of it had come
+            sock.sendall(request)
+            sock.shutdown(socket.SHUT_WR)
+        answer = bytearray()
+        with contextlib.suppress(ConnectionError):
+            while data := sock.recv(1 << 16):
+                answer += data
+    return bytes(answer)
+
+
+def odd_requests(page: Page, count: int = 200) -> Iterator[bytes]:
+    """Requests that are nearly right, the same each time: parts that no number, host or address can be."""
+    chance, digits = random.Random(20261128), b"9" * 5000
+    odd = (
+        b"", b"[", b"]", b"[::1", b"127.0.0.1:[", b"\xe2\x84\x80", digits, b"-1", b"1e400", b"0x10", b"\xc2\xb2",
+        b"\xff\xfe", b"%", b"%5B", b"//[", b"a:b@[", b"?have=" + digits, b"#[", b"\x00", b"\x1b]0;x\x07", b"nan",
+        b" " * 300, b"1_0", b"+1", b'{"actions": [["\\ud800"]]}', b'{"speed": ' + digits + b"}", b"[" * 985 + b"]" * 985,
+        b'{"again": 1e999}',
+    )  # fmt: skip
+    names = [b"data.json", b"round.json", b"play.json", b"act.json", b"film.jsonl", b"", b"page.css"]
+    for _ in range(count):
+        host = chance.choice((f"127.0.0.1:{page.port}".encode(), chance.choice(odd)))
+        token = chance.choice((page.token.encode() + b"/", page.token.encode() + b"/", chance.choice(odd)))
+        path = b"/" + token + chance.choice(names) + chance.choice((b"", b"?have=%s&run=%s&round=%s&film=%s"))
+        while b"%s" in path:
+            path = path.replace(b"%s", chance.choice((b"0", chance.choice(odd))), 1)
+        body = chance.choice(odd)
+        length = chance.choice((str(len(body)).encode(), str(len(body)).encode(), chance.choice(odd)))
+        version = chance.choice((b"HTTP/1.1", b"HTTP/1.0", b"HTTP/1.1", b"", b"HTTP/9", b"HTTP/" + digits))
+        verb = chance.choice((b"GET", b"POST", b"POST", chance.choice(odd)))
+        head = verb + b" " + path + b" " + version
+        yield head + b"\r\nHost: " + host + b"\r\nContent-Length: " + length + b"\r\n\r\n" + body
+
+
+def answers_each_in_a_sentence(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each odd request is answered, none with a server error, and the terminal of whoever serves the page shows nothing."""
+    own = f"127.0.0.1:{page.port}".encode()
+    base, digits = f"/{page.token}/".encode() if page.token else b"/", b"9" * 5000
+    for request in (
+        b"GET " + base + b" HTTP/1.1\r\nHost: [\r\n\r\n",
+        b"GET " + base + b" HTTP/1.1\r\nHost: [::1\r\n\r\n",
+        b"GET http://[" + base + b" HTTP/1.1\r\nHost: " + own + b"\r\n\r\n",
+        *(
+            [
+                b"GET " + base + b"play.json?have=" + digits + b" HTTP/1.1\r\nHost: " + own + b"\r\n\r\n",
+                b"POST " + base + b"act.json HTTP/1.1\r\nHost: " + own + b"\r\nContent-Length: " + digits + b"\r\n\r\n",
+            ]
+            if page.deeds
+            else []
+        ),
+    ):
+        assert b" 400 " in raw_answer(page, request).splitlines()[0], request[:80]
+    for request in odd_requests(page):
+        answer = raw_answer(page, request)
+        assert answer, request[:200]
+        if answer.startswith(b"HTTP/"):
+            assert answer.split()[1] in (b"200", b"400", b"403", b"404", b"413", b"414", b"431", b"501", b"505"), (
+                request[:200]
+            )
+    assert capsys.readouterr().err == ""
+
+
+def test_odd_requests_are_answered_and_leave_the_terminal_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunFolder(tmp_path / "a", RUN_TOML) as run, served(tmp_path / "a") as page:
+        write_round(run, 0)
+        answers_each_in_a_sentence(page, capsys)
 
 
 def test_a_request_to_a_foreign_name_is_refused(tmp_path: Path) -> None:

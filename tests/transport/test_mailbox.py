@@ -381,14 +381,13 @@ def test_a_link_in_a_folder_leads_nowhere(tmp_path: Path, monkeypatch: pytest.Mo
         (folder / stream).symlink_to(theirs)
         (folder / object_).mkdir()
         (folder / object_ / "in-0").symlink_to(theirs / "in-0")
+        listener.settimeout(LIMIT_S)
+        listener.accept()[0].close()  # of the object that is a link: it ends its connection, and is removed itself
+        until(lambda: not (folder / object_).exists())
         with Channel(connect(split(address)[0], LIMIT_S), LIMIT_S) as ours:  # nor is an honest one disturbed by them
-            listener.settimeout(LIMIT_S)
             with Channel(listener.accept()[0], LIMIT_S) as far:
                 ours.write(CONTENT)
                 assert far.read(len(CONTENT)) == CONTENT
-        until(
-            lambda: not (folder / object_).exists()
-        )  # an object that is a link ends its connection, and is removed itself
         assert not store.there(f"{stream}/in-0") and store.names(stream) == []
         with pytest.raises(NotADirectoryError):
             store.get(f"{stream}/in-0", 100)

@@ -67,11 +67,10 @@ def again(film: "Film", record: Path) -> None:
 
 def live_page(live: "Live", port: int) -> "Page":
     """A server of a film that is made while somebody plays, not yet serving."""
-    from gossamer.report.page.web import Page
+    from gossamer.report.page.web import Page, number_of
 
     def data(query: Mapping[str, str]) -> bytes:
-        have = query.get("have", "0")
-        return live.data(query.get("film", ""), int(have) if have.isascii() and have.isdigit() else 0)
+        return live.data(query.get("film", ""), number_of(query.get("have", "0"), "have"))
 
     answers = {"play.json": data, "film.jsonl": lambda query: live.lines()}
     return Page(answers, "127.0.0.1", port, main="play", deeds={"act.json": live.act})

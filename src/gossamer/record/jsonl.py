@@ -155,4 +155,7 @@ def _refuse(constant: str) -> float:
 
 def short(value: object) -> str:
     """A value as a sentence about it may quote it."""
-    return f"{value!r:.60}"
+    try:
+        return f"{value!r:.60}"
+    except RecursionError:  # JSON that is nested just as deeply as it can be read
+        return "a deeply nested value"

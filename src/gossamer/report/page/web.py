@@ -26,12 +26,14 @@ from gossamer.errors import ConfigError, GossamerError
 from gossamer.report.page.assets import ASSETS, shell
 from gossamer.report.page.live import LiveRuns
 
-__all__ = ["Page", "page_server", "serve_beside", "show_page"]
+__all__ = ["Page", "number_of", "page_server", "serve_beside", "show_page"]
 
 Answers = Mapping[str, Callable[[Mapping[str, str]], bytes]]
 Deeds = Mapping[str, Callable[[bytes], bytes]]
 _MOST_ASKED = 1 << 16
 """Bytes of a request to do something."""
+_MOST_DIGITS = 18
+"""Of a number in a request; Python refuses to convert more than 4,300."""
 _NONE: Deeds = {}
 _LINGER_S = 60.0
 """How long the page of a run that has ended is served after somebody last looked."""
@@ -45,7 +47,8 @@ class Page(http.server.ThreadingHTTPServer):
     """Serves one page of some runs, each request in its own thread.
 
     Args:
-        answers: what it answers with JSON, by the name that is asked for, from the query; empty for what there is not.
+        answers: what it answers with JSON, by the name that is asked for, from the query; empty for what there is not, and a
+            GossamerError for a query that cannot be read.
         host, port: where it listens; port 0 takes one that is free. On any host but loopback all addresses begin with a token.
         main: the script that puts the page together.
         deeds: what it does when it is sent something, by name, with the bytes that came; a GossamerError is told to the page.
@@ -89,6 +92,8 @@ class Page(http.server.ThreadingHTTPServer):
     def knows(self, host: str) -> bool:
         """Whether a Host header names this machine: loopback, the address that was given, and beyond loopback any address.
 
+        Raises: ValueError for what can be no host, such as an open bracket.
+
         >>> page = Page.__new__(Page)
         >>> page.host, page.beyond = "127.0.0.1", False
         >>> [page.knows(host) for host in ("localhost:8250", "127.0.0.1", "[::1]:80", "evil.example:8250", "")]
@@ -121,7 +126,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self._answer("text/html; charset=utf-8", shell(hint, main=page.main))
         if last not in page.answers:
             return self._refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
-        if not (body := page.answers[last](query)):
+        try:
+            body = page.answers[last](query)
+        except GossamerError as error:
+            return self._refuse(HTTPStatus.BAD_REQUEST, str(error))
+        if not body:
             return self._refuse(HTTPStatus.NOT_FOUND, "there is no such round")
         self._answer("application/json", body)
 
@@ -131,16 +140,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if (asked := self._asked()) is None:
             return
         page, last, _ = asked
-        length = self.headers.get("Content-Length", "")
         if last not in page.deeds:
             return self._refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
-        if not (length.isascii() and length.isdigit()) or int(length) > _MOST_ASKED:
-            self.close_connection = True  # what follows is not read
-            return self._refuse(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"send at most {_MOST_ASKED} bytes, and say how many"
-            )
         try:
-            body = page.deeds[last](self.rfile.read(int(length)))
+            length = number_of(self.headers.get("Content-Length", ""), "Content-Length")
+            if length > _MOST_ASKED:
+                self.close_connection = True  # what follows is not read
+                return self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"send at most {_MOST_ASKED} bytes")
+            body = page.deeds[last](self.rfile.read(length))
         except GossamerError as error:
             return self._refuse(HTTPStatus.BAD_REQUEST, str(error))
         self._answer("application/json", body)
@@ -149,9 +156,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """What is asked for of the page; None where that was refused."""
         page = self.server
         assert isinstance(page, Page)
-        if not page.knows(self.headers.get("Host", "")):
+        try:
+            known, url = page.knows(self.headers.get("Host", "")), urlsplit(self.path)
+        except ValueError:
+            return self._refuse(
+                HTTPStatus.BAD_REQUEST, "the Host header or the address that is asked for cannot be read"
+            )
+        if not known:
             return self._refuse(HTTPStatus.FORBIDDEN, "this server answers to its own address only")
-        url = urlsplit(self.path)
         first, _, last = url.path.removeprefix("/").rpartition("/")
         if not hmac.compare_digest(first.encode(), page.token.encode()):
             return self._refuse(HTTPStatus.NOT_FOUND, "there is nothing here; use the address that the command printed")
@@ -171,7 +183,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
-        self._answer("text/plain; charset=utf-8", f"{why}\n".encode(), status)
+        # A sentence may quote what came, and JSON has characters that UTF-8 has not.
+        self._answer("text/plain; charset=utf-8", f"{why}\n".encode(errors="backslashreplace"), status)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing is logged: a page asks once a second."""
@@ -191,6 +204,17 @@ def _moment(runs: LiveRuns, query: Mapping[str, str]) -> bytes:
     except (KeyError, ValueError):
         return b""
     return runs.moment(run, round)
+
+
+def number_of(text: str, name: str) -> int:
+    """A whole number of a request, which may come from anybody. Raises: ConfigError for anything else.
+
+    >>> number_of("12", "have")
+    12
+    """
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
+        raise ConfigError(f"{name} is {text!r:.40}; give a whole number of at most {_MOST_DIGITS} digits")
+    return int(text)
 
 
 def page_server(folders: Sequence[Path], host: str, port: int, command: str = "") -> Page:
