@@ -31,6 +31,7 @@ from gossamer.library.guard import fingerprints, must_be_alike
 from gossamer.library.lane import Lane, board, claimed, must_have_equal_shards, opened, taken, unequal_shards
 from gossamer.library.peers import Common, must_agree, read_losses
 from gossamer.library.siblings import Siblings
+from gossamer.record.jsonl import json_from_peer
 from gossamer.record.packed import cold, frozen, unpacked
 from gossamer.rounds.loop import OuterLoop
 from gossamer.transport.contract import Sound, Ticket, Wait
@@ -630,12 +631,9 @@ class _Meets:
     def _read(self, site: int) -> _UnderWay:
         name = f"under way/{site}/{self._lane.shard}"
         self._entries.absent([name], self._timeout_s)
-        try:
-            match json.loads(self._entries.get(name) or b""):
-                case [str(run), str(address), int(shards), [*common], [*rest]]:
-                    return _UnderWay(run, address, shards, common, rest)
-        except (ValueError, RecursionError):
-            pass
+        match json_from_peer(self._entries.get(name) or b""):
+            case [str(run), str(address), int(shards), [*common], [*rest]]:
+                return _UnderWay(run, address, shards, common, rest)
         raise PeerError(
             f"site {site} does not say at '{self._join}' how it trains; install the same gossamer version everywhere"
         )

@@ -27,6 +27,7 @@ import json
 from typing import NamedTuple
 
 from gossamer.errors import RefusedError, TransportError
+from gossamer.record.jsonl import json_from_peer
 from gossamer.rng import key
 from gossamer.transport.elastic.members import Members, MemberStatus
 from gossamer.transport.sockets.header import MOST_ATTEMPTS, LetterKind
@@ -153,10 +154,7 @@ class Closing:
 
     def heard(self, letter: Letter, now: float) -> None:
         """Takes a letter in. Raises: RefusedError for one that says anything impossible, which changes nothing."""
-        try:
-            values = json.loads(letter.content)
-        except (ValueError, RecursionError):
-            values = None
+        values = json_from_peer(letter.content)
         match letter.kind, values:
             case LetterKind.REPORT, _ if (report := self._report(values)) is not None:
                 if report.round >= 0:  # before, it has not begun and nothing is to be closed

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from gossamer.errors import PeerError
+from gossamer.record.jsonl import json_from_peer
 from gossamer.transport.elastic.members import MemberStatus, SlotEntry, membership_update, read_membership_update
 from gossamer.transport.keys import Keys
 from gossamer.transport.sockets.channel import Channel
@@ -162,15 +163,8 @@ def _small(letter: Letter, size: int) -> bool:
     return size <= (CHUNK_BYTES if letter.kind == LetterKind.CHUNK else SMALL_BYTES)
 
 
-def _json(letter: Letter) -> object:
-    try:
-        return json.loads(letter.content)
-    except (ValueError, RecursionError):
-        return None
-
-
 def _place(letter: Letter, limits: Limits) -> Applicant | None:
-    match _json(letter):
+    match json_from_peer(letter.content):
         case {
             "nonce": int(nonce), "address": str(address), "slot": None | int() as slot, "inner": bool(inner),
             "wants": None | int() as wants, "after": None | int() as after,
@@ -189,7 +183,7 @@ def _is_at_most(number: int | None, most: int) -> bool:
 
 
 def _offer(letter: Letter, limits: Limits, address: str) -> tuple[Offer, int]:
-    match _json(letter):
+    match json_from_peer(letter.content):
         case {
             "slot": int() | None as slot, "donor": int(donor), "after": int(after), "bytes": int(size),
             "sha256": str(sha256), "entries": str(text),
