@@ -130,18 +130,24 @@ def host(
 
 def ask(
     address: str, secret: bytes, place: Applicant, *, run: int, limits: Limits, timeout_s: float,
-    state: bool = True, keys: Keys | None = None,
+    state: bool = True, keys: Keys | None = None, whom: int | None = None,
 ) -> Offer:  # fmt: skip
     """A slot, and a state, from the worker that listens at `address`.
 
-    Args: `state` is whether that of the donor is wanted too, or the slot alone. One after other rounds than `place` asks for is
-        offered and not taken.
+    Args:
+        state: whether that of the donor is wanted too, or the slot alone. One after other rounds than `place` asks for is
+            offered and not taken.
+        whom: the worker that it must be; None for any of the run. With keys its certificate must have that number.
     Raises: OSError when it cannot be reached or is lost, PeerError when it refuses or all slots are filled.
     """
-    with dial(address, secret, run=run, me=NEWCOMER, timeout_s=timeout_s, keys=keys) as channel:
+    with dial(address, secret, run=run, me=NEWCOMER, timeout_s=timeout_s, keys=keys, whom=whom) as channel:
         body = body_of(json.dumps(place._asdict()).encode())
         send_letter(channel, Letter(LetterKind.ASK, NEWCOMER, body=body), run)
         offer, size = _offer(receive_letter(channel, run, limits, _small), limits, address)
+        if keys is not None:
+            keys.must_have(channel.certificate, offer.donor)
+        if whom is not None and offer.donor != whom:
+            raise PeerError(f"worker {whom} at {address} calls itself worker {offer.donor}; ask another")
         taken = state and place.after in (None, offer.after)
         send_letter(channel, Letter(LetterKind.ASK, NEWCOMER, body=body_of(b"yes" if taken else b"no")), run)
         if not taken:
