@@ -14,7 +14,8 @@ takes another's state first.
 A worker whose round was closed without it (it was late, or cut off) is left out: it takes another's state. It gives its own up
 on the word of at least two others and of at least half of those that are alive, itself among them, and never on that of one:
 where another says that it is in a later round, or has other rounds behind it, a worker asks all where they are. Who says so alone
-is named, and nobody waits for it; of two workers neither decides for the other. A worker may also find that the state that it has
+is named, and nobody waits for it; of two workers neither decides for the other. The leader alone is believed by a worker that
+no other one answers, where there are more. A worker may also find that the state that it has
 just taken is ahead of what the others have: then it takes another one.
 
 Until it has a state, it tells everybody that it is away, so that nobody waits for it or lets it lead. Otherwise those who close
@@ -143,6 +144,9 @@ class Closing:
         self._disputed_s: dict[int, float] = {}
         """Since when each of the others says something else than this worker's round and line."""
         self._named: set[int] = set()
+        self._spoke_s: dict[int, float] = {}
+        self._answered_s: dict[int, float] = {}
+        """When each of the others last said anything about its round, and was last answered that this worker is in the same."""
         self._taken = False
         """Whether this worker has closed no round since it took another's state."""
         self._behind_s: float | None = None
@@ -191,6 +195,7 @@ class Closing:
     def heard(self, letter: Letter, now: float) -> None:
         """Takes a letter in. Raises: RefusedError for one that says anything impossible, which changes nothing."""
         values = json_from_peer(letter.content)
+        self._spoke_s[letter.sender] = now
         match letter.kind, values:
             case LetterKind.REPORT, _ if (report := self._report(values)) is not None:
                 if report.round >= 0:  # before, it has not begun and nothing is to be closed
@@ -332,11 +337,27 @@ class Closing:
         if against and now - self._asked_s >= self._beat_s:
             self._asked_s = now
             self._tell_all(LetterKind.REPORT, _plain(self._own))  # those that are ahead answer with where they are
+        if self._hears_nobody_but(against, now):
+            self._leave_out(min(against))
+            return
         waits = 2 * (len(others) + 1 - len(against)) <= self.members.slots
         for j in sorted(against - self._named):
             if now >= self._disputed_s[j] + _DISPUTE_BEATS * self._beat_s:
                 self._named.add(j)
                 self.unvouched.append(Unvouched(j, self._places[j].round, waits))
+
+    def _hears_nobody_but(self, against: Collection[int], now: float) -> bool:
+        """Whether it can ask nobody but the leader, which says so.
+
+        Two behind routers at home may both reach the leader and not each other: each learns of the rounds that were closed
+        without it from the leader alone. Of two slots nothing can be closed without both.
+        """
+        leader = min(self._living)
+        if {*against} != {leader} or self.members.slots < 3 or now < self._disputed_s[leader] + self._limit_s:
+            return False
+        return all(
+            self._spoke_s.get(j, -1e9) < self._disputed_s[leader] for j in self._living - {leader, self.members.me}
+        )
 
     def _are_enough(self, some: Collection[int], *, more_than_half: bool = False) -> bool:
         """Whether so many others decide: two or more, and half of those alive, where the later round or line counts.
@@ -377,6 +398,10 @@ class Closing:
         elif report.round > self.round and report.last is not None:
             self._close_what_is_held(report.last)
         elif report.round < self.round:
+            self._say(sender, LetterKind.REPORT, _plain(self._own))
+        elif self._leader != self.members.me and now >= self._answered_s.get(sender, -1e9) + self._beat_s:
+            # Only the leader gets reports unasked, so this one asks where all are. An answer is one too: hence once a beat.
+            self._answered_s[sender] = now
             self._say(sender, LetterKind.REPORT, _plain(self._own))
         self.tick(now)
 
