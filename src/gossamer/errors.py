@@ -132,12 +132,12 @@ def nearest(got: str, names: Iterable[str]) -> str | None:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error from a library, short enough to stand within a sentence.
+    """The first line of an error from a library, short enough to stand within a sentence; its class where it has no text.
 
-    >>> first_line(RuntimeError("connection closed\\nException raised from ..."))
-    'connection closed'
+    >>> first_line(RuntimeError("connection closed\\nException raised from ...")), first_line(IndexError())
+    ('connection closed', 'IndexError')
     """
-    return str(error).splitlines()[0][:200]
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
 
 
 def require(module: str, extra: str, what: str, instead: str = "") -> ModuleType:

@@ -15,6 +15,7 @@ import torch
 
 from gossamer.errors import CheckpointError, GossamerError, PeerError, RefusedError
 from gossamer.record.addresses import read_addresses
+from gossamer.record.jsonl import json_from_peer
 from gossamer.record.logs.order import Entered, Finished, Mixed, OrderWriter, Published, read_order
 from gossamer.record.logs.outcomes import Begun, Ended, ExchangeOutcome, OutcomeWriter, RoundOutcome, read_outcomes
 from gossamer.record.packed import cold, packed, unpacked
@@ -24,6 +25,7 @@ from gossamer.run.participant.agreement import limits_of
 from gossamer.run.participant.seat import fact_of
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic import newcomer
+from gossamer.transport.elastic.ask import _view
 from gossamer.transport.elastic.core import ElasticCore
 from gossamer.transport.elastic.fetches import Fetches
 from gossamer.transport.elastic.meetings import Meetings
@@ -55,6 +57,7 @@ JUNK = [
     "x",
     "host:1",
     "é:1",
+    "\ud800",
     [],
     [1],
     {},
@@ -64,6 +67,10 @@ JUNK = [
 NEWS = membership_update(
     {i: SlotEntry(i, 0, i, MemberStatus.ALIVE, 0, f"127.0.0.1:{4000 + i}", 7, 105) for i in range(3)}
 )
+
+
+SURROGATES = [b'"\\ud800"', b'{"\\udfff": 1}', b'["x", ["\\ud83d"]]', b'"\xed\xa0\x80"', '"é"'.encode("utf-16")]
+"""JSON whose strings UTF-8 cannot encode, or that is not in UTF-8."""
 
 
 @pytest.fixture
@@ -226,6 +233,22 @@ def test_thousands_of_requests_and_offers_of_newcomers_are_answered_or_refused(
                 newcomer.ask("127.0.0.1:4000", b"s", own, run=3, limits=limits(3), timeout_s=1.0)
     near.close(), far.close()
     assert any(letter.kind == LetterKind.CHUNK for letter in sent)
+
+
+def test_strings_that_utf8_cannot_encode_are_in_no_value_that_a_peer_has_sent() -> None:
+    assert [json_from_peer(raw) for raw in SURROGATES] == [None] * len(SURROGATES)
+    assert json_from_peer(b'"\\ud83d\\ude00 \\u00e9"') == "😀 é"
+
+
+def test_thousands_of_views_are_views_or_none(count: int) -> None:
+    draw = random.Random(8)
+    value = {"worker": 1, "entries": NEWS.decode(), "silent_s": {"0": 0.5}, "refused": {"worker 2: bounds": 3}}
+    assert _view(json.dumps(value).encode(), limits(3)) is not None
+    assert _view(json.dumps({**value, "entries": "\ud800"}).encode(), limits(3)) is None
+    for number in range(count // 2):
+        raw = changed(json.dumps(value).encode(), draw) if number % 2 else json.dumps(swapped(value, draw)).encode()
+        if (view := _view(raw, limits(3))) is not None:
+            json.dumps([view.worker, [*view.entries], dict(view.refused)], ensure_ascii=False).encode()
 
 
 def test_thousands_of_outcomes_files_are_lives_or_refused(count: int, tmp_path: Path) -> None:

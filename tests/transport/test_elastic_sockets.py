@@ -246,7 +246,7 @@ def test_who_needs_a_state_asks_again_as_long_as_its_donor_has_not_come_up_and_n
     endpoint, members = Endpoint(listeners[0], RUN, SECRET, LIMIT_S), Members(limits(2), 0, entries)
     kept = newcomer.Handover(6, lambda: frozen({"x": torch.ones(2)})(), cold)
     with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(fetch_state, members, endpoint, first=1, behind=0)
+        asking = pool.submit(fetch_state, members, endpoint, first=1, behind=0, accept=lambda _, state: state)
         for _ in range(2):
             listeners[1].accept()[0].close()  # as of one that is too busy to answer within the time of a handshake
         listeners[1].settimeout(None)
@@ -256,7 +256,7 @@ def test_who_needs_a_state_asks_again_as_long_as_its_donor_has_not_come_up_and_n
     assert (offer.donor, offer.after, state["x"].tolist()) == (1, 6, [1.0, 1.0])
     donor.close()
     with pytest.raises(PeerError, match="nobody to take a state from"):
-        fetch_state(members, endpoint._replace(timeout_s=1e6), first=1, behind=0)
+        fetch_state(members, endpoint._replace(timeout_s=1e6), first=1, behind=0, accept=lambda _, state: state)
     listeners[0].close()
 
 

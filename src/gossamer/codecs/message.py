@@ -7,10 +7,20 @@ from torch import Tensor
 
 from gossamer import rng
 from gossamer.codecs import Codec, exact, fitted
-from gossamer.errors import ConfigError
+from gossamer.errors import ConfigError, TransportError, first_line
+from gossamer.finite import all_finite
 from gossamer.tree import Tree, leaves, map_leaves, nbytes, refill
 
-__all__ = ["decode", "each_shape_once", "encode", "owners_share", "payload_bytes", "payload_like", "round_trip"]
+__all__ = [
+    "decode",
+    "decode_received",
+    "each_shape_once",
+    "encode",
+    "owners_share",
+    "payload_bytes",
+    "payload_like",
+    "round_trip",
+]
 
 
 def encode(codec: Codec, message: Tree, key: int) -> Tree:
@@ -30,6 +40,26 @@ def decode(codec: Codec, payload: Tree, like: Tree) -> Tree:
     """The message whose tensors were encoded into this payload."""
     decoded = [codec.decode(part, leaf) for part, leaf in zip(payload, leaves(like), strict=True)]
     return refill(like, decoded)
+
+
+def decode_received(codec: Codec, payload: Tree, like: Tree) -> Tree:
+    """The message of another worker, whose bytes may be anything.
+
+    Raises: TransportError for one that no honest worker sends: it cannot be decoded, or has numbers that are not finite.
+
+    >>> from gossamer.codecs import exact
+    >>> decode_received(exact(), (torch.tensor([torch.nan]),), torch.zeros(1))
+    Traceback (most recent call last):
+        ...
+    gossamer.errors.TransportError: its numbers are not all finite
+    """
+    try:
+        message = decode(codec, payload, like)
+    except Exception as error:  # a codec, which may be the user's, meets bytes that its `encode` never makes
+        raise TransportError(f"codec '{codec.name}' cannot decode it ({first_line(error)})") from error
+    if not all_finite(message):
+        raise TransportError("its numbers are not all finite")
+    return message
 
 
 def payload_like(codec: Codec, like: Tree) -> Tree:

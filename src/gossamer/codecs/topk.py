@@ -258,8 +258,7 @@ def _inside(indices: Tensor, length: int) -> None:
     """Raises TransportError if an index from a peer is outside a chunk of this length."""
     if indices.numel() and int(indices.max()) >= length:
         raise TransportError(
-            f"a top-k payload points at element {int(indices.max())} of a chunk of {length}; only 0 to {length - 1} exist: "
-            "the sender is faulty or runs another version, so end its run or make the versions equal"
+            f"a top-k payload points at element {int(indices.max())} of a chunk of {length}; only 0 to {length - 1} exist"
         )
 
 

@@ -4,7 +4,7 @@ import contextlib
 import json
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
@@ -367,18 +367,17 @@ class Outer(Generic[M]):
         assert self._site is not None
         self._loop.in_flight.clear()
 
-        def load(state: Mapping[str, Any]) -> None:
-            rest = rest_of(self.model) if self._takes_rest else {}
-            mine = [self.x, *self._outer_state(), *rest.values()]
-            theirs = [state["x"], *state["outer"], *state["rest"]]
-            must_fit(theirs, mine)
+        rest = rest_of(self.model) if self._takes_rest else {}
+        mine = [self.x, *self._outer_state(), *rest.values()]
+
+        def load(theirs: Sequence[torch.Tensor]) -> None:
             with torch.no_grad():
                 for own, other in zip(mine, theirs, strict=True):
                     own.copy_(other)
                 self._loop.forget_unsent()
                 self._flat.write()
 
-        self.rounds, self.steps, self._stops = max(round, self._site.take(load, source)), 0, []
+        self.rounds, self.steps, self._stops = max(round, self._site.take(mine, load, source)), 0, []
         self._before = None
 
     @in_own_words()

@@ -20,6 +20,7 @@ from gossamer.errors import PeerError, first_line
 from gossamer.layout import Layout
 from gossamer.library.guard import Rest, broadcast, fingerprints, must_be_alike
 from gossamer.library.lane import Lane
+from gossamer.record.jsonl import json_from_peer
 from gossamer.record.lineage import choice_in_words
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.transport.contract import Reduce, Ticket, Transport, WaitingTransport
@@ -109,10 +110,9 @@ def read_losses(entries: Entries, workers: int) -> dict[int, float]:
     """The losses that are told in a store, by worker; what is no finite number counts as nothing."""
     said = dict[int, float]()
     for worker, text in entries.several([str(worker) for worker in range(workers)]).items():
-        with contextlib.suppress(ValueError, RecursionError):
-            loss = json.loads(text)
-            if type(loss) in (int, float) and math.isfinite(loss):
-                said[int(worker)] = float(loss)
+        loss = json_from_peer(text)
+        if type(loss) in (int, float) and abs(loss) < 1e300:
+            said[int(worker)] = float(loss)
     return said
 
 
@@ -210,8 +210,8 @@ class Peers:
         if self._member is not None and (entries := self._notices(topic)) is not None:
             with self._asking():
                 for worker, text in entries.several([str(worker) for worker in range(self._member.workers)]).items():
-                    with contextlib.suppress(ValueError, RecursionError):
-                        said[int(worker)] = json.loads(text)
+                    if (facts := json_from_peer(text)) is not None:
+                        said[int(worker)] = facts
         return said
 
     def losses(self, mine: float) -> dict[int, float]:

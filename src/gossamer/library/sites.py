@@ -26,11 +26,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from gossamer.errors import GossamerError, PeerError, first_line
+from gossamer.errors import CheckpointError, GossamerError, PeerError, first_line
+from gossamer.finite import all_finite
 from gossamer.library.guard import fingerprints, must_be_alike
 from gossamer.library.lane import Lane, board, claimed, must_have_equal_shards, opened, taken, unequal_shards
 from gossamer.library.peers import Common, must_agree, read_losses
 from gossamer.library.siblings import Siblings
+from gossamer.record.jsonl import json_from_peer
 from gossamer.record.packed import cold, frozen, unpacked
 from gossamer.rounds.loop import OuterLoop
 from gossamer.transport.contract import Sound, Ticket, Wait
@@ -53,6 +55,7 @@ from gossamer.transport.sockets.addresses import listen, shown
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import Endpoint
 from gossamer.transport.sockets.header import Limits
+from gossamer.tree import must_fit
 
 __all__ = ["ElasticSite", "LaneTransport", "elastic_site"]
 
@@ -164,6 +167,8 @@ class ElasticSite:
         self._alive: frozenset[int] = frozenset()
         self._round = 0
         self._kept: Handover | None = None
+        self._before: int | None = None
+        """Whose state was taken, or did not fit, last, without a round since."""
         self._changed = threading.Condition()
         """Guards what is kept, which the main thread replaces and threads of newcomers read."""
         self._peers: Callable[[int, frozenset[int]], Sequence[int]] = lambda round, alive: ()
@@ -304,7 +309,7 @@ class ElasticSite:
 
     def keep(self, after: int, state: Mapping[str, Any]) -> None:
         """Keeps a state for sites that come back, with so many rounds behind it. Cost: a copy."""
-        kept = Handover(after, frozen({**state, "line": self._inner.line}), cold)
+        kept, self._before = Handover(after, frozen({**state, "line": self._inner.line}), cold), None
         with self._changed:
             self._kept = kept
             self._changed.notify_all()
@@ -326,11 +331,15 @@ class ElasticSite:
                 None
             )  # before, this object may not be whole: the transport's threads begin with the transport
             inner, endpoint = self._inner, self._endpoint
+            owned = None if endpoint.keys is None else endpoint.keys.numbers(channel.certificate)
+
+            def give_slot(place: Applicant) -> SlotEntry | None:
+                wanted = None if place.wants is None else {place.wants}
+                allowed = owned if wanted is None else wanted if owned is None else wanted & owned
+                return inner.give_slot(place.nonce, place.address, allowed)
+
             host(
-                channel, endpoint.run, inner.members.limits, inner.worker, boundary=self._boundary,
-                give_slot=lambda place: inner.give_slot(
-                    place.nonce, place.address, None if place.wants is None else [place.wants]
-                ),
+                channel, endpoint.run, inner.members.limits, inner.worker, boundary=self._boundary, give_slot=give_slot,
                 entries=lambda: dict(inner.members.entries), keys=endpoint.keys,
             )  # fmt: skip
         except (OSError, GossamerError) as error:
@@ -338,18 +347,31 @@ class ElasticSite:
 
     # --- the state of others ------------------------------------------------------------------------------------------
 
-    def first_state(self) -> dict[str, Any]:
-        """What site 0 starts with, where all start together."""
+    def start_from_first(self, mine: Sequence[Tensor]) -> None:
+        """Copies what site 0 starts with into these tensors, where all start together. Raises: PeerError."""
         offer = self._asked(0, 0)
         if offer is None or offer.raw is None:
             raise PeerError(f"site 0 gave site {self.lane.worker} no parameters to start from; look at its log")
-        return unpacked(offer.raw)
+        try:
+            theirs = unpacked(offer.raw)["start"]
+            must_fit(theirs, mine)
+            if not all_finite(tuple(theirs)):
+                raise ValueError("they have numbers that are not finite")
+        except (CheckpointError, LookupError, TypeError, ValueError) as error:
+            raise PeerError(
+                f"the parameters that site 0 gave site {self.lane.worker} to start from do not fit its model "
+                f"({first_line(error)}); start all sites with the same model and gossamer"
+            ) from None
+        for own, other in zip(mine, theirs, strict=True):
+            own.detach().copy_(other)
 
-    def take(self, load: Callable[[Mapping[str, Any]], None], source: int | None = None) -> int:
+    def take(
+        self, mine: Sequence[Tensor], load: Callable[[Sequence[Tensor]], None], source: int | None = None
+    ) -> int:  # fmt: skip
         """Takes the state of another site, after the same round on all processes; returns the round to go on with.
 
         Args:
-            load: takes the state of this shard over.
+            mine: the tensors of this shard, which those of the other site must fit; `load` takes them over.
             source: the site that is asked first.
         Raises: PeerError when nobody gives one.
         """
@@ -359,14 +381,16 @@ class ElasticSite:
         if joins:  # what is known of the others may be old, or only what one of them knew
             say = lambda: [self._inner.first_round(self._endpoint.timeout_s)]  # noqa: E731
             newest = self._siblings.said_by_first(say, what)[0]
-        donor, after, state = self._state_of_all_lanes(source)
+        donor, after, state = self._state_of_all_lanes(source, mine)
         with self._siblings.all_or_none(what, after):
-            load(state)
+            load(_tensors_of(state))
         round = after
         if self._siblings.first and self._closes:
-            self._inner.go_on_from(after, int(state["line"]))
+            self._inner.go_on_from(after, state["line"])
         log.warning("site %d goes on with the state of site %d after round %d", me, donor, after)
+        before = self._before
         self.keep(after, state)
+        self._before = before  # no round of its own has ended since
         if joins:
             if not self._closes:
                 round = max(newest, self._inner.newest_round + 1, after)
@@ -381,8 +405,13 @@ class ElasticSite:
             self.is_back = False
         return round
 
-    def _state_of_all_lanes(self, source: int | None) -> tuple[int, int, dict[str, Any]]:
-        """The site that gives its state, after which round, and this lane's part of it, once all lanes have theirs."""
+    def _state_of_all_lanes(
+        self, source: int | None, mine: Sequence[Tensor]
+    ) -> tuple[int, int, dict[str, Any]]:  # fmt: skip
+        """The site that gives its state, after which round, and this lane's part of it, once all lanes have theirs.
+
+        A site whose state does not fit in one of the lanes is asked again when no other has given one.
+        """
         what, deadline = "taking a state over", time.monotonic() + self._endpoint.timeout_s
         for turn in itertools.count():
             own: Offer | None = None
@@ -396,17 +425,57 @@ class ElasticSite:
             donor, after = self._siblings.said_by_first(offered, what)[:2]
             if own is None or own.after != after:
                 own = self._asked(donor, after)
-            state = {} if own is None or own.raw is None else unpacked(own.raw)
-            if self._siblings.all_have(["outer" in state], what)[0]:  # which what a run starts with does not have
+            state, why = self._read_state(own, mine)
+            # One that another donor shall give, and one that this donor has not got any more, or yet, are told apart.
+            whole, fits = self._siblings.all_have([state is not None, not why], what)
+            if whole and state is not None:
+                self._before = donor
                 return donor, after, state
+            if not fits:
+                self._before = donor
+                log.warning(
+                    "site %d does not take the state that site %d gave: %s",
+                    self.lane.worker,
+                    donor,
+                    why or "see its other processes",
+                )
+                if time.monotonic() >= deadline:
+                    raise PeerError(
+                        f"site {self.lane.worker} needs the state of another site, and that of site {donor} does not fit "
+                        f"({why}); look at that site, and start this one again"
+                    )
+                time.sleep(min(0.5, self._endpoint.timeout_s / 8))
         raise AssertionError
+
+    def _read_state(
+        self, offer: Offer | None, mine: Sequence[Tensor]
+    ) -> tuple[dict[str, Any] | None, str]:  # fmt: skip
+        """What a site gave in this lane, and why it cannot be taken; None without a reason where it gave none of a round."""
+        if offer is None or offer.raw is None:
+            return None, ""
+        try:
+            state = unpacked(offer.raw)
+            if not isinstance(state, dict):
+                raise ValueError(f"it is a {type(state).__name__}")
+            if "start" in state:  # what a run starts with, which its first round replaces
+                return None, ""
+            line = state["line"]
+            if type(line) is not int or not 0 <= line < 1 << 64:
+                raise ValueError(f"the hash of its closed rounds is {line!r:.40}")
+            theirs = _tensors_of(state)
+            must_fit(theirs, mine)
+            if not all_finite(tuple(theirs)):
+                raise ValueError("it has numbers that are not finite")
+        except (CheckpointError, LookupError, TypeError, ValueError) as error:
+            return None, f"it has no {error}" if isinstance(error, KeyError) else first_line(error)
+        return state, ""
 
     def _newest_of(self, source: int | None, deadline: float) -> tuple[int, Offer]:
         """The site that gives its state, and what it gives, to the first process."""
         why = "nobody else is alive"
         while True:
             alive = [entry.slot for entry in self._inner.members.with_status(MemberStatus.ALIVE)]
-            for donor in sorted(alive, key=lambda slot: slot != source):
+            for donor in sorted(alive, key=lambda slot: (slot == self._before, slot != source)):
                 try:
                     if (offer := self._asked(donor, None)) is not None:
                         return donor, offer
@@ -429,7 +498,7 @@ class ElasticSite:
         try:
             return ask(
                 entry.address, endpoint.secret, place, run=endpoint.run, limits=self._inner.members.limits,
-                timeout_s=endpoint.timeout_s, keys=endpoint.keys,
+                timeout_s=endpoint.timeout_s, keys=endpoint.keys, whom=donor,
             )  # fmt: skip
         except (OSError, PeerError) as error:
             log.info("site %d got no state of site %d: %s", self.lane.worker, donor, error)
@@ -516,8 +585,7 @@ def elastic_site(
     if donor < 0 == lane.worker:
         site.keep(0, {"start": [*broadcasts.values()]})
     elif donor < 0:
-        for own, theirs in zip(broadcasts.values(), site.first_state()["start"], strict=True):
-            own.detach().copy_(theirs)
+        site.start_from_first([*broadcasts.values()])
     return site
 
 
@@ -620,7 +688,7 @@ class _Meets:
         place = Applicant(self._nonce, self._mine.address, wants=self._lane.worker)
         return ask(
             way.address, self._entries.secret, place, run=self.run_key(way.run), limits=self._limits,
-            timeout_s=self._timeout_s, state=False, keys=self._lane.keys,
+            timeout_s=self._timeout_s, state=False, keys=self._lane.keys, whom=site,
         )  # fmt: skip
 
     def _under_way(self) -> list[int]:
@@ -633,15 +701,17 @@ class _Meets:
         self._entries.absent([name], self._timeout_s)
         with store_answers():
             text = self._entries.get(name) or b""
-        try:
-            match json.loads(text):
-                case [str(run), str(address), int(shards), [*common], [*rest]]:
-                    return _UnderWay(run, address, shards, common, rest)
-        except (ValueError, RecursionError):
-            pass
+        match json_from_peer(text):
+            case [str(run), str(address), int(shards), [*common], [*rest]]:
+                return _UnderWay(run, address, shards, common, rest)
         raise PeerError(
             f"site {site} does not say at '{self._join}' how it trains; install the same gossamer version everywhere"
         )
+
+
+def _tensors_of(state: Mapping[str, Any]) -> list[Any]:
+    """What a site hands over, in the order in which another takes it."""
+    return [state["x"], *state["outer"], *state["rest"]]
 
 
 class _DifferError(PeerError):

@@ -8,7 +8,7 @@ from torch import nn
 from gossamer.optimizers.contract import InnerOptimizer, Joined
 from gossamer.optimizers.gpa import GPA
 
-__all__ = ["NamedState", "for_optimizer", "named_state"]
+__all__ = ["NamedState", "for_optimizer", "inside", "named_state"]
 
 
 class NamedState(NamedTuple):
@@ -30,8 +30,8 @@ class NamedState(NamedTuple):
 
 def named_state(optimizer: InnerOptimizer, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> NamedState:
     """A saved state of this optimizer by names. Raises: KeyError, TypeError or ValueError for the state of another."""
-    inside = _inside(optimizer)
-    inner = {key: named_state(one, saved[key], names) for key, one in inside.items()}
+    within = inside(optimizer)
+    inner = {key: named_state(one, saved[key], names) for key, one in within.items()}
     if isinstance(optimizer, Joined):
         return NamedState({}, {}, inner)
     parameters: dict[str, tuple[Any, dict[str, Any]]] = {}
@@ -40,13 +40,13 @@ def named_state(optimizer: InnerOptimizer, saved: Mapping[str, Any], names: Mapp
         for p, index in zip(group["params"], of["params"], strict=True):
             parameters[names[p]] = saved["state"].get(index), options
     return NamedState(
-        parameters, {k: v for k, v in saved.items() if k not in ("state", "param_groups", *inside)}, inner
+        parameters, {k: v for k, v in saved.items() if k not in ("state", "param_groups", *within)}, inner
     )
 
 
 def for_optimizer(optimizer: InnerOptimizer, known: NamedState, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
     """What `load_state_dict` of this optimizer takes, with what is known of its own parameters. Raises: KeyError."""
-    inner = {key: for_optimizer(one, known.inner[key], names) for key, one in _inside(optimizer).items()}
+    inner = {key: for_optimizer(one, known.inner[key], names) for key, one in inside(optimizer).items()}
     if isinstance(optimizer, Joined):
         return inner
     groups, state, count = list[dict[str, Any]](), dict[int, Any](), 0
@@ -58,7 +58,8 @@ def for_optimizer(optimizer: InnerOptimizer, known: NamedState, names: Mapping[n
     return {"state": state, "param_groups": groups, **known.rest, **inner}
 
 
-def _inside(optimizer: InnerOptimizer) -> Mapping[str, InnerOptimizer]:
+def inside(optimizer: InnerOptimizer) -> Mapping[str, InnerOptimizer]:
+    """The optimizers inside, by the keys under which the state holds them."""
     if isinstance(optimizer, Joined):
         return optimizer.parts
     return {"base": optimizer.base} if isinstance(optimizer, GPA) else {}

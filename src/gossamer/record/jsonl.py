@@ -15,6 +15,7 @@ from gossamer.settings.schema import RECORD, Records
 
 __all__ = [
     "Parser",
+    "json_from_peer",
     "json_line",
     "json_lines",
     "json_text",
@@ -53,6 +54,24 @@ def json_text(value: Any) -> str:
     '[[5,34]]'
     """
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def json_from_peer(raw: bytes) -> Any:
+    """The JSON value that another process sent, whose strings can all be written as UTF-8; None for anything else.
+
+    JSON may escape half of a surrogate pair, of which Python makes a string that raises an error wherever it is encoded.
+
+    >>> json_from_peer(b'{"round": 3}'), json_from_peer(b'"\\\\ud800"'), json_from_peer(b"[")
+    ({'round': 3}, None, None)
+    """
+    try:
+        text = raw.decode()  # not by `json.loads`, which lets encoded surrogates pass and guesses other encodings
+        value = json.loads(text)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return value
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -28,9 +28,9 @@ from torch import Tensor
 from gossamer import rng
 from gossamer.codecs import Codec
 from gossamer.codecs.exact import EXACT
-from gossamer.codecs.message import decode, encode
-from gossamer.errors import TrainingError
-from gossamer.finite import GO_ON, all_finite, must_be_finite
+from gossamer.codecs.message import decode, decode_received, encode
+from gossamer.errors import TrainingError, TransportError
+from gossamer.finite import GO_ON, must_be_finite
 from gossamer.record.logs.trace import Operation
 from gossamer.rounds.forms import chunks, message_template, own_message, sizes_of
 from gossamer.rounds.kernel import Decoded, cut, update_spans
@@ -424,17 +424,16 @@ def _must_be_finite(ctx: Context, what: str, parts: Mapping[int, Tree]) -> None:
 def _decoded(codec: Codec, payload: Tree, like: Tree) -> Tree | None:
     """A message of another worker; None if it cannot be decoded or is not finite, as no honest worker sends it."""
     try:
-        message = decode(codec, payload, like)
-    except (RuntimeError, ValueError, IndexError):
+        return decode_received(codec, payload, like)
+    except TransportError:
         return None
-    return message if all_finite(message) else None
 
 
 def _unsound(job: _Job, what: str, senders: Sequence[int]) -> TrainingError:
     """What ends a worker that cannot do without these messages."""
     who = " and ".join(map(str, senders))
     return TrainingError(
-        f"the {what} of worker {who} in round {job.ctx.round} has numbers that are not finite; {GO_ON}"
+        f"the {what} of worker {who} in round {job.ctx.round} has numbers that are not finite, or cannot be decoded; {GO_ON}"
     )
 
 

@@ -9,24 +9,29 @@ import pytest
 import torch
 from torch import Tensor
 
+from codecs_in_use import VARIANTS
 from drifted_rounds import context, drive, serially
 from gossamer.asynchronous import cgad
 from gossamer.clock.phases import LoopOptions
 from gossamer.clock.server_core import ServerCore
-from gossamer.codecs import Codec, exact, fp16, int8
-from gossamer.errors import TrainingError
+from gossamer.codecs import Codec, exact, fitted, fp16, int8
+from gossamer.codecs.message import decode_received, encode
+from gossamer.errors import TrainingError, TransportError
 from gossamer.finite import all_finite, must_be_finite
 from gossamer.layout import Layout, Leaf
 from gossamer.record import checkpoint
-from gossamer.rounds.exchange import Exchange, begin, finish_all, initial_state
+from gossamer.rounds.exchange import Exchange, _decoded, begin, finish_all, initial_state
 from gossamer.rounds.setup import Part, Setup
 from gossamer.rules import Rule, choco, diloco, gasloc, robust, sgp
+from gossamer.run.asynchronous.message_form import MessageForm
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.simulated.simulate import simulate
 from gossamer.topologies import make_topology
+from gossamer.transport import wire
 from gossamer.transport.contract import Ticket
 from gossamer.transport.memory import MemoryNetwork, Parcel
 from gossamer.transport.processes.local import run_local
+from gossamer.tree import leaves, refill
 from poisoned import WORKER, poison, poisoned_main
 from tiny import tiny
 
@@ -148,6 +153,38 @@ def test_a_payload_that_is_not_finite_is_declined_and_the_others_go_on_without_i
     # Of a mean through owners the forger still owns its chunk, the middle one.
     others = slice(0, 21) if rule.averages else slice(None)
     assert torch.equal(network.xs[0], network.xs[2]) and torch.equal(network.xs[0][others], torch.ones(64)[others])
+
+
+@pytest.mark.parametrize("codec", [pytest.param(codec, id=name) for name, codec in VARIANTS.items()])
+def test_whatever_bytes_come_in_place_of_a_payload_are_a_finite_message_or_declined(codec: Codec) -> None:
+    draw, layout = torch.Generator().manual_seed(3), Layout((Leaf("a", (6000,), 0, 6000),), 6000)
+    form = MessageForm(codec, layout, torch.zeros(6000), seed=0, worker=0, device=torch.device("cpu"))
+    fit = fitted(codec, layout)
+    payload = encode(fit, torch.randn(6000, generator=draw), 5)
+    sent = leaves(payload)
+    for turn in range(12):
+        # Some bytes of each tensor are drawn, or all of them, or all bits are set, which no encoder writes.
+        frames = [t.reshape(-1).view(torch.uint8).clone() for t in sent]
+        for frame in frames:
+            drawn = torch.randint(0, 256, frame.shape, generator=draw, dtype=torch.uint8)
+            place = torch.rand(frame.shape, generator=draw) < (0.01, 0.2, 1.0)[turn % 3]
+            frame[place] = drawn[place] if turn % 4 else 255
+        changed = [frame.view(t.dtype).view(t.shape) for frame, t in zip(frames, sent, strict=True)]
+        message, packed = _decoded(fit, refill(payload, changed), torch.zeros(6000)), wire.pack_frames(changed)
+        if message is None:
+            with pytest.raises(TransportError, match="what worker 2 sent is no message"):
+                form.unpack(packed, 2)
+        else:
+            assert all_finite(message) and leaves(message)[0].shape == (6000,)
+            assert torch.equal(leaves(form.unpack(packed, 2))[0], leaves(message)[0])
+
+
+def test_a_codec_that_raises_an_error_without_a_word_is_declined_too() -> None:
+    def decode(payload: Tensor, like: Tensor) -> Tensor:
+        raise IndexError
+
+    with pytest.raises(TransportError, match=r"codec 'exact' cannot decode it \(IndexError\)"):
+        decode_received(exact()._replace(decode=decode), (torch.zeros(1),), torch.zeros(1))
 
 
 @pytest.mark.parametrize("rule", [choco(), sgp()], ids=repr)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from gossamer.clock.gossip_worker import GossipWorker
 from gossamer.clock.pair_worker import PairWorker
-from gossamer.errors import CheckpointError
+from gossamer.errors import CheckpointError, first_line
+from gossamer.finite import all_finite
 from gossamer.record import checkpoint
 from gossamer.record.fault import Fault
 from gossamer.record.lineage import Lineage
@@ -21,10 +22,10 @@ from gossamer.run.bookkeeping.which_round import ChosenRound, Held, newest_of_an
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.participant.agreement import limits_of
 from gossamer.run.participant.seat import Brought, Own, Progress
-from gossamer.run.worker.replica import Replica
+from gossamer.run.worker.replica import MISFITS, Replica
 from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.transport.sockets.header import Limits
-from gossamer.tree import leaves
+from gossamer.tree import leaves, must_fit
 
 __all__ = [
     "AsyncState",
@@ -36,6 +37,7 @@ __all__ = [
     "newest_state",
     "phases_behind",
     "state_of",
+    "take_over",
 ]
 
 _MOST = 1 << 31
@@ -118,6 +120,24 @@ def adopt(state: AsyncState, core: GossipWorker | PairWorker, replica: Replica) 
             f"the state of worker {state.source[0]} does not fit this model and rule ({error}); use the run file that wrote it"
         ) from None
     replica.restore({**content, "data": data})
+
+
+def take_over(state: AsyncState, core: GossipWorker | PairWorker, replica: Replica) -> None:
+    """Goes on from the state that another worker gave. Raises CheckpointError, with nothing changed, unless all of it fits."""
+    mine = {**state.content, "data": replica.task.data.state()}
+    try:
+        theirs = [mine["x"], *mine["outer"]]
+        must_fit(theirs, [core.x, *leaves(core.s)])
+        if not all_finite(tuple(theirs)):
+            raise ValueError("it has numbers that are not finite")
+        replica.must_be_of_another(mine)
+        core.restore(mine["x"], mine["outer"])
+        replica.load(mine)
+    except MISFITS as error:
+        raise CheckpointError(
+            f"the state of worker {state.source[0]} does not fit this model and rule ({first_line(error)}); look at that "
+            "machine, and start all with the same run file and gossamer"
+        ) from None
 
 
 def newest_state(

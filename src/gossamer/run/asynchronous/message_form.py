@@ -5,9 +5,9 @@ from torch import Tensor
 
 from gossamer import rng
 from gossamer.codecs import Codec, fitted
-from gossamer.codecs.message import decode, encode, payload_like
+from gossamer.codecs.message import decode, decode_received, encode, payload_like
 from gossamer.errors import TransportError
-from gossamer.finite import all_finite, must_be_finite
+from gossamer.finite import must_be_finite
 from gossamer.layout import Layout
 from gossamer.transport import wire
 from gossamer.tree import Tree, leaves, nbytes, refill
@@ -49,14 +49,9 @@ class MessageForm:
         """The message of another worker. Raises: TransportError for one that no honest worker sends."""
         frames = wire.unpack_frames(packed.to(self._device), leaves(self._payload))
         try:
-            message = decode(self._codec, refill(self._payload, frames), self._like)
-        except (RuntimeError, ValueError, IndexError) as error:
-            raise TransportError(
-                f"worker {sender} sent what codec '{self._codec.name}' cannot decode ({str(error).splitlines()[0]:.100})"
-            ) from None
-        if not all_finite(message):
-            raise TransportError(f"worker {sender} sent numbers that are not all finite")
-        return message
+            return decode_received(self._codec, refill(self._payload, frames), self._like)
+        except TransportError as error:
+            raise TransportError(f"what worker {sender} sent is no message: {error}") from None
 
     def is_sound(self, packed: Tensor, sender: int) -> bool:
         """Whether it is the message of another worker."""

@@ -11,6 +11,7 @@ from typing import Any, Generic
 from torch import Tensor
 
 from gossamer.clock import Phase
+from gossamer.errors import CheckpointError
 from gossamer.record import checkpoint
 from gossamer.record.lineage import Lineage
 from gossamer.record.logs.events import EventWriter
@@ -25,6 +26,7 @@ from gossamer.run.asynchronous.async_state import (
     newest_state,
     phases_behind,
     state_of,
+    take_over,
 )
 from gossamer.run.bookkeeping.journal import log_phase
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
@@ -37,6 +39,7 @@ from gossamer.run.worker.task import Task
 from gossamer.transport.elastic.call_transport import CallTransport
 from gossamer.transport.elastic.calls import Calls
 from gossamer.transport.elastic.members import MemberStatus
+from gossamer.transport.elastic.newcomer import Offer
 
 __all__ = ["PATIENCE_S", "WithoutWaiting", "due_round", "save_state"]
 
@@ -148,17 +151,18 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
         number = phases_behind(0 if state is None else state.phases, held, self._local_steps)
         if joins and state is not None and self._rounds_over(number) > state.after + self.config.run.rejoin_rounds:
             state = None
-        if state is None and (joins or seat.after):
-            offer, content = self.fetch(first=seat.donor, behind=0)
-            state = state_of(content, offer.after, limits_of(self.config))
+        fetches = state is None and (joins or seat.after > 0)
+        if fetches:
+            _, state = self.fetch(self._accepted, first=seat.donor, behind=0)
             number = phases_behind(0, held, self._local_steps)
         self._number, self.round, self._begun = number, 0, Entered(number, 0, None, 0.0)
         self.replica.steps_taken = number * self._local_steps
         if state is None:
             return
-        adopt(state, self.core, self.replica)
         donor = state.source[0]
         own = donor == self.slot
+        if not fetches:
+            adopt(state, self.core, self.replica)
         self._held = state.held | ({} if own else {donor: state.phases * self.config.local_steps_of(donor)})
         self.round = state.after if own else max(state.after, self._rounds_over(number))
         self._begun = Entered(number, self.round, state.source, 0.0)
@@ -167,6 +171,14 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
                 f"worker {self.slot} joins after {number} local phases of its slot, with {self.whose(donor)} after round "
                 f"{state.after}"
             )
+
+    def _accepted(self, offer: Offer, content: Any) -> AsyncState:
+        """Takes over the state that another worker gave. Raises: CheckpointError unless all of it fits."""
+        state = state_of(content, offer.after, limits_of(self.config))
+        if state.source[0] != offer.donor:
+            raise CheckpointError(f"it calls itself the state of worker {state.source[0]}; look at that machine")
+        take_over(state, self.core, self.replica)
+        return state
 
     def open_record(self, open_: contextlib.ExitStack) -> None:
         """See `Participant`; then this worker takes part, as what others do to it can be recorded."""

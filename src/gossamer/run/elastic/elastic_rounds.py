@@ -8,6 +8,7 @@ addresses, and any of them takes a newcomer in.
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,14 @@ from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.life import KEPT, Participant
 from gossamer.run.participant.seat import Seat
 from gossamer.run.participant.sigterm import Asked
+from gossamer.run.participant.state_transfer import PAUSE_S
 from gossamer.run.worker.task import Task
 from gossamer.run.worker.worker import RoundReport, Worker
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.closing import LeftOutError
 from gossamer.transport.elastic.core import Outcome
 from gossamer.transport.elastic.members import MemberStatus
-from gossamer.transport.elastic.newcomer import Handover
+from gossamer.transport.elastic.newcomer import Handover, Offer
 from gossamer.transport.elastic.transport import ElasticTransport
 
 __all__ = ["ElasticRounds"]
@@ -57,6 +59,10 @@ class ElasticRounds(Participant[ElasticTransport]):
         self._closes, self._once = m.rule.needs == "everyone", m.exchanges_once
         self._topology_of = m.topology_of(config.seed)
         self._closings = sum(bool(stop.sends) for stop in m.schedule.stops(0, config.full_steps))
+        self._donor: int | None = None
+        """Whose state it has taken last, if no round has ended since."""
+        self._waste = 0
+        """How many states in a row it has taken that were no newer than the one before."""
         self._fresh = task.data.state()
         """Its own place in the data at the start, which no other worker's state replaces."""
         self._finished = 0
@@ -149,9 +155,10 @@ class ElasticRounds(Participant[ElasticTransport]):
         for k in range(self.config.run.ghost_rounds):
             if self.asked.is_set() or transport.members.replaced:
                 break
-            offer, state = self.fetch(first=begun.donor, behind=begun.after, inner=False)
             steps = behind + k * replica.local_steps
-            self._worker.rehearse(offer.after, self._mine(state, steps))
+            accept = partial(self._accepted, steps=steps)
+            offer, state = self.fetch(accept, first=begun.donor, behind=begun.after, inner=False)
+            self._worker.rehearse(offer.after, state)
             followed.append(Followed(offer.donor, offer.after, steps, offer.sha256))
         replica.steps_taken = behind
         newest = transport.first_round(self.config.run.timeout_s) - 1
@@ -208,7 +215,7 @@ class ElasticRounds(Participant[ElasticTransport]):
     def _end_round(self, report: RoundReport, alive: frozenset[int]) -> None:
         """Writes what became of a round, keeps its state, and validates and saves what is due."""
         round, replica = self.round, self.replica
-        self._finished = round + 1
+        self._finished, self._donor, self._waste = round + 1, None, 0
         self._note(round)
         alive = self._alive if self._closes else alive
         missed = frozenset(peer for one in self._ended for peer in one.missed)
@@ -229,7 +236,12 @@ class ElasticRounds(Participant[ElasticTransport]):
             self.transport.await_later(round)
         self._entered, self._begins = -1, True
         own = Begun(round, self._finished, self.slot, 0, self.transport.members.own.incarnation)
+        again = self._donor is not None
         begun = self._fetched(own, source)
+        self._waste = self._waste + 1 if again and begun.after <= self._finished else 0
+        if self._waste:
+            # Each state that is taken is a line in the log: of states that lead nowhere there shall be few.
+            self.asked.wait(min(self.config.run.timeout_s, PAUSE_S * 2**self._waste))
         self._begun = begun._replace(steps=self.replica.steps_taken)
         self._keep(begun.after)
         self._log.write(self._begun)
@@ -361,17 +373,30 @@ class ElasticRounds(Participant[ElasticTransport]):
     def _fetched(self, begun: Begun, source: int | None = None) -> Begun:
         """Goes on with another worker's parameters, outer and inner state, and with its own place in the data."""
         first, members = begun.donor if source is None else source, self.transport.members
-        offer, state = self.fetch(first=first, behind=begun.after, inner=not begun.followed)
-        self._worker.take_over(self._mine(state, max(members.own.steps, self.replica.steps_taken)))
-        round = max(begun.round, offer.after)
+        steps = max(members.own.steps, self.replica.steps_taken)
+
+        def accept(offer: Offer, state: Any) -> int:
+            self._worker.take_over(self._accepted(offer, state, steps=steps))
+            return state["line"]
+
+        inner, before = not begun.followed, self._donor
+        offer, line = self.fetch(accept, first=first, behind=begun.after, inner=inner, before=before)
+        self._donor, round = offer.donor, max(begun.round, offer.after)
         if self._closes:
             round = offer.after
-            self.transport.go_on_from(offer.after, int(state["line"]))
+            self.transport.go_on_from(offer.after, line)
         return begun._replace(round=round, after=offer.after, donor=offer.donor, sha256=offer.sha256)
 
-    def _mine(self, state: dict[str, Any], steps: int) -> dict[str, Any]:
-        """Another worker's state with this one's own place in the data."""
-        return {**state, "data": self._fresh, "steps_taken": steps, "under_way": []}
+    def _accepted(self, offer: Offer, state: Any, *, steps: int) -> dict[str, Any]:
+        """Another worker's state with this one's own place in the data. Raises: CheckpointError unless all of it fits."""
+        line = state.get("line") if isinstance(state, dict) else None
+        if type(line) is not int or not 0 <= line < 1 << 64:
+            raise CheckpointError(
+                f"it has {line!r:.40} in place of the hash of its closed rounds; look at that machine"
+            )
+        mine = {**state, "data": self._fresh, "steps_taken": steps, "under_way": []}
+        self._worker.must_be_of_another(mine)
+        return mine
 
     def part(self, *, failed: bool) -> None:
         """See `Participant`."""

@@ -51,6 +51,7 @@ _SAVES_S = 60.0
 """How long one that is to end at once waits until what it has kept is saved."""
 
 Connections = TypeVar("Connections", bound=ElasticTransport)
+T = TypeVar("T")
 
 
 class Participant(ABC, Generic[Connections]):
@@ -200,11 +201,14 @@ class Participant(ABC, Generic[Connections]):
         """Whether it has come into a run that is under way, and the others do not count on it yet."""
         return self.seat.members.own.status == MemberStatus.JOINING
 
-    def fetch(self, *, first: int, behind: int, inner: bool = True) -> tuple[Offer, Any]:
-        """Another worker's state, see `fetch_state`. Raises: PeerError."""
+    def fetch(
+        self, accept: Callable[[Offer, Any], T], *, first: int, behind: int, inner: bool = True, before: int | None = None
+    ) -> tuple[Offer, T]:  # fmt: skip
+        """What is made of another worker's state, see `fetch_state`. Raises: PeerError."""
         return fetch_state(
-            self.transport.members, self.seat.endpoint, first=first, behind=behind, inner=inner, stop=self.asked.is_set
-        )
+            self.transport.members, self.seat.endpoint, first=first, behind=behind, accept=accept, inner=inner, before=before,
+            stop=self.asked.is_set,
+        )  # fmt: skip
 
     def keep(self, after: int, state: Mapping[str, Any]) -> None:
         """Keeps a state for newcomers, with so many rounds behind it. Cost: a copy; it is packed when somebody asks."""

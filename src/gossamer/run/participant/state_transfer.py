@@ -3,9 +3,9 @@
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
-from gossamer.errors import GossamerError, PeerError, first_line
+from gossamer.errors import CheckpointError, GossamerError, PeerError, first_line
 from gossamer.record.packed import unpacked
 from gossamer.record.progress import say
 from gossamer.transport.elastic.members import Members, MemberStatus
@@ -20,18 +20,21 @@ PAUSE_S = 0.5
 """Between two times that all are asked."""
 
 log = logging.getLogger("gossamer")
+T = TypeVar("T")
 
 
 def fetch_state(
-    members: Members, endpoint: Endpoint, *, first: int, behind: int, inner: bool = True,
-    stop: Callable[[], bool] = lambda: False,
-) -> tuple[Offer, dict[str, Any]]:  # fmt: skip
-    """The state of the first worker that gives it, and with whose hash.
+    members: Members, endpoint: Endpoint, *, first: int, behind: int, accept: Callable[[Offer, Any], T],
+    inner: bool = True, before: int | None = None, stop: Callable[[], bool] = lambda: False,
+) -> tuple[Offer, T]:  # fmt: skip
+    """What `accept` makes of the state of the first worker that gives one which it accepts, and whose that is.
 
     One that does not answer is asked again for `timeout_s`: where all start together, it may not be ready yet.
 
     Args:
         first: who is asked first.
+        accept: raises a CheckpointError for a state that does not fit this worker, and another worker is asked.
+        before: whose state was taken last, without a round since: it is asked when no other has given one.
         behind: rounds that this worker has behind it itself.
         inner: whether the state of the inner optimizer is wanted too.
         stop: whether to ask no more.
@@ -41,19 +44,23 @@ def fetch_state(
     place = Applicant(members.own.nonce, members.own.address, members.me, inner)
     while True:
         alive = [entry for entry in members.with_status(MemberStatus.ALIVE) if entry.nonce not in ended]
-        for entry in sorted(alive, key=lambda entry: entry.slot != first):
+        for entry in sorted(alive, key=lambda entry: (entry.slot == before, entry.slot != first)):
             try:
                 offer = ask(
                     entry.address, endpoint.secret, place, run=endpoint.run, limits=members.limits,
-                    timeout_s=endpoint.timeout_s, keys=endpoint.keys,
+                    timeout_s=endpoint.timeout_s, keys=endpoint.keys, whom=entry.slot,
                 )  # fmt: skip
-                state = unpacked(offer.raw or b"")
+                state = accept(offer, unpacked(offer.raw or b""))
             except (OSError, GossamerError) as error:
-                why = first_line(error)
+                why = f"worker {entry.slot}: {first_line(error)}"
+                if isinstance(error, CheckpointError):
+                    log.warning(
+                        "worker %d does not take the state that worker %d gave: %s", members.me, entry.slot, error
+                    )
                 if isinstance(error, ConnectionRefusedError):
                     ended.add(entry.nonce)
                 continue
-            say(f"worker {members.me} takes the state of worker {offer.donor} after round {offer.after}")
+            say(f"worker {members.me} takes the state of worker {entry.slot} after round {offer.after}")
             return offer, state
         others = members.with_status(MemberStatus.JOINING, MemberStatus.GHOST, MemberStatus.ALIVE, MemberStatus.SUSPECT)
         if all(entry.nonce in ended for entry in others) or stop() or time.monotonic() >= deadline:

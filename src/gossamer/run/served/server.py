@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from gossamer.codecs import fitted
-from gossamer.codecs.message import decode, payload_like
+from gossamer.codecs.message import decode_received, payload_like
 from gossamer.errors import RefusedError, TransportError
-from gossamer.finite import all_finite
 from gossamer.layout import arrange, layout_of
 from gossamer.record import checkpoint
 from gossamer.record.locks import holding
@@ -176,13 +175,11 @@ class _WithWorkers:
         codec, like, payload = self._codecs[p], self._likes[p], self._payloads[p]
         frames = wire.unpack_frames(letter.body, leaves(payload))
         try:
-            message = decode(codec, refill(payload, frames), like)
-        except (RuntimeError, ValueError, IndexError) as error:
+            message = decode_received(codec, refill(payload, frames), like)
+        except TransportError as error:
             raise TransportError(
-                f"{name} pushed a payload that codec '{codec.name}' cannot decode ({str(error).splitlines()[0]:.100})"
+                f"{name} pushed what is no update: {error}; lower inner.lr, or test its memory"
             ) from None
-        if not all_finite(message):
-            raise TransportError(f"{name} pushed {message.numel()} numbers that are not all finite; lower inner.lr")
         return Pushed(p, message, sum(frame.numel() * frame.element_size() for frame in frames), start_s)
 
     def _start(self, terms: Terms, p: int, x: Tensor) -> Letter:

@@ -12,12 +12,13 @@ from torch import Tensor
 from gossamer import rng
 from gossamer.data.corpus import Corpus
 from gossamer.errors import CheckpointError, ConfigError, TrainingError
-from gossamer.finite import GO_ON
+from gossamer.finite import GO_ON, all_finite
 from gossamer.layout import attach, flat_gradients, layout_of, restricted, views
 from gossamer.models.experts import keep_experts
 from gossamer.models.llama import Llama
 from gossamer.optimizers import GPA, InnerOptimizer, Joined
 from gossamer.optimizers.inner import build_optimizer, clip_gradients, lr_scale, share_moments, warn_of_slow_bf16
+from gossamer.optimizers.received import must_be_state_of
 from gossamer.rounds.exchange import Each
 from gossamer.run.config.layouts import arranged
 from gossamer.run.config.resolved import RunSettings
@@ -26,8 +27,20 @@ from gossamer.run.worker.numerics import deterministic, using_threads
 from gossamer.run.worker.shards import Shards
 from gossamer.run.worker.stages.in_one_process import InStages, StagedModel, computing
 from gossamer.run.worker.task import Task, buffers_of, on_device
+from gossamer.tree import must_fit
 
-__all__ = ["LocalPhase", "Replica", "loss_must_be_finite", "merged_phases", "must_start_alike", "step_on_gradients"]
+__all__ = [
+    "MISFITS",
+    "LocalPhase",
+    "Replica",
+    "loss_must_be_finite",
+    "merged_phases",
+    "must_start_alike",
+    "step_on_gradients",
+]
+
+MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What reading a state raises that has other keys, types or shapes than were expected; errors of Gossamer about it among them."""
 
 
 class LocalPhase(NamedTuple):
@@ -360,20 +373,32 @@ class Replica:
         )
         return {"inner": self.optimizer.state_dict(), "data": self.task.data.state(), **buffers, **boundaries}
 
+    def must_be_of_another(self, state: Mapping[str, Any]) -> None:
+        """Raises one of MISFITS unless the received state of another worker can be loaded as this replica's."""
+        if state["inner"] is not None:
+            must_be_state_of(self.optimizer, state["inner"])
+        must_fit(state.get("buffers", []), self.buffers)
+        if not all_finite(tuple(state.get("buffers", []))):
+            raise ValueError("a buffer of the model has numbers that are not finite")
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes a state as its own. Raises: one of MISFITS when it does not fit."""
+        if state["inner"] is not None:  # a ghost keeps its own
+            self.optimizer.load_state_dict(state["inner"])
+        if self.moments:
+            share_moments(self.optimizer, self.model, self.layout, self.moments)
+        self.task.data.restore(state["data"])
+        for own, saved in zip(self.buffers, state.get("buffers", ()), strict=True):
+            own.copy_(saved)
+        if self.staged is not None:
+            squares = {int(first): float(square) for first, square in state.get("squares", {}).items()}
+            self.staged.restore(on_device(state.get("boundaries", {}), self.device), squares)
+
     def restore(self, state: dict[str, Any]) -> None:
         """Restores a saved state. Raises CheckpointError when it does not fit."""
         try:
-            if state["inner"] is not None:  # a ghost keeps its own
-                self.optimizer.load_state_dict(state["inner"])
-            if self.moments:
-                share_moments(self.optimizer, self.model, self.layout, self.moments)
-            self.task.data.restore(state["data"])
-            for own, saved in zip(self.buffers, state.get("buffers", ()), strict=True):
-                own.copy_(saved)
-            if self.staged is not None:
-                squares = {int(first): float(square) for first, square in state.get("squares", {}).items()}
-                self.staged.restore(on_device(state.get("boundaries", {}), self.device), squares)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            self.load(state)
+        except MISFITS as error:
             raise CheckpointError(
                 f"the checkpoint of worker {self.index} does not fit this model and inner optimizer ({error}); use the run file "
                 "that wrote it, or remove the checkpoint"

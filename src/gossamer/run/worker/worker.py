@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.errors import CheckpointError
+from gossamer.errors import CheckpointError, first_line
+from gossamer.finite import all_finite
 from gossamer.layout import Layout
 from gossamer.network.pacing import PaceNote, Pacer, first_leg_bytes
 from gossamer.record.logs.trace import Operation
@@ -17,7 +18,7 @@ from gossamer.rounds.schedule import Stop
 from gossamer.rounds.sharing import first_sharing
 from gossamer.rounds.together import Together
 from gossamer.run.worker.numerics import using_threads
-from gossamer.run.worker.replica import LocalPhase, Replica, merged_phases
+from gossamer.run.worker.replica import MISFITS, LocalPhase, Replica, merged_phases
 from gossamer.transport.contract import Reduce, Transport
 from gossamer.tree import leaves, must_fit
 
@@ -217,33 +218,66 @@ class Worker:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores a checkpoint. Raises CheckpointError when it does not fit this model or rule."""
-        shards = self.replica.shards
         try:
-            state = state if shards is None else shards.own(state)
-            mine, theirs = [self.replica.evaluated, *leaves(self.loop.state)], [state["x"], *state["outer"]]
-            must_fit(theirs, mine)
-            for own, saved in zip(mine, theirs, strict=True):
-                own.copy_(saved)
-            if shards is not None:
-                shards.flat.write()
-            self.replica.steps_taken = int(state["steps_taken"])
-            if self.pacer is not None:
-                self.pacer.restore(state["pace"])
-                self.set_local_steps(self.pacer.steps)
-            self.replica.restore(state)
-            self.loop.trust_anew()
-            self.loop.restore_in_flight(state["under_way"])
-            if self.loop.sharing is not None:
-                self.loop.sharing = self.loop.sharing.restored(state["sharing"])
-                self._count_steps()
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            self._load(state, self.replica.restore)
+        except MISFITS as error:
             raise CheckpointError(
                 f"the checkpoint of worker {self.index} does not fit rule '{self.loop.method.rule.name}' and this model "
                 f"({error}); "
                 f"resume with the run file it was written by (digest {self.config.digest})"
             ) from None
 
+    def _load(self, state: dict[str, Any], load_replica: Callable[[dict[str, Any]], None]) -> None:
+        """Takes a state as its own. Raises: one of MISFITS."""
+        shards = self.replica.shards
+        state = state if shards is None else shards.own(state)
+        mine, theirs = [self.replica.evaluated, *leaves(self.loop.state)], [state["x"], *state["outer"]]
+        must_fit(theirs, mine)
+        sharing = self.loop.sharing
+        sharing = None if sharing is None else sharing.restored(state["sharing"])
+        for own, saved in zip(mine, theirs, strict=True):
+            own.copy_(saved)
+        if shards is not None:
+            shards.flat.write()
+        self.replica.steps_taken = int(state["steps_taken"])
+        if self.pacer is not None:
+            self.pacer.restore(state["pace"])
+            self.set_local_steps(self.pacer.steps)
+        load_replica(state)
+        self.loop.trust_anew()
+        self.loop.restore_in_flight(state["under_way"])
+        if sharing is not None:
+            self.loop.sharing = sharing
+            self._count_steps()
+
+    def must_be_of_another(self, state: Mapping[str, Any]) -> None:
+        """Raises CheckpointError unless the received state of another worker can be taken over; nothing has changed then."""
+        try:
+            theirs = [state["x"], *state["outer"]]
+            must_fit(theirs, [self.replica.evaluated, *leaves(self.loop.state)])
+            if not all_finite(tuple(theirs)):
+                raise ValueError("it has numbers that are not finite")
+            self.replica.must_be_of_another(state)
+            if self.loop.sharing is not None and max(self.loop.sharing.restored(state["sharing"]).steps) > (
+                self.config.workers * self.config.run.steps
+            ):
+                raise ValueError("it counts more inner steps than the run has")
+        except MISFITS as error:
+            raise _other_state(error) from None
+
     def take_over(self, state: dict[str, Any]) -> None:
-        """Goes on with the state of another worker, but for what that one alone has to send. Raises: as `restore`."""
-        self.restore(state)
+        """Goes on with the state of another worker, but for what that one alone has to send. Raises: CheckpointError."""
+        try:
+            self._load(state, self.replica.load)
+        except MISFITS as error:
+            raise _other_state(error) from None
         self.loop.forget_unsent()
+
+
+def _other_state(error: Exception) -> CheckpointError:
+    """What is wrong with the state of another worker: no checkpoint of this one is at fault."""
+    what = f"it has no {error}" if isinstance(error, KeyError) else first_line(error)
+    return CheckpointError(
+        f"the state of another worker does not fit this worker ({what}); look at the machine that gave it, and start all with "
+        "the same run file and gossamer"
+    )

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from gossamer.errors import PeerError, RefusedError
+from gossamer.record.jsonl import json_from_peer
 from gossamer.transport.elastic.members import SlotEntry, membership_update, read_membership_update
 from gossamer.transport.keys import Keys
 from gossamer.transport.sockets.channel import Channel
@@ -85,11 +86,7 @@ def look(
 
 
 def _view(raw: bytes, limits: Limits) -> View | None:
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    match value:
+    match json_from_peer(raw):
         case {
             "worker": int(worker), "entries": str(text), "silent_s": dict(silent), "refused": dict(refused),
         } if 0 <= worker < limits.workers:  # fmt: skip

@@ -11,10 +11,16 @@ leader fails, the next slot leads. A set is more than half of all slots, so at m
 hash of all rounds that were closed: reports with another line do not count, so that a worker whose last round closed otherwise
 takes another's state first.
 
-A worker that learns that its round was closed without it (it was late, or cut off) is left out: it takes another's state. Until
-it has, it tells everybody that it is away, so that nobody waits for it or lets it lead. Otherwise those who close the next round
-would wait for it, and it for the state that they have after that. Where a round has several closings and only few have made the
-first ones, as others died, nobody gets that state: those few go back to the start of the round.
+A worker whose round was closed without it (it was late, or cut off) is left out: it takes another's state. It gives its own up
+on the word of at least two others and of at least half of those that are alive, itself among them, and never on that of one:
+where another says that it is in a later round, or has other rounds behind it, a worker asks all where they are. Who says so alone
+is named, and nobody waits for it; of two workers neither decides for the other. The leader alone is believed by a worker that
+no other one answers, where there are more. A worker may also find that the state that it has
+just taken is ahead of what the others have: then it takes another one.
+
+Until it has a state, it tells everybody that it is away, so that nobody waits for it or lets it lead. Otherwise those who close
+the next round would wait for it, and it for the state that they have after that. Where a round has several closings and only few
+have made the first ones, as others died, nobody gets that state: those few go back to the start of the round.
 
 Where a round takes less time than a state, the others would have closed another one whenever it is back. So one that is left out
 again, before any round was closed with it, says that it returns: whoever leads the next round waits for it, as for anybody else
@@ -24,21 +30,25 @@ Whoever has made the update says so in its reports, so a leader that failed amid
 """
 
 import json
+from collections.abc import Collection
 from typing import NamedTuple
 
 from gossamer.errors import RefusedError, TransportError
+from gossamer.record.jsonl import json_from_peer
 from gossamer.rng import key
 from gossamer.transport.elastic.members import Members, MemberStatus
 from gossamer.transport.sockets.header import MOST_ATTEMPTS, LetterKind
 from gossamer.transport.sockets.letter import Letter, body_of
 
-__all__ = ["Closing", "LeftOutError", "Proposal"]
+__all__ = ["Closing", "LeftOutError", "Proposal", "Unvouched"]
 
 _HASHES = 1 << 64
 _JUMP = 1 << 16
 """How many attempts for each slot one may be above the newest that is known: a leader can always name a later one."""
 _AWAY_BEATS = 3
 """How long the last word of a worker counts that it is away."""
+_DISPUTE_BEATS = 2
+"""How long the others have to say the same, before a worker that says that it is ahead is named."""
 
 
 class LeftOutError(TransportError):
@@ -63,6 +73,24 @@ class _Closed(NamedTuple):
     line: int
     """Before it."""
     attempt: int
+
+
+class _Place(NamedTuple):
+    """Where a worker is, as it says itself."""
+
+    round: int
+    line: int | None
+    """None where it has not said it: whoever says that a round was closed is in the next one."""
+
+
+class Unvouched(NamedTuple):
+    """A worker that alone, or with fewer than it takes, says that it is somewhere else than this one."""
+
+    worker: int
+    round: int
+    """The one that it says it is in."""
+    waits: bool
+    """Whether the others are too few to close a round without it."""
 
 
 class _Report(NamedTuple):
@@ -105,12 +133,24 @@ class Closing:
         """A worker whose state one that is left out may take."""
         self._held, self._attempt, self._failed = -1, -1, -1
         self._ready_s: float | None = None
-        self._proposed_s = self._said_s = -1e9
+        self._proposed_s = self._said_s = self._asked_s = -1e9
         self._leader = members.me
         self._last: _Closed | None = None
         self._reports: dict[int, _Report] = {}
-        self._rounds: dict[int, int] = {}
-        """The round that each was in when it last said so."""
+        self._places: dict[int, _Place] = {}
+        """Where each was when it last said so."""
+        self.unvouched: list[Unvouched] = []
+        """Those to be named, once for each round of this worker; whoever names them empties it."""
+        self._disputed_s: dict[int, float] = {}
+        """Since when each of the others says something else than this worker's round and line."""
+        self._named: set[int] = set()
+        self._spoke_s: dict[int, float] = {}
+        self._answered_s: dict[int, float] = {}
+        """When each of the others last said anything about its round, and was last answered that this worker is in the same."""
+        self._taken = False
+        """Whether this worker has closed no round since it took another's state."""
+        self._behind_s: float | None = None
+        """Since when so many others are behind that state that it cannot be theirs."""
         self._away_until_s: dict[int, float] = {}
         self._returns_until_s: dict[int, float] = {}
         self._misses = 0
@@ -119,8 +159,9 @@ class Closing:
     def enter(self, round: int, line: int | None = None) -> None:
         """Begins a round; `line` is that of another worker's state, if this worker has just taken one."""
         if line is not None:
-            self.line, self._last = line, None
+            self.line, self._last, self._taken, self._behind_s = line, None, True, None
         self.round, self.proposed, self._ready_s = round, None, None
+        self._named.clear()
         was_away, self.closed, self.left_out = self.left_out, False, False
         self._held = self._attempt = self._failed = -1
         if was_away:
@@ -147,16 +188,14 @@ class Closing:
         """The update of a closed round is made."""
         assert self.closed and self.proposed is not None
         self._last = _Closed(self.round, self.line, self.proposed.attempt)
-        self._misses = 0
+        self._misses, self._taken, self._behind_s = 0, False, None
         self.line = key(self.line, "closed", self.round, self.proposed.attempt, *sorted(self.proposed.workers))
         self.enter(self.round + 1)
 
     def heard(self, letter: Letter, now: float) -> None:
         """Takes a letter in. Raises: RefusedError for one that says anything impossible, which changes nothing."""
-        try:
-            values = json.loads(letter.content)
-        except (ValueError, RecursionError):
-            values = None
+        values = json_from_peer(letter.content)
+        self._spoke_s[letter.sender] = now
         match letter.kind, values:
             case LetterKind.REPORT, _ if (report := self._report(values)) is not None:
                 if report.round >= 0:  # before, it has not begun and nothing is to be closed
@@ -166,7 +205,7 @@ class Closing:
             ) is not None and self._are_slots(workers):
                 self._heard_proposal(letter.sender, closed, workers, now)
             case LetterKind.CLOSED, _ if (closed := self._closed_round(values)) is not None:
-                self._heard_closed(letter.sender, closed)
+                self._heard_closed(letter.sender, closed, now)
             case _:
                 raise RefusedError(
                     "bounds",
@@ -178,10 +217,12 @@ class Closing:
         """Repeats its report, and leads if it is the one to lead."""
         self._away_until_s = {j: until_s for j, until_s in self._away_until_s.items() if now < until_s}
         self._returns_until_s = {j: until_s for j, until_s in self._returns_until_s.items() if now < until_s}
+        present = self._present
+        if self.round % self.per_round and 2 * len(present) <= self.members.slots < 2 * len(self._living):
+            self._leave_out(None)  # those that are away wait for the end of this round, which cannot come without them
+        self._settle(now)
         alive = self._alive
         leader = min(alive)
-        if self.round % self.per_round and 2 * len(alive) <= self.members.slots < 2 * len(self._living):
-            self._leave_out(None)  # those that are away wait for the end of this round, which cannot come without them
         if again or leader != self._leader or now - self._said_s >= self._beat_s:
             self._said_s, self._leader = now, leader
             if self.left_out:
@@ -194,6 +235,11 @@ class Closing:
 
     @property
     def _alive(self) -> frozenset[int]:
+        """Those with whom this round may be closed: who says that it is elsewhere will not be ready in it."""
+        return self._present - {j for j in self._places if self._contradicts(j)}
+
+    @property
+    def _present(self) -> frozenset[int]:
         """Whoever lives may be ready, also a worker that was suspected and has told gossip to wait for a later round.
 
         Were they left to that round, those that suspected each other in a partition would never close the one before it.
@@ -207,7 +253,8 @@ class Closing:
     @property
     def nobody_ahead(self) -> bool:
         """Whether no other that trains is known to be in a later round: to wait for the state after this one is in vain."""
-        return all(self._rounds.get(j, self.round + 1) <= self.round for j in self._alive - {self.members.me})
+        others = self._present - {self.members.me}
+        return all(j in self._places and self._places[j].round <= self.round for j in others)
 
     @property
     def awaited(self) -> frozenset[int]:
@@ -239,17 +286,14 @@ class Closing:
                 self._tell_all(LetterKind.CLOSED, [self.round, self.line, proposed.attempt])
                 self.closed = True
                 return
+            lost = any(self._contradicts(j) for j in proposed.workers)
             overtaken = any(report.attempt > proposed.attempt for report in reports.values())
-            failed = now >= self._proposed_s + self._beat_s and self._has_failed(proposed)
+            failed = now >= self._proposed_s + self._beat_s and (lost or self._has_failed(proposed))
             if proposed.workers <= alive and now < self._proposed_s + self._limit_s and not overtaken and not failed:
                 if now - self._said_s >= self._beat_s or self._said_s == now:
                     self._tell_all(LetterKind.PROPOSAL, self._proposal(proposed))
                 return
         since_s = max(self._ready_s, self._proposed_s)
-        if all(j in self._reports and self._reports[j].round == self.round for j in alive):
-            self._settle_line(alive)
-        if self.left_out:
-            return
         expected = alive | (self._living & self._returns_until_s.keys())
         if 2 * len(reports) > self.members.slots and (reports.keys() >= expected or now >= since_s + self._limit_s):
             # A newcomer that leads amid a round has not heard of its attempts. No two leaders give the same number.
@@ -264,15 +308,74 @@ class Closing:
         said = [self._reports[j] for j in proposed.workers if j in self._reports]
         return any((one.round, one.line, one.failed) == (self.round, self.line, proposed.attempt) for one in said)
 
-    def _settle_line(self, alive: frozenset[int]) -> None:
-        """Where those alive have closed an earlier round differently, the line of most of them counts."""
-        lines = [self._reports[j].line for j in sorted(alive)]
-        line = max(lines, key=lambda one: (lines.count(one), one))
-        for j in sorted(alive):
-            if self._reports[j].line != line == self.line:
-                self._say(j, LetterKind.PROPOSAL, [self.round, self.line, max(self._attempt, 0), []])
-            elif self.line != line == self._reports[j].line:
-                self._leave_out(j)
+    def _contradicts(self, j: int) -> bool:
+        """Whether a worker says that it is in a later round than this one, or has other rounds behind it."""
+        place = self._places.get(j)
+        if place is None or self.closed:  # this worker is about to be in the next round itself
+            return False
+        return place.round > self.round or (place.round == self.round and place.line not in (None, self.line))
+
+    def _settle(self, now: float) -> None:
+        """Is left out where enough others say so; asks all where they are as long as fewer do, and names those."""
+        if self.left_out or self.closed:
+            return
+        others = self._living - {self.members.me}
+        against = {j for j in others if self._contradicts(j)}
+        self._disputed_s = {j: self._disputed_s.get(j, now) for j in against}
+        if self._are_enough(against):
+            self._leave_out(self._source_of(against))
+            return
+        if self._taken:
+            behind = {j for j in others - against if j in self._places and self._places[j].round < self.round}
+            if not self._are_enough(behind, more_than_half=True):
+                self._behind_s = None
+            elif self._behind_s is None:
+                self._behind_s = now
+            elif now >= self._behind_s + self._limit_s:
+                self._leave_out(self._source_of(behind))
+                return
+        if against and now - self._asked_s >= self._beat_s:
+            self._asked_s = now
+            self._tell_all(LetterKind.REPORT, _plain(self._own))  # those that are ahead answer with where they are
+        if self._hears_nobody_but(against, now):
+            self._leave_out(min(against))
+            return
+        waits = 2 * (len(others) + 1 - len(against)) <= self.members.slots
+        for j in sorted(against - self._named):
+            if now >= self._disputed_s[j] + _DISPUTE_BEATS * self._beat_s:
+                self._named.add(j)
+                self.unvouched.append(Unvouched(j, self._places[j].round, waits))
+
+    def _hears_nobody_but(self, against: Collection[int], now: float) -> bool:
+        """Whether it can ask nobody but the leader, which says so.
+
+        Two behind routers at home may both reach the leader and not each other: each learns of the rounds that were closed
+        without it from the leader alone. Of two slots nothing can be closed without both.
+        """
+        leader = min(self._living)
+        if {*against} != {leader} or self.members.slots < 3 or now < self._disputed_s[leader] + self._limit_s:
+            return False
+        return all(
+            self._spoke_s.get(j, -1e9) < self._disputed_s[leader] for j in self._living - {leader, self.members.me}
+        )
+
+    def _are_enough(self, some: Collection[int], *, more_than_half: bool = False) -> bool:
+        """Whether so many others decide: two or more, and half of those alive, where the later round or line counts.
+
+        A round is closed over more than half of all slots, but some of those may have died since. So half is enough for who was
+        not among them; were both halves to give way, each would take the state of the other.
+        """
+        if len(some) < 2 or 2 * len(some) < len(self._living):
+            return False
+        place = self._places[self._source_of(some)]
+        later = not more_than_half and (place.round, place.line or 0) > (self.round, self.line)
+        return later or 2 * len(some) > len(self._living)
+
+    def _source_of(self, some: Collection[int]) -> int:
+        """One of these workers, which is where most of them are; of the earlier ones."""
+        rounds = [self._places[j].round for j in some]
+        most = max(rounds, key=lambda round: (rounds.count(round), -round))
+        return min(j for j in some if self._places[j].round == most)
 
     def _leave_out(self, source: int | None) -> None:
         if not self.left_out:
@@ -283,7 +386,7 @@ class Closing:
         return [self.round, self.line, proposed.attempt, sorted(proposed.workers)]
 
     def _heard_report(self, sender: int, report: _Report, now: float) -> None:
-        self._reports[sender], self._rounds[sender] = report, report.round
+        self._reports[sender], self._places[sender] = report, _Place(report.round, report.line)
         self._away_until_s.pop(sender, None)
         self._returns_until_s.pop(sender, None)
         if report.away:
@@ -292,23 +395,23 @@ class Closing:
                 self._returns_until_s[sender] = self._away_until_s[sender]
             if not self.left_out:
                 self._say(sender, LetterKind.REPORT, _plain(self._own))  # which tells it what it can wait for
-        elif report.round > self.round:
-            if report.last is not None and report.last[:2] == (self.round, self.line):
-                self._heard_closed(sender, report.last)
-            else:
-                self._leave_out(sender)
+        elif report.round > self.round and report.last is not None:
+            self._close_what_is_held(report.last)
         elif report.round < self.round:
+            self._say(sender, LetterKind.REPORT, _plain(self._own))
+        elif self._leader != self.members.me and now >= self._answered_s.get(sender, -1e9) + self._beat_s:
+            # Only the leader gets reports unasked, so this one asks where all are. An answer is one too: hence once a beat.
+            self._answered_s[sender] = now
             self._say(sender, LetterKind.REPORT, _plain(self._own))
         self.tick(now)
 
     def _heard_proposal(self, sender: int, what: _Closed, workers: list[int], now: float) -> None:
         round, line, attempt = what
-        self._rounds[sender] = round
+        self._places[sender] = _Place(round, line)
         if round < self.round:
             self._say(sender, LetterKind.REPORT, _plain(self._own))  # which tells it how its round was closed
         elif (round, line) != (self.round, self.line):
-            if self._ready_s is not None or round > self.round + 1:
-                self._leave_out(sender)
+            self._settle(now)
         elif attempt > self._attempt and not self.closed:
             self._attempt, self._held, self._proposed_s = attempt, -1, now
             mine = self.members.me in workers and self._ready_s is not None
@@ -318,14 +421,16 @@ class Closing:
         elif attempt < self._attempt:
             self._say(sender, LetterKind.REPORT, _plain(self._own))  # it leads and has not heard of the later one
 
-    def _heard_closed(self, sender: int, closed: _Closed) -> None:
-        self._rounds[sender] = closed.round + 1
-        if closed[:2] != (self.round, self.line) or self.closed:
-            return
-        if self.proposed is not None and self._held == self.proposed.attempt == closed.attempt:
+    def _heard_closed(self, sender: int, closed: _Closed, now: float) -> None:
+        self._places[sender] = _Place(closed.round + 1, None)
+        self._close_what_is_held(closed)
+        self._settle(now)
+
+    def _close_what_is_held(self, closed: _Closed) -> None:
+        """Makes the update of a mean that this worker holds itself, be it that one other says that it was closed."""
+        held = self.proposed is not None and self._held == self.proposed.attempt == closed.attempt
+        if held and closed[:2] == (self.round, self.line) and not self.left_out:
             self.closed = True
-        else:
-            self._leave_out(sender)
 
     def _tell_all(self, kind: LetterKind, values: object) -> None:
         for j in sorted(self._living - {self.members.me}):

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from gossamer.errors import PeerError
+from gossamer.record.jsonl import json_from_peer
 from gossamer.transport.sockets.addresses import split
 from gossamer.transport.sockets.header import Limits
 
@@ -353,10 +354,7 @@ def read_membership_update(raw: bytes, limits: Limits) -> list[SlotEntry] | None
 
 @lru_cache(maxsize=_FEW)
 def _read(raw: bytes, limits: Limits) -> tuple[SlotEntry, ...] | None:
-    try:
-        values = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
+    values = json_from_peer(raw)
     if not isinstance(values, list) or len(values) > limits.workers:
         return None
     entries = tuple(entry for value in values if (entry := _entry(value, limits)) is not None)

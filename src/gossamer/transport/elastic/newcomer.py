@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from gossamer.errors import PeerError
+from gossamer.record.jsonl import json_from_peer
 from gossamer.transport.elastic.members import MemberStatus, SlotEntry, membership_update, read_membership_update
 from gossamer.transport.keys import Keys
 from gossamer.transport.sockets.channel import Channel
@@ -129,7 +130,7 @@ def host(
 
 def ask(
     address: str, secret: bytes, place: Applicant, *, run: int, limits: Limits, timeout_s: float,
-    state: bool = True, keys: Keys | None = None, reach_s: float | None = None,
+    state: bool = True, keys: Keys | None = None, reach_s: float | None = None, whom: int | None = None,
 ) -> Offer:  # fmt: skip
     """A slot, and a state, from the worker that listens at `address`.
 
@@ -137,14 +138,19 @@ def ask(
         state: whether that of the donor is wanted too, or the slot alone. One after other rounds than `place` asks for is offered
             and not taken.
         reach_s: within how long it must be reached, `timeout_s` by default.
+        whom: the worker that it must be; None for any of the run. With keys its certificate must have that number.
     Raises: OSError when it cannot be reached or is lost, PeerError when it refuses or all slots are filled.
     """
-    with dial(address, secret, run=run, me=NEWCOMER, timeout_s=reach_s or timeout_s, keys=keys) as channel:
+    with dial(address, secret, run=run, me=NEWCOMER, timeout_s=reach_s or timeout_s, keys=keys, whom=whom) as channel:
         if reach_s is not None:
             channel.wait_at_most(timeout_s)
         body = body_of(json.dumps(place._asdict()).encode())
         send_letter(channel, Letter(LetterKind.ASK, NEWCOMER, body=body), run)
         offer, size = _offer(receive_letter(channel, run, limits, _small), limits, address)
+        if keys is not None:
+            keys.must_have(channel.certificate, offer.donor)
+        if whom is not None and offer.donor != whom:
+            raise PeerError(f"worker {whom} at {address} calls itself worker {offer.donor}; ask another")
         taken = state and place.after in (None, offer.after)
         send_letter(channel, Letter(LetterKind.ASK, NEWCOMER, body=body_of(b"yes" if taken else b"no")), run)
         if not taken:
@@ -166,15 +172,8 @@ def _small(letter: Letter, size: int) -> bool:
     return size <= (CHUNK_BYTES if letter.kind == LetterKind.CHUNK else SMALL_BYTES)
 
 
-def _json(letter: Letter) -> object:
-    try:
-        return json.loads(letter.content)
-    except (ValueError, RecursionError):
-        return None
-
-
 def _place(letter: Letter, limits: Limits) -> Applicant | None:
-    match _json(letter):
+    match json_from_peer(letter.content):
         case {
             "nonce": int(nonce), "address": str(address), "slot": None | int() as slot, "inner": bool(inner),
             "wants": None | int() as wants, "after": None | int() as after,
@@ -193,7 +192,7 @@ def _is_at_most(number: int | None, most: int) -> bool:
 
 
 def _offer(letter: Letter, limits: Limits, address: str) -> tuple[Offer, int]:
-    match _json(letter):
+    match json_from_peer(letter.content):
         case {
             "slot": int() | None as slot, "donor": int(donor), "after": int(after), "bytes": int(size),
             "sha256": str(sha256), "entries": str(text),

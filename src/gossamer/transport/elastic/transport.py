@@ -643,6 +643,25 @@ class ElasticTransport:
         self.core.tick(now)
         if self.closing is not None:
             self.closing.tick(now)
+            self._name_unvouched(self.closing)
+
+    def _name_unvouched(self, closing: Closing) -> None:
+        """Names the workers that alone say that they are in another round; one line for each power of two of them."""
+        unvouched, closing.unvouched = closing.unvouched, []
+        for one in unvouched:
+            count = self.refusals.count(f"worker {one.worker}: ahead of the others")
+            if count.bit_count() != 1:
+                continue
+            here, there = closing.round // closing.per_round + 1, one.round // closing.per_round + 1
+            alone = f"round {here}: worker {one.worker} says that it is in round {there} or has other rounds behind it, alone"
+            if one.waits:
+                log.warning(
+                    "%s, and the others are too few to close a round without it; worker %d keeps its own state and waits: let "
+                    "another worker --join, or end the one whose state is wrong and start it again with --join",
+                    alone, self.worker,
+                )  # fmt: skip
+            else:
+                log.warning("%s; the mean is taken without it, and worker %d keeps its own state", alone, self.worker)
 
     def _keep_house(self) -> None:
         """Looks at the time, and again and again for those that are suspected: they may have come back."""

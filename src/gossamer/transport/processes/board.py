@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple, TypeVar
 
+from gossamer.record.jsonl import json_from_peer
 from gossamer.transport.processes.store import THREADS, Entries
 
 __all__ = ["Board", "Failure", "Note", "blame", "sentence"]
@@ -237,13 +238,13 @@ class Board:
 
     def _note(self, text: bytes) -> Note:
         """Reads a note; a malformed one counts as none."""
-        match _parsed(text):
+        match json_from_peer(text):
             case [int(beat), [*peers]] if all(self._is_worker(peer) for peer in peers):
                 return Note(beat, tuple(peers))
         return Note(0, ())
 
     def _failure(self, text: bytes) -> Failure | None:
-        match _parsed(text):
+        match json_from_peer(text):
             case [culprit, int(round_), reporter, ("closed" | "silent" | "foreign" | "changed") as cause] if (
                 self._is_worker(culprit) and self._is_worker(reporter)
             ):
@@ -252,10 +253,3 @@ class Board:
 
     def _is_worker(self, value: object) -> bool:
         return isinstance(value, int) and 0 <= value < self._n
-
-
-def _parsed(text: bytes) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None

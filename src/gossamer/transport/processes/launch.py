@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from gossamer.errors import ConfigError, PeerError, TransportError, first_line
+from gossamer.record.jsonl import json_from_peer
 from gossamer.transport.alike import difference, read_settings
 from gossamer.transport.processes.backend import connected, hang_up
 from gossamer.transport.processes.interfaces import GLOO, advised, use_interface_towards
@@ -293,14 +294,11 @@ def _hosts_store(rank: int) -> bool:
 
 def _statement(worker: int, raw: bytes) -> tuple[str, Any, dict[str, str] | None]:
     """Digest, facts and settings that a worker published in `agree`. Raises PeerError for anything else."""
-    try:
-        match json.loads(raw):
-            case [str(digest), facts]:
-                return digest, facts, None
-            case [str(digest), facts, settings]:
-                return digest, facts, read_settings(settings)
-    except (ValueError, RecursionError):
-        pass
+    match json_from_peer(raw):
+        case [str(digest), facts]:
+            return digest, facts, None
+        case [str(digest), facts, settings]:
+            return digest, facts, read_settings(settings)
     raise PeerError(
         f"worker {worker} published {len(raw)} bytes that are no configuration; install the same gossamer version everywhere"
     )

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from gossamer.record.jsonl import json_from_peer
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.store import ANSWER_S, THREADS, NoAnswerError
 
@@ -121,10 +122,7 @@ class Stopping:
 
     def _read(self, text: bytes | None) -> dict[str, int]:
         """What the processes have said; what is no process or no number of rounds counts as nothing."""
-        try:
-            found = json.loads(text or b"{}")
-        except (ValueError, RecursionError):
-            return {}
+        found = json_from_peer(text or b"{}")
         if not isinstance(found, dict):
             return {}
         ranks = map(str, range(self._ranks))

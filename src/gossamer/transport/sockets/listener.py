@@ -48,6 +48,17 @@ class Refusals:
         with self._lock:
             return dict(self._counts)
 
+    def count(self, what: str) -> int:
+        """Counts one without a report, and returns how many there are of it."""
+        with self._lock:
+            key = (
+                what
+                if what in self._counts or len(self._counts) < _MOST_COUNTS
+                else f"others: {what.rpartition(': ')[2]}"
+            )
+            self._counts[key] += 1
+            return self._counts[key]
+
     def add(self, peer: str, error: Exception) -> None:
         """Counts one, and reports it unless there were many."""
         kind = (
@@ -57,9 +68,8 @@ class Refusals:
             if isinstance(error, TransportError)
             else "lost"
         )
+        self.count(f"{peer}: {kind}")
         with self._lock:
-            key = f"{peer}: {kind}"
-            self._counts[key if key in self._counts or len(self._counts) < _MOST_COUNTS else f"others: {kind}"] += 1
             number = self._counts.total()
         if number <= REPORTED or number.bit_count() == 1:
             log.warning("refused connection %d, from %s: %s", number, peer, error)

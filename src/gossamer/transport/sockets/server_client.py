@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 
 from gossamer.errors import LostConnectionError, PeerError, RefusedError, TransportError
+from gossamer.record.jsonl import json_from_peer
 from gossamer.transport.alike import read_settings
 from gossamer.transport.contract import Ticket
 from gossamer.transport.keys import Keys
@@ -164,7 +165,4 @@ def connect(
 
 def read_settings_in(letter: Letter) -> dict[str, str]:
     """What the other end runs; empty when it sends anything that is no settings."""
-    try:
-        return read_settings(json.loads(letter.content)) or {}
-    except (ValueError, RecursionError):
-        return {}
+    return read_settings(json_from_peer(letter.content)) or {}

@@ -1,0 +1,107 @@
+"""Whether the state of another worker's inner optimizer may be loaded: its bytes may be anything.
+
+What `load_state_dict` of torch takes for a state may fail at the next step, or make NaNs of sound parameters there.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from gossamer.optimizers.by_name import inside
+from gossamer.optimizers.contract import InnerOptimizer, Joined
+
+__all__ = ["must_be_state_of"]
+
+_CHANGING = {"lr", "largest_lr", "sum_of_weights"}
+"""Options of a group that change from step to step."""
+_OURS = ("gossamer.", "torch.optim.")
+
+
+def must_be_state_of(optimizer: InnerOptimizer, saved: object) -> None:
+    """Raises ValueError unless a received state can be that of this optimizer, in another worker of the run.
+
+    Of an optimizer that the user has written it is known only once it has taken a step which tensors it keeps.
+
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.zeros(2)], lr=0.1, momentum=0.9)
+    >>> must_be_state_of(optimizer, optimizer.state_dict())
+    >>> must_be_state_of(optimizer, {**optimizer.state_dict(), "state": {0: {"momentum_buffer": torch.zeros(3)}}})
+    Traceback (most recent call last):
+        ...
+    ValueError: momentum_buffer of parameter 0 is a tensor of (3,) torch.float32
+    """
+    own = optimizer.state_dict()
+    if not isinstance(saved, dict) or saved.keys() != own.keys():
+        raise ValueError(f"the inner optimizer has {_keys(own)} and {_keys(saved)} came")
+    within = inside(optimizer)
+    for key, one in within.items():
+        must_be_state_of(one, saved[key])
+    if isinstance(optimizer, Joined):
+        return
+    is_ours = type(optimizer).__module__.startswith(_OURS)
+    groups, theirs = own["param_groups"], saved["param_groups"]
+    if not isinstance(theirs, list) or len(theirs) != len(groups):
+        raise ValueError(f"the inner optimizer has {len(groups)} groups of parameters, and other ones came")
+    for group, other in zip(groups, theirs, strict=True):
+        _must_be_group(group, other, is_ours)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state = saved["state"]
+    if not isinstance(state, dict) or not all(type(k) is int and 0 <= k < len(parameters) for k in state):
+        raise ValueError(f"the inner optimizer has {len(parameters)} parameters, and states of {_keys(state)} came")
+    for k, one in state.items():
+        _must_be_of_parameter(k, one, parameters[k], own["state"].get(k), is_ours)
+    for key in own.keys() - {"state", "param_groups", *within}:
+        if type(saved[key]) is not type(own[key]) or not _is_sound(saved[key]):
+            raise ValueError(f"{key} of the inner optimizer is {saved[key]!r:.40}")
+
+
+def _must_be_group(own: Mapping[str, Any], theirs: object, is_ours: bool) -> None:
+    if not isinstance(theirs, dict) or not own.keys() <= theirs.keys() | _CHANGING:
+        raise ValueError(f"a group of the inner optimizer has {_keys(own)} and {_keys(theirs)} came")
+    for name, value in theirs.items():
+        if name in own and type(value) is type(own[name]) and value == own[name]:
+            continue
+        may_differ = name in _CHANGING or not is_ours
+        if not may_differ or isinstance(value, Tensor) or not _is_sound(value):
+            raise ValueError(f"{name} of a group of the inner optimizer is {value!r:.40} and not {own.get(name)!r:.40}")
+
+
+def _must_be_of_parameter(
+    k: int, theirs: object, p: nn.Parameter, own: Mapping[str, Any] | None, is_ours: bool
+) -> None:
+    if not isinstance(theirs, dict) or (own and is_ours and theirs.keys() != own.keys()):
+        raise ValueError(f"the inner optimizer has {_keys(own)} of parameter {k} and {_keys(theirs)} came")
+    for name, value in theirs.items():
+        what = f"{name} of parameter {k} is"
+        if not isinstance(value, Tensor):
+            if not _is_sound(value):
+                raise ValueError(f"{what} {value!r:.40}")
+            continue
+        like = own.get(name) if own else None
+        if isinstance(like, Tensor):
+            fits = (value.shape, value.dtype) == (like.shape, like.dtype)
+        else:
+            fits = not is_ours or value.numel() == 1 or value.shape == p.shape
+        if not fits:
+            raise ValueError(f"{what} a tensor of {tuple(value.shape)} {value.dtype}")
+        if value.is_floating_point() and value.numel():
+            low, high = (end.item() for end in value.float().aminmax())
+            # An infinite second moment only stops a parameter; below zero it would make a NaN of it.
+            ends = (low >= 0.0) if name == "exp_avg_sq" else (math.isfinite(low) and math.isfinite(high))
+            if not ends or (name == "step" and low < 0):
+                raise ValueError(f"{what} between {low} and {high}")
+
+
+def _is_sound(value: object) -> bool:
+    """Whether it is what an optimizer keeps beside tensors: a truth value, a word, none, or numbers that are not below zero."""
+    if isinstance(value, list | tuple):
+        return all(_is_sound(one) for one in value)
+    if isinstance(value, int | float):
+        return math.isfinite(value) and value >= 0
+    return value is None or isinstance(value, str)
+
+
+def _keys(value: object) -> str:
+    return f"{sorted(map(str, value)) if isinstance(value, Mapping) else value!r}"[:60]

@@ -1,0 +1,86 @@
+"""Members of a run that lie, each as `gossamer` with a few lines changed; they hold a listed key, or know the secret.
+
+A liar that starts a run is `started_by` its launcher. The others join, and are commands themselves.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gossamer.cli
+from gossamer.cli import main
+from gossamer.run.participant.life import Participant
+from gossamer.transport.contract import Ticket
+from gossamer.transport.elastic import ask
+from gossamer.transport.elastic.closing import Closing
+from gossamer.transport.processes.group import GroupTransport
+
+__all__ = ["FROM_ROUND", "LIAR", "ahead", "bad_inner", "bytes_of_ones", "no_line", "started_by"]
+
+FROM_ROUND = 5
+"""A liar behaves until it is in this round."""
+LIAR = 2
+"""The worker that sends what cannot be decoded."""
+
+
+def ahead(argv: list[str]) -> int:
+    """Says that it is two rounds further than it is, and shows whoever looks a view with half of a surrogate pair in it."""
+    own = Closing._own.fget
+    assert own is not None
+
+    def lied(self: Closing) -> Any:
+        report = own(self)
+        return report._replace(round=report.round + 2, last=None) if report.round >= FROM_ROUND else report
+
+    Closing._own = property(lied)  # type: ignore[assignment]
+    ask.membership_update = lambda entries: SimpleNamespace(decode=lambda: "\ud800")  # type: ignore[assignment]
+    return main(argv)
+
+
+def no_line(argv: list[str]) -> int:
+    """Gives away states without the hash of the rounds that were closed."""
+    return _handing_over(argv, lambda state: {key: value for key, value in state.items() if key != "line"})
+
+
+def bad_inner(argv: list[str]) -> int:
+    """Gives away states whose inner optimizer has moments of other shapes, which would be noticed at the next step."""
+
+    def spoilt(state: Mapping[str, Any]) -> dict[str, Any]:
+        moments = {k: {**one, "exp_avg": torch.zeros(3)} for k, one in state["inner"]["state"].items()}
+        return {**state, "inner": {**state["inner"], "state": moments}}
+
+    return _handing_over(argv, spoilt)
+
+
+def _handing_over(argv: list[str], spoilt: Callable[[Mapping[str, Any]], dict[str, Any]]) -> int:
+    keep = Participant.keep
+
+    def kept(self: Participant[Any], after: int, state: Mapping[str, Any]) -> None:
+        keep(self, after, spoilt(state) if after >= FROM_ROUND else state)
+
+    Participant.keep = kept  # type: ignore[method-assign]
+    return main(argv)
+
+
+def bytes_of_ones(argv: list[str]) -> int:
+    """Worker 2 of a run in rounds: all bytes of what it sends to owners of chunks are 255 from a round on."""
+    post = GroupTransport.post
+
+    def posted(self: GroupTransport, ticket: Ticket, peer: int, frames: list[Tensor]) -> None:
+        if ticket.round >= FROM_ROUND and ticket.leg == 0:
+            frames = [torch.full_like(t, 255) if t.dtype == torch.uint8 else t for t in frames]
+        post(self, ticket, peer, frames)
+
+    if int(os.environ.get("RANK", "-1")) == LIAR:
+        GroupTransport.post = posted  # type: ignore[method-assign, assignment]
+    return main(argv)
+
+
+def started_by(liar: Callable[[list[str]], int], argv: list[str]) -> int:
+    """A launcher whose workers are such liars."""
+    gossamer.cli.main = liar
+    return main(argv)
