@@ -53,7 +53,7 @@ def test_a_run_folder_holds_configuration_metrics_and_trace(tmp_path: Path) -> N
     with RunFolder(tmp_path / "run", "seed = 1\n", PLAIN) as run:
         fill(run, range(2))
         run.write_text("sample.txt", "héllo")
-    assert sorted(contents(tmp_path / "run")) == ["metrics.jsonl", "run.toml", "sample.txt", "trace.jsonl"]
+    assert sorted(contents(tmp_path / "run")) == ["machines.jsonl", "metrics.jsonl", "run.toml", "sample.txt", "trace.jsonl"]
     assert (tmp_path / "run" / "run.toml").read_text() == "seed = 1\n"
     assert (tmp_path / "run" / "sample.txt").read_text("utf-8") == "héllo"
     assert [(m["kind"], m["round"]) for m in read_metrics(tmp_path / "run")] == [
@@ -128,7 +128,9 @@ def test_a_resumed_run_leaves_the_files_of_an_uninterrupted_one(tmp_path: Path) 
             resume = rounds.start if rounds.start else None
             with RunFolder(tmp_path / name, "x = 1", PLAIN, resume_round=resume) as run:
                 fill(run, rounds)
-    assert contents(tmp_path / "broken") == contents(tmp_path / "whole")
+    whole, broken = contents(tmp_path / "whole"), contents(tmp_path / "broken")
+    machines = [one.pop("machines.jsonl").count(b"\n") for one in (whole, broken)]
+    assert broken == whole and machines == [1, 2], "each process says with what it computed"
 
 
 def test_resuming_an_earlier_round_drops_that_and_later_ones_and_goes_on(tmp_path: Path) -> None:
