@@ -334,7 +334,8 @@ def client_of(host: str, port: int, timeout_s: float) -> TCPStore:
     def make() -> None:
         try:
             with keeping_alive(timeout_s):
-                made.put(TCPStore(host, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False))
+                store = TCPStore(host, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+            made.put(store)
         except Exception as error:
             made.put(error)
 
