@@ -230,6 +230,21 @@ def test_slow_and_optional_packages_are_imported_where_they_are_used() -> None:
         assert not early, f"{module} imports {sorted(early)} when it is imported"
 
 
+def test_one_module_prints_and_shows_control_characters_of_files_and_peers_as_escapes() -> None:
+    printing = {
+        name
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and (
+            (isinstance(node.func, ast.Name) and node.func.id == "print")
+            or (isinstance(node.func, ast.Attribute) and node.func.attr in ("print_exception", "print_exc"))
+            or ast.unparse(node.func) in ("sys.stdout.write", "sys.stderr.write")
+        )
+    }
+    assert printing == {"gossamer.record.progress"}, "others use its echo"
+
+
 def test_modules_that_need_no_torch_do_not_import_it() -> None:
     program = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(f'gossamer.{name}')\n"
     program += "    assert 'torch' not in sys.modules, name"

@@ -384,8 +384,10 @@ def test_a_link_in_a_folder_leads_nowhere(tmp_path: Path, monkeypatch: pytest.Mo
         listener.settimeout(LIMIT_S)
         listener.accept()[0].close()  # of the object that is a link: it ends its connection, and is removed itself
         until(lambda: not (folder / object_).exists())
-        dialled = connect(split(address)[0], LIMIT_S)  # nor is an honest one disturbed by them
-        with Channel(dialled, LIMIT_S) as ours, Channel(listener.accept()[0], LIMIT_S) as far:
+        with (  # an honest connection is not disturbed by them
+            Channel(connect(split(address)[0], LIMIT_S), LIMIT_S) as ours,
+            Channel(listener.accept()[0], LIMIT_S) as far,
+        ):
             ours.write(CONTENT)
             assert far.read(len(CONTENT)) == CONTENT
         assert not store.there(f"{stream}/in-0") and store.names(stream) == []

@@ -31,6 +31,7 @@ from cyclopts import (
 
 from gossamer.cli.help_columns import HelpColumns
 from gossamer.errors import GossamerError, UserCodeError, choose
+from gossamer.record.progress import echo, printable
 from gossamer.version import __version__
 
 __all__ = ["VERBS", "app", "main"]
@@ -89,13 +90,22 @@ for _place, (_verb, _help) in enumerate(VERBS.items()):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code: 0, or 2 with one sentence on stderr for anything a user or peer can cause."""
-    logging.basicConfig(level=logging.WARNING, format="gossamer: %(message)s", stream=sys.stderr)
+    log = logging.StreamHandler(sys.stderr)
+    log.setFormatter(_Printable("gossamer: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[log])
     signal.signal(signal.SIGTERM, _terminated)
     try:
         return _code_of(argv)
     finally:
         if argv is None:  # this process has nothing else to do
             _heed_no_more_signals()
+
+
+class _Printable(logging.Formatter):
+    """What is logged may quote files and peers, as what is printed may."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 def _heed_no_more_signals() -> None:
@@ -113,23 +123,24 @@ def _code_of(argv: Sequence[str] | None) -> int:
         sys.stdout.flush()  # so that a closed pipe raises here
         return code or 0
     except CycloptsError as error:
-        print(f"gossamer: {_usage(error)}", file=sys.stderr)
+        echo(f"gossamer: {_usage(error)}", file=sys.stderr)
         return 2
     except GossamerError as error:
         if isinstance(error, UserCodeError) and error.__cause__ is not None:
             # The frames of the user's code, without ours that called it.
-            traceback.print_exception(error.__cause__.with_traceback(_users(error.__cause__.__traceback__)))
-        print(f"gossamer: {error}", file=sys.stderr)
+            cause = error.__cause__.with_traceback(_users(error.__cause__.__traceback__))
+            echo("".join(traceback.format_exception(cause)).removesuffix("\n"), file=sys.stderr)
+        echo(f"gossamer: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:  # a verb whose run can be resumed has its own message
         _heed_no_more_signals()
-        print(f"gossamer: {str(stop) or 'stopped'}", file=sys.stderr)
+        echo(f"gossamer: {str(stop) or 'stopped'}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        print(f"gossamer: {error}; check that path, its permissions and the space on its disk", file=sys.stderr)
+        echo(f"gossamer: {error}; check that path, its permissions and the space on its disk", file=sys.stderr)
         return 2
 
 

@@ -9,6 +9,7 @@ from cyclopts import Parameter
 from gossamer.cli.output import PLAIN, Output, print_json
 from gossamer.cli.run_file_options import imported_parts
 from gossamer.errors import ConfigError
+from gossamer.record.progress import echo
 
 __all__ = ["command"]
 
@@ -35,11 +36,11 @@ def command(
     if output.json:
         print_json({"folder": folder, **found._asdict()})
     elif differs is not None:
-        print(f"round {differs.round}: worker {differs.worker} differs in {differs.what}, and nothing before it does")
+        echo(f"round {differs.round}: worker {differs.worker} differs in {differs.what}, and nothing before it does")
     else:
         whose = "all workers" if worker is None else f"worker {worker}"
         since = f"the checkpoints after {found.snapshot} rounds" if found.snapshot else "the start"
-        print(
+        echo(
             f"rounds {found.first} to {found.last}: {found.compared} hashes of {whose} agree, computed again from {since}"
         )
     return 0 if differs is None else 1

@@ -8,6 +8,7 @@ from gossamer.cli.output import Json, print_json, uncollected
 from gossamer.cli.run_file_options import NO_CHANGES, Changes, File
 from gossamer.cli.tables import print_sentence
 from gossamer.errors import ConfigError
+from gossamer.record.progress import echo
 
 if TYPE_CHECKING:
     from gossamer.run.planning.check import AroundDocuments, Examined, HeldExperts, TextFiles
@@ -28,7 +29,7 @@ def command(file: File = None, /, *, changes: Changes = NO_CHANGES, json: Json =
     with uncollected():
         results, wrong = examine_document(load_document(file, parse_overrides([*changes.words])))
     for sentence in wrong:
-        print(f"gossamer: {sentence}", file=sys.stderr)
+        echo(f"gossamer: {sentence}", file=sys.stderr)
     if wrong:
         return 2
     if json:
@@ -37,7 +38,7 @@ def command(file: File = None, /, *, changes: Changes = NO_CHANGES, json: Json =
         for place, one in enumerate(results):
             head, *rows = lines(one)
             if place:
-                print()
+                echo()
             print_sentence(head)
             texts_at = rows[0].index(one.method, len("  method"))
             for row in rows:

@@ -21,6 +21,7 @@ from gossamer.cli.run_file_options import (
 )
 from gossamer.cli.watch import WATCHABLE, Watchable
 from gossamer.errors import ConfigError, MissingPackageError
+from gossamer.record.progress import echo
 
 if TYPE_CHECKING:
     from gossamer.record.origin import Origin
@@ -103,7 +104,7 @@ def trained(
         def tell(run: "Point", ended: "RunEnd") -> None:
             terminal.ended(run.label)
             if ended.error:  # a diverging setting is a result of the comparison, and the others still run
-                print(f"gossamer: {run.label}: {ended.error}", file=sys.stderr)
+                echo(f"gossamer: {run.label}: {ended.error}", file=sys.stderr)
 
         return train_all(
             runs, folders, out / "outcomes.jsonl", jobs=jobs, resume=earlier.resume, reuse=earlier.reuse, began=follow,
@@ -148,7 +149,7 @@ def _write_figure(
     try:
         atomic_write(numbers, figure_table(outcomes, asked).encode())
     except MissingPackageError as error:
-        print(f"gossamer: {error}", file=sys.stderr)
+        echo(f"gossamer: {error}", file=sys.stderr)
         return None, None
     try:
         atomic_write(drawn, draw_figure(outcomes, asked))

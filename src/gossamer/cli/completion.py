@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from gossamer.record.progress import echo
+
 __all__ = ["command"]
 
 _WHERE = (
@@ -18,4 +20,4 @@ def command(
     """Prints a script with which a shell completes verbs and options; no file is changed."""
     from gossamer.cli import app
 
-    print(app.generate_completion(prog_name="gossamer", shell=shell))
+    echo(app.generate_completion(prog_name="gossamer", shell=shell))

@@ -12,6 +12,7 @@ from gossamer.cli import compare
 from gossamer.cli.init import EXAMPLES
 from gossamer.cli.run_file_options import Overrides, runs_at_a_time
 from gossamer.cli.watch import WATCHABLE, Watchable
+from gossamer.record.progress import echo
 
 if TYPE_CHECKING:
     from gossamer.report.results import PointResult
@@ -49,7 +50,7 @@ def command(
         earlier=compare.Earlier(resume=resume), output=output,
     )  # fmt: skip
     if not output.json:
-        print(f"\n{meaning(read_results(out / 'outcomes.jsonl'))}\n\n{NEXT}")
+        echo(f"\n{meaning(read_results(out / 'outcomes.jsonl'))}\n\n{NEXT}")
 
 
 def meaning(found: "Sequence[PointResult]") -> str:

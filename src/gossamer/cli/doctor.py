@@ -15,6 +15,7 @@ from cyclopts import Parameter
 from gossamer.cli.machines import PORT
 from gossamer.cli.output import Json, print_json
 from gossamer.errors import ConfigError, GossamerError, first_line
+from gossamer.record.progress import echo
 
 if TYPE_CHECKING:
     from gossamer.run.config.run_file import RunConfig
@@ -65,7 +66,7 @@ def command(
         found.append(finding)
         if not json:
             mark = {"ok": "ok     ", "warning": "warning", "fault": "FAULT  "}[finding.state]
-            print(
+            echo(
                 f"{mark}  {finding.what:<10} {finding.fact}{f'; {finding.remedy}' if finding.remedy else ''}",
                 flush=True,
             )
@@ -281,7 +282,7 @@ def _port(here: tuple[str, int] | None, own: str | None, keys: "Keys | None") ->
     from gossamer.transport.sockets.examination import ExaminationServer
 
     def told(who: str, reached: bool) -> None:
-        print(
+        echo(
             f"{who} came; {'it can be reached from here' if reached else 'it cannot be reached from here'}",
             file=sys.stderr,
         )

@@ -7,6 +7,7 @@ from cyclopts import Parameter
 
 from gossamer.cli.output import Json, print_json
 from gossamer.cli.run_file_options import imported_parts
+from gossamer.record.progress import echo
 
 __all__ = ["command"]
 
@@ -37,10 +38,10 @@ def command(
         print_json({"folder": folder, "round": round, "workers": workers, **result._asdict(), "model": model})
         return
     worst = f"worst worker {max(result.worker_losses):.4f}, " if result.worker_losses else ""
-    print(
+    echo(
         f"round {round}: mean model {result.loss:.4f} nats, {worst}"
         f"disagreement {result.disagreement:.3g}"
         + ("" if result.js_divergence is None else f", of predictions {result.js_divergence:.3g} nats")
     )
     if model is not None:
-        print(f"mean model: {model}")
+        echo(f"mean model: {model}")

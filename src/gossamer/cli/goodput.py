@@ -8,6 +8,7 @@ from cyclopts import Parameter
 from gossamer.cli.output import Json
 from gossamer.cli.tables import print_estimate
 from gossamer.errors import ConfigError
+from gossamer.record.progress import echo
 
 if TYPE_CHECKING:
     from gossamer.network.estimates.goodput import GoodputOptions
@@ -45,7 +46,7 @@ def command(
     if plot is not None:
         plot_curves(goodput_curves(options), plot, x_label="chips", y_label="goodput", unit=1.0)
         if not json:
-            print(f"plot: {plot}")
+            echo(f"plot: {plot}")
 
 
 def _print_goodput(options: "GoodputOptions", json: bool) -> None:

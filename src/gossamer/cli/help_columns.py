@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from cyclopts.help.formatters.plain import PlainFormatter
 
+from gossamer.record.progress import echo
+
 if TYPE_CHECKING:
     from cyclopts.help import HelpPanel
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -40,7 +42,7 @@ class HelpColumns(PlainFormatter):
                 lines.append(head)
                 head = ""
             lines += [f"{head:{left}}{wrapped[0]}".rstrip(), *(" " * left + line for line in wrapped[1:])]
-        print(*lines, "", sep="\n", file=console.file)
+        echo("\n".join([*lines, ""]), file=console.file)
 
 
 def _words(description: "RenderableType | Any") -> str:

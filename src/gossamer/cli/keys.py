@@ -7,6 +7,7 @@ from cyclopts import Parameter
 
 from gossamer.cli.output import Json, print_json
 from gossamer.errors import ConfigError
+from gossamer.record.progress import echo
 
 __all__ = ["command"]
 
@@ -48,10 +49,10 @@ def command(
         )
         return
     for named, path, raw in found:
-        print(f"# the key is in {path}, and stays there; {certificate_fingerprint(raw)}")
-        print(f'[peers.{_key(named)}]\ncertificate = "{base64.b64encode(raw).decode()}"\n')
+        echo(f"# the key is in {path}, and stays there; {certificate_fingerprint(raw)}")
+        echo(f'[peers.{_key(named)}]\ncertificate = "{base64.b64encode(raw).decode()}"\n')
     if action == "new":
-        print("# paste this into the run file of every machine, with workers = N if this machine fills several")
+        echo("# paste this into the run file of every machine, with workers = N if this machine fills several")
 
 
 def _key(name: str) -> str:

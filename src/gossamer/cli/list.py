@@ -7,6 +7,7 @@ from dataclasses import MISSING, fields
 from gossamer.cli.output import Json, print_json
 from gossamer.cli.tables import print_table
 from gossamer.errors import ConfigError, choose
+from gossamer.record.progress import echo
 
 __all__ = ["command"]
 
@@ -46,7 +47,7 @@ def command(kind: str | None = None, /, *, json: Json = False) -> None:
     for title, (_, headings, rows) in asked.items():
         print_table(headings, rows, title=title, text=3)
         if title == "codecs":
-            print("every codec takes back=NAME, for rules that take a mean over everyone: what the sums travel back in")
+            echo("every codec takes back=NAME, for rules that take a mean over everyone: what the sums travel back in")
 
 
 def _bottlenecks() -> list[tuple[str, str, str]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from gossamer.errors import ConfigError
+from gossamer.record.progress import echo, printable
 
 if TYPE_CHECKING:
     from gossamer.report.terminal import Terminal
@@ -72,8 +73,9 @@ def must_be_new_file(out: Path) -> None:
 def working(sentence: str) -> Iterator[None]:
     """Says on a terminal what takes a while, as long as it does."""
     from rich.console import Console
+    from rich.text import Text
 
-    with Console(stderr=True).status(sentence):
+    with Console(stderr=True).status(Text(printable(sentence))):
         yield
 
 
@@ -91,7 +93,7 @@ def print_json(result: Any) -> None:
     """Prints a result as JSON on one line; a number that is not finite becomes null."""
     from gossamer.record.folder import finite
 
-    print(json.dumps(finite(json_value(result)), allow_nan=False))
+    echo(json.dumps(finite(json_value(result)), allow_nan=False))
 
 
 def json_value(value: Any) -> Any:

@@ -14,6 +14,7 @@ from gossamer.cli.run_file_options import whole_numbers
 from gossamer.cli.tables import print_sentence, print_table
 from gossamer.cli.watch import WATCHABLE, Watchable
 from gossamer.errors import ConfigError, choose
+from gossamer.record.progress import echo
 
 if TYPE_CHECKING:
     from gossamer.models.sizes import ModelConfig
@@ -137,9 +138,9 @@ def command(
             options.out.write_text(text, encoding="utf-8")
         if not json:
             raced = ", of what the race found lowest" if best != choice.best else ""
-            print(f"run file: {options.out}{raced}")
+            echo(f"run file: {options.out}{raced}")
             if made.options.vocab_size != BYTES:
-                print(f"it reads bytes; give data.tokenizer one of {made.options.vocab_size:,} tokens, as was planned")
+                echo(f"it reads bytes; give data.tokenizer one of {made.options.vocab_size:,} tokens, as was planned")
 
 
 def _check_race(asked: RaceOptions, options: PlanOptions, output: Watchable) -> None:
@@ -268,7 +269,7 @@ def _what(network: "Network", options: PlanOptions, file: Path) -> "tuple[Networ
         work = parameter_count(model, step["vocab_size"]) * step["seq_len"] * step["batch_size"]
         factor = work / (parameter_count(of.model, of.vocab_size) * of.seq_len * of.batch_size)
         scaled = tuple(factor * s for s in measured) if isinstance(measured, tuple) else factor * measured
-        print(
+        echo(
             f"gossamer: step_s in '{file}' was measured with model {of}; it is scaled by {factor:.4g}, as the multiplications "
             "are, which is a guess: --step-s or --peak-flops says better, or probe again with --set model.size=SIZE",
             file=sys.stderr,
@@ -308,7 +309,7 @@ def _print_cut(cut: "StagePlan") -> None:
     from gossamer.run.planning.planned_stages import SPEED_LEFT
 
     chosen = cut.chosen
-    print(
+    echo(
         f"a replica takes {cut.replica_bytes / 1e9:.4g} GB without activations; in {chosen.stages} stages, cut before the layers "
         f"{', '.join(map(str, chosen.cuts))}, a process takes {chosen.stage_bytes / 1e9:.4g} GB at most"
     )
@@ -322,14 +323,14 @@ def _print_cut(cut: "StagePlan") -> None:
     headings = ("boundary codec", "micro-batches", "s/step", "speed left", "computing")
     print_table(headings, rows, bold=cut.tried.index(chosen))
     for name, why in cut.refused.items():
-        print(f"refused: {name}: {why}")
+        echo(f"refused: {name}: {why}")
     some = f"whose links leave {SPEED_LEFT:.0%} of the speed"
     why = f"the mildest {some}" if chosen.unhindered >= SPEED_LEFT else f"the fastest, as there is none {some}"
-    print(f"boundary codec: {chosen.forward} ({why})")
-    print(f"its stages compute for {chosen.computing:.1%} of an inner step and wait for each other in the rest")
+    echo(f"boundary codec: {chosen.forward} ({why})")
+    echo(f"its stages compute for {chosen.computing:.1%} of an inner step and wait for each other in the rest")
     if chosen.unhindered < SPEED_LEFT and cut.made.model.bottleneck is None:
-        print("fewer bytes cross in another model, which is narrow at its cuts: model.bottleneck 'resbm' or 'subspace'")
-    print()
+        echo("fewer bytes cross in another model, which is narrow at its cuts: model.bottleneck 'resbm' or 'subspace'")
+    echo()
 
 
 def _print(
@@ -344,7 +345,7 @@ def _print(
     if cut is not None:
         _print_cut(cut)
     elif options.memory_bytes is not None:
-        print(f"a replica fits a process of {options.memory_bytes / 1e9:.4g} GB, without activations")
+        echo(f"a replica fits a process of {options.memory_bytes / 1e9:.4g} GB, without activations")
     size, parameters, settings = made.model.size, made.parameters, made.options
     default = settings.tokens is None and settings.hours is None
     print_sentence(
@@ -360,19 +361,19 @@ def _print(
     print_sentence(_basis(choice))
     if (collective := quicker_collective(made)) is not None:
         kind, hours = collective
-        print(
+        echo(
             f"data parallelism along a {kind}, as NCCL sends: {digits_text(hours)} h (mean = '{kind}' in the network file)"
         )
     if options.all:
         for name, why in priced.unpriced.items():
-            print(f"no price: {name}: {why}")
+            echo(f"no price: {name}: {why}")
     elif USUAL in priced.unpriced:
-        print(f"no price: {USUAL}: {priced.unpriced[USUAL]}")
+        echo(f"no price: {USUAL}: {priced.unpriced[USUAL]}")
     _print_choice(choice)
     if options.loss is not None:
         by, hours = "law" if options.law is not None else "anchor", _hours_to_loss(made, choice, options)
         when = "not foretold" if hours is None else f"after about {digits_text(hours)} h"
-        print(f"loss {options.loss:g} by the {by}: {when if hours != math.inf else 'never'}", flush=True)
+        echo(f"loss {options.loss:g} by the {by}: {when if hours != math.inf else 'never'}", flush=True)
 
 
 def _hours_to_loss(made: "RunPlan", choice: "Pick", options: PlanOptions) -> float | None:
@@ -424,13 +425,13 @@ def _print_choice(choice: "Pick") -> None:
             f"{best.fewer} of {best.full_steps} local steps, so that nobody waits; what fewer steps learn counts less"
         )
     if best.left_out:
-        print("text that only the dropped have is lost; --keep-all plans with everybody")
+        echo("text that only the dropped have is lost; --keep-all plans with everybody")
     if choice.undecided:
         print_sentence(
             f"not decided between this and {choice.undecided_in_words}: the lowest expectation is taken, within 0.005 nats "
             "the fastest"
         )
-    print("another method is taken with --method NAME; --all shows every candidate")
+    echo("another method is taken with --method NAME; --all shows every candidate")
 
 
 def _run_file(made: "RunPlan", chosen: "Candidate", options: PlanOptions, out: Path) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gossamer.errors import ConfigError
+from gossamer.record.progress import echo
 
 if TYPE_CHECKING:
     from gossamer.report.page.web import Page
@@ -47,7 +48,7 @@ def command(*, seed: int = 0, record: Path | None = None, film: Path | None = No
             _serve(page)
         if record is not None and (made := live.film) is not None:
             write_film(record, Film(*made))
-            print(f"film: {record}")
+            echo(f"film: {record}")
 
 
 def again(film: "Film", record: Path) -> None:
@@ -62,7 +63,7 @@ def again(film: "Film", record: Path) -> None:
     write_film(record, found)
     differs = next((one["round"] for one, other in zip(found.frames, film.frames, strict=True) if one != other), None)
     same = "the same to the last digit" if differs is None else f"other from round {differs} on"
-    print(f"film: {record}, {len(made)} rounds, {same} as in the film that was given")
+    echo(f"film: {record}, {len(made)} rounds, {same} as in the film that was given")
 
 
 def live_page(live: "Live", port: int) -> "Page":
@@ -94,7 +95,7 @@ def _serve(page: "Page") -> None:
 
     from gossamer.report.page.web import show_page
 
-    print(f"play: {page.address}", flush=True)
+    echo(f"play: {page.address}", flush=True)
     # The browser may be slow to start, and asks for the page that only this thread serves.
     threading.Thread(target=show_page, args=(page.address,), daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):

@@ -7,6 +7,7 @@ from cyclopts import Parameter
 
 from gossamer.cli.output import Json, print_json, working
 from gossamer.errors import ConfigError
+from gossamer.record.progress import echo
 
 __all__ = ["command"]
 
@@ -52,7 +53,7 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
         shares = {"utilisation": timeline.mean_utilisation, "between_stages": timeline.mean_between_stages}
         print_json({"folder": folder, "network": network, **counted, **shares})
         return
-    print(
+    echo(
         f"{timeline.total_s:.1f} s for {trace.rounds} rounds of {trace.workers} workers, "
         f"{utilisation_in_words(timeline.mean_utilisation, timeline.mean_between_stages)}"
     )

@@ -12,6 +12,7 @@ from gossamer.cli.machines import ONE_MACHINE, Machines
 from gossamer.cli.output import PLAIN, Output, must_be_new_file, print_json
 from gossamer.cli.run_file_options import Overrides
 from gossamer.errors import ConfigError
+from gossamer.record.progress import echo
 
 if TYPE_CHECKING:
     from gossamer.network.links import Network
@@ -130,7 +131,7 @@ def _show(out: Path, output: Output) -> None:
     if output.json:
         print_json({"file": out, "network": to_options(network)})
         return
-    print(f"links: {_links(network)}")
+    echo(f"links: {_links(network)}")
     if isinstance(network.step_s, tuple) and network.step_of is not None:
-        print(f"inner step: {min(network.step_s):g} to {max(network.step_s):g} s, of model {network.step_of}")
-    print(f"network file: {out}")
+        echo(f"inner step: {min(network.step_s):g} to {max(network.step_s):g} s, of model {network.step_of}")
+    echo(f"network file: {out}")

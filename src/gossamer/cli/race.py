@@ -15,6 +15,7 @@ from gossamer.cli.run_file_options import runs_at_a_time
 from gossamer.cli.tables import print_table
 from gossamer.cli.watch import Watchable
 from gossamer.errors import ConfigError
+from gossamer.record.progress import echo
 
 if TYPE_CHECKING:
     from gossamer.report.paired import Standing
@@ -244,16 +245,16 @@ def print_race(found: Race) -> None:
     from gossamer.report.table import digits_text
 
     standing, n = found.standing, len(found.seeds)
-    print()
+    echo()
     horizon_s = max(found.rounds(label) * one.round_s for label, one in found.candidates.items())
-    print(
+    echo(
         f"race of {len(found.candidates)} candidates over {digits_text(horizon_s / 3600)} h of the network, with a model of "
         f"{found.parameters:,} parameters on '{found.text['data']['source']}', {n} seed{'s' * (n != 1)}"
     )
     for label, why in found.left.items():
-        print(f"not raced: {label}: {why}")
+        echo(f"not raced: {label}: {why}")
     if standing is None:
-        print("no seed has ended with all candidates; the same command with --resume goes on")
+        echo("no seed has ended with all candidates; the same command with --resume goes on")
         return
     means = {label: sum(some) / n for label, some in found.losses.items()}
     labels = sorted(means, key=means.__getitem__)
@@ -267,15 +268,15 @@ def print_race(found: Race) -> None:
         rows.append((label, *sizes, f"{means[label]:.4f}", gap))
     headings = ("candidate", "rounds", "s a round", "tokens", "loss", "above the lowest")
     print_table(headings, rows, bold=labels.index(standing.best))
-    print(
+    echo(
         "loss: nats a byte of the small model, mean of the seeds, 95 % interval of the paired difference; with "
         f"{found.planned:,} parameters losses are others, and their order may be"
     )
-    print(_verdict(found, standing))
+    echo(_verdict(found, standing))
     changes = f"what the plan expects to change with {found.planned:,} parameters and their rounds"
-    print(f"taken: {found.taken}, by these losses and {changes}")
-    print(f"race: {found.folder}")
-    print(f"report: {found.report}")
+    echo(f"taken: {found.taken}, by these losses and {changes}")
+    echo(f"race: {found.folder}")
+    echo(f"report: {found.report}")
 
 
 def _verdict(found: Race, standing: "Standing") -> str:

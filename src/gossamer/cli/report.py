@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 from gossamer.cli.output import Json, print_json
 from gossamer.errors import ConfigError
+from gossamer.record.progress import echo
 
 __all__ = ["command", "print_runs"]
 
@@ -80,7 +81,7 @@ def print_runs(
     for method, losses, mean, deviation in over_seeds(rows):
         if len(losses) > 1:
             each = ", ".join(f"{loss:.4f}" for loss in losses)
-            print(f"{method}: {mean:.4f}, standard deviation {deviation:.4f} over {len(losses)} seeds ({each})")
+            echo(f"{method}: {mean:.4f}, standard deviation {deviation:.4f} over {len(losses)} seeds ({each})")
     for name, file in files.items():
         if file is not None:
-            print(f"{name}: {file}")
+            echo(f"{name}: {file}")

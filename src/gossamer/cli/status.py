@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from gossamer.cli.output import Json, print_json
+from gossamer.record.progress import echo
 
 if TYPE_CHECKING:
     from gossamer.record.logs.seconds import RoundSeconds
@@ -36,13 +37,13 @@ def _print(found: "RunStatus") -> None:
 
     standings = [one.standing for one in found.workers]
     counted = ", ".join(f"{standings.count(one)} {one}" for one in dict.fromkeys(standings))
-    print(f"{found.name} ({found.kind}): {found.round} of {found.rounds} rounds; workers: {counted}")
+    echo(f"{found.name} ({found.kind}): {found.round} of {found.rounds} rounds; workers: {counted}")
     if found.note:
-        print(found.note)
+        echo(found.note)
     elif found.answered:
-        print(f"asked now: worker {', '.join(map(str, found.answered))}")
+        echo(f"asked now: worker {', '.join(map(str, found.answered))}")
     if found.refused:
-        print(f"refused: {', '.join(f'{who} ({count})' for who, count in found.refused.items())}")
+        echo(f"refused: {', '.join(f'{who} ({count})' for who, count in found.refused.items())}")
     headings = ["worker", "standing", "rounds", "news", "loss", "missed", "unsure", "declined"]
     headings += ["round s", "compute", "transfer", "waiting", "other", "waits for"]
     rows = [

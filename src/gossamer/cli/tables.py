@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gossamer.cli.output import print_json
+from gossamer.record.progress import echo, printable
 
 __all__ = ["print_estimate", "print_sentence", "print_table"]
 
@@ -23,13 +24,13 @@ def print_sentence(text: str, indent: int = 0) -> None:
     Args:
         indent: of what follows on further lines of a terminal.
     """
-    console = Console()
+    console, text = Console(), printable(text)
     if console.is_terminal:
         text = textwrap.fill(
             text, console.width, subsequent_indent=" " * min(indent, console.width // 2), break_on_hyphens=False,
             break_long_words=False,
         )  # fmt: skip
-    print(text)
+    echo(text)
 
 
 def print_table(
@@ -41,7 +42,7 @@ def print_table(
         text: the number of columns with text, on the left; the others have numbers. Under a title, text after the first wraps.
         bold: the index of a row to print in bold.
     """
-    rows, console = list(rows), Console()
+    rows, headings, console = [[*map(printable, row)] for row in rows], [*map(printable, headings)], Console()
     widths = [max([len(head), *(len(row[place]) for row in rows)]) for place, head in enumerate(headings)]
     if not title and not console.is_terminal:
         console = Console(width=sum(widths) + 2 * len(widths))  # a file has lines of any length
@@ -50,14 +51,17 @@ def print_table(
     while sum(texts) > room and max(texts) > _SHORTEST:
         texts[texts.index(max(texts))] -= 1
     view = Table(
-        title=title or None, title_justify="left", box=HEAVY_HEAD if title else None, pad_edge=bool(title),
+        title=Text(printable(title), style="table.title") if title else None,
+        title_justify="left",
+        box=HEAVY_HEAD if title else None,
+        pad_edge=bool(title),
         header_style="bold",
-    )  # fmt: skip
+    )
     for place, heading in enumerate(headings):
         may_wrap, is_text = bool(title) and 0 < place < text, place < text
         most = texts[place] if is_text and not title and console.is_terminal else None
         view.add_column(
-            heading,
+            Text(heading),
             justify="left" if is_text else "right",
             no_wrap=not may_wrap,
             max_width=most,
@@ -82,4 +86,4 @@ def print_estimate(
         return
     print_table(headings, rows, **shape)
     for sentence in assumptions:
-        print(f"assumed: {sentence}")
+        echo(f"assumed: {sentence}")

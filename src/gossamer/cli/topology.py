@@ -6,6 +6,7 @@ from cyclopts import Parameter
 
 from gossamer.cli.output import Json, print_json, uncollected
 from gossamer.errors import ConfigError
+from gossamer.record.progress import echo
 
 __all__ = ["command"]
 
@@ -50,6 +51,6 @@ def command(
             }
         )
         return
-    print(drawn)
-    print()
-    print(gossip_table(topology, found))
+    echo(drawn)
+    echo()
+    echo(gossip_table(topology, found))

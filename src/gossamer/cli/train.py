@@ -28,6 +28,7 @@ from gossamer.cli.run_file_options import (
 )
 from gossamer.cli.watch import WATCHABLE, Watchable
 from gossamer.errors import ConfigError
+from gossamer.record.progress import echo
 
 if TYPE_CHECKING:
     from gossamer.run.bookkeeping.resume import Resume
@@ -157,7 +158,7 @@ def command(
         again = f"; {first}resume it with --resume {folder}" if is_resumable(folder) else ""
         log.warning("the run ended before its last round, with code %d%s", code, again)
     elif code == 0 and local is not None:
-        print(
+        echo(
             f"run: {folder}, {run.rounds} rounds of {run.workers} workers; gossamer evaluate {quote(str(folder))} scores it"
         )
     return code

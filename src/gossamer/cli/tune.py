@@ -14,6 +14,7 @@ from gossamer.cli.run_file_options import (
     runs_at_a_time,
 )
 from gossamer.errors import ConfigError
+from gossamer.record.progress import echo
 
 if TYPE_CHECKING:
     from gossamer.run.experiments.search import GridPoint
@@ -58,8 +59,8 @@ def command(
     if output.json:
         print_json({"report": page, "file": chosen, "methods": [_plain(one) for one in found]})
     else:
-        print("\n".join(_lines(one)[0] for one in found))
-        print(f"report: {page}\nfile: {chosen}")
+        echo("\n".join(_lines(one)[0] for one in found))
+        echo(f"report: {page}\nfile: {chosen}")
 
 
 def _outer(setting: "GridPoint") -> str:
@@ -97,7 +98,7 @@ def _lines(one: "Tuned") -> list[str]:
 
 def tuned_page(found: "Sequence[Tuned]") -> str:
     """All that was tried for each method, as Markdown."""
-    from gossamer.report.table import DASH, markdown_lines
+    from gossamer.report.table import DASH, markdown_lines, markdown_text
 
     parts = list[str]()
     for one in found:
@@ -111,7 +112,8 @@ def tuned_page(found: "Sequence[Tuned]") -> str:
             sizes = [str(contender.steps(rung)), f"{contender.tokens(rung):,}"]
             rows.append([f"{contender.lr(setting):g}", *outer, *sizes, mean, ", ".join(each)])
         table = markdown_lines([heads, ["---:"] * len(heads), *rows])
-        parts += [f"## {contender.row.label}\n", *(f"{line}\n" for line in _lines(one)), table]
+        lines = [f"## {contender.row.label}", *_lines(one)]
+        parts += [*(f"{markdown_text(line)}\n" for line in lines), table]
     return "\n".join(parts)
 
 

@@ -9,6 +9,7 @@ from cyclopts import Parameter
 from gossamer.cli.output import Json, print_json
 from gossamer.cli.tables import print_estimate
 from gossamer.errors import ConfigError
+from gossamer.record.progress import echo
 
 __all__ = ["command"]
 
@@ -43,7 +44,7 @@ def command(
     if plot is not None:
         plot_curves(curves, plot)
         if not json:
-            print(f"plot: {plot}")
+            echo(f"plot: {plot}")
 
 
 def _print_bandwidths(model: str, method: str, options: Mapping[str, Any], json: bool) -> dict[str, Any]:
@@ -55,10 +56,10 @@ def _print_bandwidths(model: str, method: str, options: Mapping[str, Any], json:
     if json:
         print_json({"rows": rows, "assumptions": [assumed(model, method, setting)]})
         return curves
-    print(assumed(model, method, setting))
+    echo(assumed(model, method, setting))
     for row in rows:
         needed = "more than 1 Tbit/s" if row.bandwidth_bps is None else f"{row.bandwidth_bps / 1e9:.1f} Gbit/s"
-        print(f"{row.utilisation:.0%} computing: {needed}")
+        echo(f"{row.utilisation:.0%} computing: {needed}")
     return curves
 
 

@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 from gossamer.cli.output import Output
 from gossamer.errors import ConfigError
+from gossamer.record.progress import echo
 
 if TYPE_CHECKING:
     import subprocess
@@ -53,9 +54,9 @@ def command(
         raise ConfigError("no run was given to watch (got none, need one or more); name run folders, or give --plan")
     words = shlex.join(["gossamer", "watch", *map(str, folders)])
     with calculators(folders, host, port) if plan else page_server(folders, host, port, command=words) as page:
-        print(f"watch: {page.address}", flush=True)
+        echo(f"watch: {page.address}", flush=True)
         if not page.token:
-            print(
+            echo(
                 f"from another machine: ssh -L {page.port}:127.0.0.1:{page.port} THIS-MACHINE, then the same address there"
             )
         with contextlib.suppress(KeyboardInterrupt):

@@ -1,12 +1,19 @@
-"""What a run says while it goes: sentences on stderr, so that the output of a command can be piped; none inside `quieted`."""
+"""What is printed: results on stdout, and what a run says while it goes on stderr, none of that inside `quieted`.
+
+Strings of files, folders and peers are printed by `echo`, or through `printable`: nothing else in the package prints.
+"""
 
 import contextlib
 import sys
+import unicodedata
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import TextIO
 
-__all__ = ["is_quiet", "quieted", "say"]
+__all__ = ["echo", "is_quiet", "printable", "quieted", "say"]
 
+_ESCAPED = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Control characters, invisible ones such as those that turn the direction of reading, halves of pairs, and line separators."""
 _QUIET = ContextVar("quiet", default=False)
 
 
@@ -28,4 +35,25 @@ def is_quiet() -> bool:
 def say(sentence: str) -> None:
     """Prints a line about how a run goes."""
     if not _QUIET.get():
-        print(sentence, file=sys.stderr, flush=True)
+        echo(sentence, file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    r"""A text with escapes in place of the characters by which it could move the cursor, erase lines or hide what it says.
+
+    Line breaks and tabs stay.
+
+    >>> printable("a\x1b[2Jb\rc\u202ed"), printable("Σ 1")
+    ('a\\x1b[2Jb\\rc\\u202ed', 'Σ 1')
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        one.encode("unicode_escape").decode() if one not in "\n\t" and unicodedata.category(one) in _ESCAPED else one
+        for one in text
+    )
+
+
+def echo(text: str = "", *, file: TextIO | None = None, flush: bool = False) -> None:
+    """Prints a text and a line break, see `printable`; on stdout, unless another file is given."""
+    print(printable(text), file=file, flush=flush)

@@ -4,6 +4,7 @@ A value that a run does not have is a dash; a number that was not finite is "not
 """
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -14,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gossamer.network.links import Network
+from gossamer.record.progress import printable
 from gossamer.report.reading.runs import read_runs, summary_row
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "loss_rank",
     "markdown_lines",
     "markdown_table",
+    "markdown_text",
     "number_text",
     "over_seeds",
     "ranked",
@@ -71,9 +74,9 @@ def render_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     headings, cells = table_cells(ranked(rows))
     table = Table(header_style="bold")
     for place, heading in enumerate(headings):
-        table.add_column(Text(heading), justify="right" if place else "left")
+        table.add_column(Text(printable(heading)), justify="right" if place else "left")
     for line in cells:
-        table.add_row(*map(Text, line))
+        table.add_row(*(Text(printable(cell)) for cell in line))
     return table
 
 
@@ -91,9 +94,20 @@ def markdown_lines(lines: Iterable[Sequence[str]]) -> str:
     | --- | --- |
     | 1 | 2 |
     """
-    return "".join(
-        "| " + " | ".join(cell.replace("\n", " ").replace("|", "\\|") for cell in line) + " |\n" for line in lines
-    )
+    return "".join("| " + " | ".join(map(markdown_text, line)) + " |\n" for line in lines)
+
+
+def markdown_text(text: str) -> str:
+    r"""A text for a line or a cell of Markdown, where it ends neither, begins no HTML, and moves no cursor of a terminal.
+
+    >>> print(markdown_text("a|b\nc <script> \x07 < 0.001"))
+    a\|b c &lt;script> \x07 < 0.001
+    """
+    text = printable(text).replace("\n", " ")
+    text = re.sub(
+        r"(\\*)\|", r"\1\1\\|", text
+    )  # each backslash before a bar would else be what escapes the next character
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
 
 
 def over_seeds(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[float], float, float]]:

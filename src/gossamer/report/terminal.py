@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gossamer.record.progress import is_quiet
+from gossamer.record.progress import is_quiet, printable
 from gossamer.report.page.view import standings
 from gossamer.report.reading.follow import FollowedRun
 from gossamer.report.reading.thinning import Grid
@@ -135,7 +135,7 @@ class Terminal:
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
         for line in lines:
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
     def _table(self) -> Table:
         """The newest runs, as many as the terminal has lines for; a figure that none of them has is left out."""
@@ -146,7 +146,7 @@ class Terminal:
         for head in heads:
             table.add_column(head, justify="right", no_wrap=True)
         for label, cells in rows:
-            table.add_row(Text(label), *(Text(cells.get(head, _UNKNOWN)) for head in heads))
+            table.add_row(Text(printable(label)), *(Text(cells.get(head, _UNKNOWN)) for head in heads))
         return table
 
 

@@ -23,6 +23,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from gossamer.errors import ConfigError, GossamerError
+from gossamer.record.progress import echo
 from gossamer.report.page.assets import ASSETS, shell
 from gossamer.report.page.live import LiveRuns
 
@@ -249,7 +250,7 @@ def serve_beside(folder: Path, *, show: bool = False) -> None:
     page = Page(
         _answers(LiveRuns([folder], command=f"gossamer watch {quote(str(folder))}", awaited=True)), "127.0.0.1", 0
     )
-    print(f"watch: {page.address}", file=sys.stderr, flush=True)
+    echo(f"watch: {page.address}", file=sys.stderr, flush=True)
     if show:  # the browser may be slow to start, or be the one that is waited for
         threading.Thread(target=show_page, args=(page.address,), daemon=True).start()
 

@@ -24,7 +24,7 @@ from gossamer.record.lineage import Lineage
 from gossamer.record.locks import holding
 from gossamer.record.logs.pipeline_work import PipelineWork, write_pipeline
 from gossamer.record.logs.stage_seconds import StageLog, end_logs_of_others, stage_log
-from gossamer.record.progress import quieted, say
+from gossamer.record.progress import echo, quieted, say
 from gossamer.record.whole_files import atomic_write, make_folder
 from gossamer.rounds.setup import in_sides
 from gossamer.run.bookkeeping.evaluate import Probe
@@ -101,7 +101,7 @@ def train(config: ResolvedRun, folder: Path, *, resume: Resume = False) -> None:
         # A transfer that a dead peer will never finish holds the process group, or a thread is still inside torch and would
         # abort the process when it comes back while Python shuts down.
         if failed is not None:
-            print(f"gossamer: {str(failed) or 'stopped'}", file=sys.stderr)
+            echo(f"gossamer: {str(failed) or 'stopped'}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0 if failed is None else 130 if isinstance(failed, KeyboardInterrupt) else 2)
