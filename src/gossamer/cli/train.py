@@ -322,11 +322,12 @@ def _result(config: "ResolvedRun", folder: Path, local: int | None, served: Serv
     scored = newest_evaluation(lines, read_branches(folder))
     # An evaluation may be of an earlier round than what the workers have validated since.
     newest = max([-1, *(line["round"] for line in (scored, *validated.values()) if line is not None)])
-    own = [line.get("loss") for line in validated.values() if line["round"] == newest]
+    losses = [line.get("loss") for line in validated.values() if line["round"] == newest]
+    own = [] if None in losses else [float(loss) for loss in losses if loss is not None]
     return {
         "folder": folder, "name": config.name, "workers": config.workers, "rounds": config.rounds, "round": newest + 1,
         "loss": scored.get("loss") if scored is not None and scored["round"] == newest else None,
-        "loss_of_workers": math.fsum(own) / len(own) if own and None not in own else None,
+        "loss_of_workers": math.fsum(own) / len(own) if own else None,
         "validation": {worker: line.get("loss") for worker, line in validated.items()},
     }  # fmt: skip
 
