@@ -1,5 +1,6 @@
 """Closing a round over those that are ready: whatever is cut off and whenever, all workers end with one history."""
 
+import json
 import random
 from collections import defaultdict
 
@@ -328,6 +329,75 @@ def test_a_worker_that_is_left_out_again_is_waited_for_until_the_deadline(in_tim
         trio.pass_s(0.6)
         assert late.left_out
         assert trio.close(0, 1) == {0, 1}, "of who is too slow for the deadline not every round waits"
+
+
+def lie(sender, round, line=0, last=None):
+    """A report of a worker that says that it is there."""
+    return Letter(
+        LetterKind.REPORT,
+        sender,
+        body=body_of(json.dumps([round, line, True, -1, -1, -1, False, False, last]).encode()),
+    )
+
+
+CLAIMS = {
+    "report": lambda sender: lie(sender, 2),
+    "report of a close": lambda sender: lie(sender, 1, 7, [0, 0, 5]),
+    "report of a line": lambda sender: lie(sender, 0, 1 << 63),
+    "proposal": lambda sender: Letter(LetterKind.PROPOSAL, sender, body=body_of(b"[2, 5, 9, [0, 1, 2]]")),
+    "closed": lambda sender: Letter(LetterKind.CLOSED, sender, body=body_of(b"[0, 0, 5]")),
+}
+"""Letters by which one worker says that others have closed rounds without the one that reads it."""
+
+
+@pytest.mark.parametrize("liar", [0, 1, 2])
+@pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
+def test_no_worker_gives_its_state_up_on_the_word_of_one_and_the_others_close_their_round_without_it(claim, liar):
+    trio = Trio()
+    honest = [i for i in range(3) if i != liar]
+    trio.cut = {liar}  # it answers nobody, and says the same again and again
+    for _ in range(20):
+        for i in honest:
+            trio.workers[i].heard(claim(liar), trio.now)
+        trio.pass_s(0.1)
+    assert not any(trio.workers[i].left_out for i in honest)
+    named = {one for i in honest for one in trio.workers[i].unvouched}
+    assert {(one.worker, one.waits) for one in named} == {(liar, False)}
+    assert trio.close(*honest) == set(honest), "they do not wait for the liar"
+    assert [trio.workers[i].round for i in honest] == [1, 1]
+
+
+def test_of_two_workers_neither_decides_for_the_other_and_each_names_the_other():
+    entries = [SlotEntry(i, 0, 100 + i, MemberStatus.ALIVE if i < 2 else MemberStatus.SUSPECT, 0) for i in range(3)]
+    worker = Closing(Members(limits(3), 0, entries), limit_s=3.0, beat_s=0.5)
+    worker.enter(0)
+    worker.ready(0.0)
+    for step in range(100):
+        worker.heard(lie(1, 2), 0.1 * step)
+    assert not worker.left_out and [(one.worker, one.round, one.waits) for one in worker.unvouched] == [(1, 2, True)]
+
+
+def test_a_worker_whom_the_leader_alone_answers_believes_it_after_a_deadline():
+    entries = [SlotEntry(i, 0, 100 + i, MemberStatus.ALIVE, 0) for i in range(3)]
+    worker = Closing(Members(limits(3), 2, entries), limit_s=3.0, beat_s=0.5)
+    worker.enter(0)
+    worker.ready(0.0)
+    for step in range(29):
+        worker.heard(lie(0, 1), 0.1 * step)
+    assert not worker.left_out
+    worker.heard(lie(0, 1), 3.1)
+    assert worker.left_out and worker.source == 0
+
+
+def test_a_newcomer_whose_state_is_ahead_of_what_most_have_takes_another():
+    trio = Trio()
+    late = trio.workers[2]
+    late.enter(50, line=9)  # as a donor gave it
+    late.ready(trio.now)
+    for i in range(2):
+        trio.workers[i].ready(trio.now)
+    trio.pass_s(4.0)
+    assert late.left_out and late.source == 0 and not trio.workers[0].left_out and not trio.workers[1].left_out
 
 
 def test_less_than_a_majority_never_closes_a_round():

@@ -145,8 +145,9 @@ class Closing:
         """Since when each of the others says something else than this worker's round and line."""
         self._named: set[int] = set()
         self._spoke_s: dict[int, float] = {}
-        self._answered_s: dict[int, float] = {}
-        """When each of the others last said anything about its round, and was last answered that this worker is in the same."""
+        """When each of the others last said anything about its round."""
+        self._answered: dict[int, tuple[int, float]] = {}
+        """In which round each was when it was last answered, and when that was."""
         self._taken = False
         """Whether this worker has closed no round since it took another's state."""
         self._behind_s: float | None = None
@@ -325,6 +326,7 @@ class Closing:
         if self._are_enough(against):
             self._leave_out(self._source_of(against))
             return
+        behind = set[int]()
         if self._taken:
             behind = {j for j in others - against if j in self._places and self._places[j].round < self.round}
             if not self._are_enough(behind, more_than_half=True):
@@ -334,9 +336,9 @@ class Closing:
             elif now >= self._behind_s + self._limit_s:
                 self._leave_out(self._source_of(behind))
                 return
-        if against and now - self._asked_s >= self._beat_s:
+        if (against or behind) and now - self._asked_s >= self._beat_s:
             self._asked_s = now
-            self._tell_all(LetterKind.REPORT, _plain(self._own))  # those that are ahead answer with where they are
+            self._tell_all(LetterKind.REPORT, _plain(self._own))  # which they answer with where they are
         if self._hears_nobody_but(against, now):
             self._leave_out(min(against))
             return
@@ -397,19 +399,22 @@ class Closing:
                 self._say(sender, LetterKind.REPORT, _plain(self._own))  # which tells it what it can wait for
         elif report.round > self.round and report.last is not None:
             self._close_what_is_held(report.last)
-        elif report.round < self.round:
-            self._say(sender, LetterKind.REPORT, _plain(self._own))
-        elif self._leader != self.members.me and now >= self._answered_s.get(sender, -1e9) + self._beat_s:
-            # Only the leader gets reports unasked, so this one asks where all are. An answer is one too: hence once a beat.
-            self._answered_s[sender] = now
-            self._say(sender, LetterKind.REPORT, _plain(self._own))
+        elif report.round < self.round or self._leader != self.members.me:
+            self._answer(sender, report.round, now)  # only the leader gets reports unasked: this one asks where all are
         self.tick(now)
+
+    def _answer(self, sender: int, round: int, now: float) -> None:
+        """Says where this worker is to one that is in this round: once, and once a beat, as an answer may bring another one."""
+        before = self._answered.get(sender)
+        if before is None or before[0] != round or now >= before[1] + self._beat_s:
+            self._answered[sender] = round, now
+            self._say(sender, LetterKind.REPORT, _plain(self._own))
 
     def _heard_proposal(self, sender: int, what: _Closed, workers: list[int], now: float) -> None:
         round, line, attempt = what
         self._places[sender] = _Place(round, line)
         if round < self.round:
-            self._say(sender, LetterKind.REPORT, _plain(self._own))  # which tells it how its round was closed
+            self._answer(sender, round, now)  # which tells it how its round was closed
         elif (round, line) != (self.round, self.line):
             self._settle(now)
         elif attempt > self._attempt and not self.closed:
