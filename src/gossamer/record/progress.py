@@ -8,7 +8,7 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import TextIO
+from typing import IO
 
 __all__ = ["echo", "is_quiet", "printable", "quieted", "say"]
 
@@ -54,6 +54,6 @@ def printable(text: str) -> str:
     )
 
 
-def echo(text: str = "", *, file: TextIO | None = None, flush: bool = False) -> None:
+def echo(text: str = "", *, file: IO[str] | None = None, flush: bool = False) -> None:
     """Prints a text and a line break, see `printable`; on stdout, unless another file is given."""
     print(printable(text), file=file, flush=flush)
