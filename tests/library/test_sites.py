@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import gossamer
 from commands import Command, free_port, in_forks
 from gossamer.cli import main
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, PeerError
 from gossamer.library import sites
 from gossamer.library.lane import Lane
 from gossamer.library.siblings import Siblings
@@ -38,6 +38,7 @@ from gossamer.run.config.recipes import missing
 from gossamer.topologies import make_topology
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic import transport as elastic_transport
+from gossamer.transport.elastic.newcomer import Applicant, ask
 from gossamer.transport.keys import Keys, read_peers
 from gossamer.transport.processes.local import loopback
 from gossamer.transport.sockets.channel import Channel
@@ -516,6 +517,48 @@ def test_peers_that_do_not_fit_the_sites_are_refused_in_a_sentence(
     assert "has [peers] for 2 sites and there are 3" in refusal(lambda: small(0, 3, join, peers=peers))
     assert "with the workers 0, and this process is worker 1" in refusal(lambda: small(1, 2, join, peers=str(peers)))
     assert "are not a file" in refusal(lambda: small(0, 2, join, peers="nowhere.toml"))
+
+
+def test_a_key_is_given_no_slot_of_another_site_and_nobody_is_taken_for_the_site_that_the_board_calls_him(
+    peers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join, file = f"127.0.0.1:{free_port()}", read_peers(peers)
+    keys = [Keys(peers.parent / f"{site}.pem", file, 2) for site in range(2)]
+    monkeypatch.setattr("gossamer.library.outer.keys_of_sites", lambda file, site: keys[site[0]])
+    outers = in_threads(*(partial(small, site, 2, join, peers=peers) for site in range(2)))
+    in_threads(*(outer.step for outer in outers))
+    assert outers[0]._site is not None
+    first, members = outers[0]._site, outers[0]._site._inner.members
+    entries = members.entries
+    outers[1].close()
+    asked = partial(ask, run=first._endpoint.run, limits=members.limits, timeout_s=4.0, state=False)
+    stolen = Applicant(7, "127.0.0.1:9", wants=1)
+    with pytest.raises((PeerError, OSError)):
+        asked(entries[0].address, b"", stolen, keys=keys[0], whom=0)
+    assert entries[1].nonce != 7
+    # Site 0 is no site 1, whatever the board says.
+    with pytest.raises(PeerError, match="calls itself worker 1, which its key may not be"):
+        asked(entries[0].address, b"", stolen, keys=keys[1], whom=1)
+    offer = asked(entries[0].address, b"", stolen, keys=keys[1], whom=0)
+    assert (offer.slot, offer.donor, entries[1].nonce) == (1, 0, 7), "its own key gets it"
+    outers[0].close()
+
+
+def test_a_site_does_not_take_a_state_that_does_not_fit_and_asks_another(caplog: pytest.LogCaptureFixture) -> None:
+    join = f"127.0.0.1:{free_port()}"
+    outers = in_threads(*(partial(small, site, 3, join) for site in range(3)))
+    in_threads(*(outer.step for outer in outers))
+    outers[2].close()
+    assert outers[0]._site is not None
+    outers[0]._site.keep(1, {**outers[0]._for_others(), "x": torch.zeros(3)})
+    again = small(2, 3, join)
+    assert not again.step(), "its first step takes a state over"
+    assert "site 2 does not take the state that site 0 gave: a tensor of (3,)" in caplog.text
+    assert "site 2 goes on with the state of site 1" in caplog.text
+    assert torch.equal(again.model.weight, outers[1].model.weight)
+    assert in_threads(*(outer.step for outer in (*outers[:2], again))) == [True] * 3
+    for outer in (*outers[:2], again):
+        outer.close()
 
 
 # --- what is refused, and in which words ------------------------------------------------------------------------------

@@ -803,6 +803,9 @@ def test_a_newcomer_gets_a_slot_of_its_own_key_and_no_other(files: dict[str, Pat
         place = Applicant(5, "127.0.0.1:10")
         offer = ask(listener.address, b"", place, run=RUN, limits=limits(3), timeout_s=TIMEOUT_S, keys=keys[2])
         assert (offer.slot, offer.raw) == (2, b"state") and given == [{2}]
+        # What a worker says it is must be what its certificate says, and whoever wants another one is not given this one's.
+        with pytest.raises(PeerError, match="peer 'berlin' calls itself worker 1"):
+            ask(listener.address, b"", place, run=RUN, limits=limits(3), timeout_s=TIMEOUT_S, keys=keys[2], whom=1)
         # The state of a slot is for its own key too.
         with pytest.raises((PeerError, OSError)):
             ask(

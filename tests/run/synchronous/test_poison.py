@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import liars
 from codecs_in_use import VARIANTS
 from drifted_rounds import context, drive, serially
 from gossamer.asynchronous import cgad
@@ -92,6 +93,23 @@ def test_real_workers_end_with_the_name_of_the_one_whose_numbers_are_not_finite(
     assert any(f"[{WORKER}] gossamer: the message of worker {WORKER} in round 2 has" in line for line in lines), lines
     assert all(f"worker {WORKER}" in line for line in lines) and len(lines) == 2, lines
     assert "Traceback" not in errors.getvalue()
+
+
+def test_real_workers_go_on_without_what_one_of_them_sends_that_no_codec_can_decode(tmp_path: Path) -> None:
+    config = tiny(
+        topology__name="complete", rule__name="sparseloco", codec__name="topk2bit", run__timeout_s=60, run__steps=16,
+        run__eval_every=0,
+    )  # fmt: skip
+    (tmp_path / "run.toml").write_text(dump(config))
+    errors, folder = io.StringIO(), tmp_path / "run"
+    with contextlib.redirect_stderr(errors):
+        code = run_local(3, liars.bytes_of_ones, ["train", str(tmp_path / "run.toml"), "--out", str(folder)])
+    assert code == 0 and "Traceback" not in errors.getvalue(), errors.getvalue()
+    for worker in range(2):
+        said = f"round {liars.FROM_ROUND + 1}: worker {worker} declined what worker {liars.LIAR} sent"
+        assert said in errors.getvalue(), errors.getvalue()
+    saved = [checkpoint.load(folder / "checkpoints", config.rounds, worker, digest(config))["x"] for worker in range(2)]
+    assert torch.equal(*saved)
 
 
 def test_a_last_round_that_is_not_finite_is_not_saved_and_does_not_end_well(tmp_path: Path) -> None:
