@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
@@ -50,6 +51,9 @@ def pytest_configure(config: pytest.Config) -> None:
         # Examples would be drawn from the constants of those modules, too, that this process happens to have imported by then.
         setattr(providers, "_get_local_constants", lambda: providers._local_constants)  # noqa: B010  which stay none
     gc.disable()  # until all is collected: what is imported and what describes the tests stays
+    # What this user has run is none of theirs, and theirs is nothing that this user has run.
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="gossamer-tests-")
+    config.add_cleanup(functools.partial(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True))
     import torch
 
     torch.set_num_threads(1)  # tests run beside their own worker processes

@@ -210,8 +210,13 @@ def test_a_corrupt_and_a_foreign_checkpoint_are_refused(tmp_path, capsys):
         tensors.write_bytes(bytes(data))
     refused(["simulate", "--resume", tmp_path / "run"], capsys, "worker-001.safetensors")
     (tmp_path / "run" / "run.toml").write_text(dump(single(run__steps=4, seed=7)))
-    refused(["simulate", "--resume", tmp_path / "run"], capsys, "run.toml has changed", "restore it", "--out")
-    refused(["evaluate", tmp_path / "run"], capsys, "run.toml has changed", "restore it")
+    refused(
+        ["simulate", "--resume", tmp_path / "run"],
+        capsys,
+        "run.toml was changed since: seed was 0 and is 7",
+        "put it back",
+    )
+    refused(["evaluate", tmp_path / "run"], capsys, "run.toml was changed since", "put it back")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     refused(
         ["evaluate", tmp_path / "run"], capsys, "is sound for all 3 workers", "worker 0, 1, 2 has no checkpoint of it"

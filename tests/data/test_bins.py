@@ -115,7 +115,7 @@ def test_a_file_that_was_replaced_is_no_longer_the_text_of_the_run(tmp_path: Pat
     before = corpus(tmp_path, "train.bin").state()
     corpus(tmp_path, "train.bin").restore(before)
     plain(tmp_path / "train.bin", np.concatenate([ids[:50_000], ids[:1], ids[50_001:]]))
-    with pytest.raises(DataError, match="the text has changed"):
+    with pytest.raises(DataError, match="is another than when the checkpoint was saved"):
         corpus(tmp_path, "train.bin").restore(before)
 
 

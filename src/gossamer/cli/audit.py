@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from gossamer.cli.output import PLAIN, Output, print_json
-from gossamer.cli.run_file_options import imported_parts
+from gossamer.cli.run_file_options import parts_of_folder
 from gossamer.errors import ConfigError
 from gossamer.record.progress import echo
 
@@ -16,7 +16,7 @@ __all__ = ["command"]
 
 def command(
     folder: Annotated[Path, Parameter(name="RUN")], /, *, worker: int | None = None,
-    rounds: Annotated[str | None, Parameter(metavar="A..B")] = None, output: Output = PLAIN,
+    rounds: Annotated[str | None, Parameter(metavar="A..B")] = None, allow_code: bool = False, output: Output = PLAIN,
 ) -> int:  # fmt: skip
     """Trains the workers of a run again, and finds the first whose hashes differ (record.hash); the exit code is 1 then.
 
@@ -24,6 +24,7 @@ def command(
         folder: run folder
         worker: compare this worker alone
         rounds: compare these rounds alone, from 0 (default: all that have hashes)
+        allow_code: import the Python code that the run names though the folder is from elsewhere
     """
     asked = _asked(rounds)
     from gossamer.run.config.document import load_run
@@ -31,7 +32,8 @@ def command(
     from gossamer.run.replay.audit import audit
 
     with output.silenced():
-        found = audit(folder, worker=worker, rounds=asked, parts=imported_parts(parse(load_run(folder))))
+        parts = parts_of_folder(parse(load_run(folder)), folder, "repeat", allowed=allow_code)
+        found = audit(folder, worker=worker, rounds=asked, parts=parts)
     differs = found.difference
     if output.json:
         print_json({"folder": folder, **found._asdict()})

@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from gossamer.cli.output import Json, print_json
-from gossamer.cli.run_file_options import imported_parts
+from gossamer.cli.run_file_options import parts_of_folder
 from gossamer.record.progress import echo
 
 __all__ = ["command"]
@@ -18,6 +18,7 @@ def command(
     *,
     round: int | None = None,
     source: str | None = None,
+    allow_code: bool = False,
     json: Json = False,
 ) -> None:
     """Forms the mean model of a run from the checkpoints of one round, scores it and exports it.
@@ -26,14 +27,19 @@ def command(
         folder: run folder
         round: number of finished rounds (default: the newest that all workers have; of an elastic run, most)
         source: evaluate on another text, as data.source has it: whole files, up to a million tokens of them; writes nothing
+        allow_code: import the Python code that the run names though the folder is from elsewhere, or it has changed since
     """
     from gossamer.run.bookkeeping.evaluate import UNUSED, evaluate
+    from gossamer.run.bookkeeping.inputs import changed_code
     from gossamer.run.config.document import load_run
+    from gossamer.run.config.resolve import settings_of
     from gossamer.run.config.run_file import parse
 
-    parts = imported_parts(parse(load_run(folder)), without=UNUSED)
-    round, result, workers = evaluate(folder, round, parts, source)
-    model = folder / "model" if source is None else None
+    config = parse(load_run(folder))
+    parts = parts_of_folder(config, folder, "evaluate", allowed=allow_code, without=UNUSED)
+    round, result, workers = evaluate(folder, round, parts, source, allow_code=allow_code)
+    is_changed = changed_code(settings_of(config), folder, "evaluate", without=UNUSED, allowed=True, speaks=False)
+    model = folder / "model" if source is None and not is_changed else None
     if json:
         print_json({"folder": folder, "round": round, "workers": workers, **result._asdict(), "model": model})
         return

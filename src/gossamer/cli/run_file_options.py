@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from gossamer.errors import ConfigError
 
 if TYPE_CHECKING:
+    from gossamer.run.bookkeeping.inputs import Purpose
     from gossamer.run.bookkeeping.resume import Resume
     from gossamer.run.config.run_file import RunConfig
     from gossamer.run.config.user_parts import UserParts
@@ -27,6 +28,8 @@ __all__ = [
     "experiment_and_folder",
     "imported_parts",
     "is_resumable",
+    "parts_of_folder",
+    "parts_to_train",
     "resume_hint",
     "run_and_folder",
     "runs_at_a_time",
@@ -140,12 +143,63 @@ def runs_at_a_time(jobs: int | None) -> int:
 def imported_parts(config: "RunConfig", printed: Collection[str] = (), without: Collection[str] = ()) -> "UserParts":
     """The user's own parts of a run, without some kinds; prints a line for each that was imported, but for those in `printed`."""
     from gossamer.record.progress import say
-    from gossamer.run.config.user_parts import own_parts
+    from gossamer.run.config.user_parts import named, own_parts
 
+    names = [name for kind, name in named(config).items() if kind not in without and name not in printed]
+    if names := [*dict.fromkeys(names)]:  # before any of it runs
+        say(f"the run file names Python code, which runs with your rights: {', '.join(names)}")
     parts = own_parts(config, without)
     for code in (code for code in parts.codes if code.name not in printed):
         say(f"imported {code.name} from {code.path or 'no file'} (sha256 {code.sha256[:12]})")
     return parts
+
+
+def parts_of_folder(
+    config: "RunConfig", folder: Path, purpose: "Purpose", *, allowed: bool, without: Collection[str] = (), speaks: bool = True,
+) -> "UserParts":  # fmt: skip
+    """The user's own parts of a run that a folder holds: nothing is imported for a folder from elsewhere unless that is allowed.
+
+    Args:
+        config: the run of the folder, with what was changed on the command line.
+        allowed: whether --allow-code was given.
+        speaks: whether this process says what is imported, and what is not compared.
+    Raises: ConfigError; DataError for a spoilt record.
+    """
+    from gossamer.run.bookkeeping.inputs import changed_code, must_be_trusted
+    from gossamer.run.config.resolve import settings_of
+    from gossamer.run.config.user_parts import own_parts
+
+    if not allowed:
+        must_be_trusted(folder, without=without)
+    changed_code(settings_of(config), folder, purpose, without=without, allowed=allowed, speaks=speaks)
+    return imported_parts(config, without=without) if speaks else own_parts(config, without)
+
+
+def parts_to_train(
+    config: "RunConfig", folder: Path, resumed: "Resume", *, allowed: bool, recorded: Path | None = None,
+    of_folder: Path | None = None, speaks: bool = True, joins: bool = False,
+) -> "UserParts":  # fmt: skip
+    """The user's own parts of a run that is trained: those of a run file, which somebody chose, or of the folder that is resumed.
+
+    Args:
+        allowed: whether --allow-code was given.
+        recorded: the folder of a run that is computed again; `of_folder` is the same where its own run file says how.
+        joins: whether this process goes into a run that is under way, perhaps for the second time.
+    Raises: as `parts_of_folder`.
+    """
+    from gossamer.run.bookkeeping.inputs import changed_code
+    from gossamer.run.config.resolve import settings_of
+    from gossamer.run.config.user_parts import own_parts
+
+    if of_folder is not None:
+        return parts_of_folder(config, of_folder, "repeat", allowed=allowed, speaks=speaks)
+    if recorded is not None:
+        changed_code(settings_of(config), recorded, "repeat", speaks=speaks)
+    elif resumed is True:
+        return parts_of_folder(config, folder, "resume", allowed=allowed, speaks=speaks)
+    elif (resumed or joins) and is_resumable(folder):
+        changed_code(settings_of(config), folder, "resume", allowed=allowed, speaks=speaks)
+    return imported_parts(config) if speaks else own_parts(config)
 
 
 @contextlib.contextmanager

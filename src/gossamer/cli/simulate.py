@@ -6,7 +6,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from gossamer.cli.report import print_runs
-from gossamer.cli.run_file_options import NO_CHANGES, Changes, File, imported_parts, resume_hint, run_and_folder
+from gossamer.cli.run_file_options import NO_CHANGES, Changes, File, parts_to_train, resume_hint, run_and_folder
 from gossamer.cli.watch import WATCHABLE, Watchable
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ log = logging.getLogger("gossamer")
 
 def command(
     file: File = None, /, *, changes: Changes = NO_CHANGES, out: Path | None = None, resume: Path | None = None,
-    replay: Path | None = None, output: Watchable = WATCHABLE,
+    replay: Path | None = None, allow_code: bool = False, output: Watchable = WATCHABLE,
 ) -> None:  # fmt: skip
     """Trains all workers of a run in this process, and writes its report.
 
@@ -30,18 +30,22 @@ def command(
         resume: continue this run folder from its newest sound checkpoint, with --set for what changes; auto: continue or start
         replay: replay the recorded run in this folder bit for bit (server, elastic, asynchronous, or with changed settings);
             without FILE with the run file of that folder
+        allow_code: import the Python code that a run folder names though the folder is from elsewhere, or resume with code that
+            has changed since
     """
     from gossamer.report.page.page import write_pages
     from gossamer.run.config.resolve import resolve
-    from gossamer.run.config.user_parts import own_parts
 
+    of_folder = replay if file is None and resume is None else None
     if file is None and resume is None and replay is not None:
         from gossamer.record.folder import run_file
 
         file = run_file(replay)
     config, folder, resumed = run_and_folder(file, changes.words, out, resume)
     with output.silenced(), resume_hint(folder), output.watching(folder):
-        parts = imported_parts(config) if replay is None else own_parts(config)
+        parts = parts_to_train(
+            config, folder, resumed, allowed=allow_code, recorded=replay, of_folder=of_folder, speaks=True
+        )
         if replay is None and not resumed:
             _say_what_it_is_not(file)
         with output.showing() as terminal:

@@ -21,8 +21,8 @@ from gossamer.cli.run_file_options import (
     NO_CHANGES,
     Changes,
     File,
-    imported_parts,
     is_resumable,
+    parts_to_train,
     resume_hint,
     run_and_folder,
 )
@@ -39,6 +39,7 @@ __all__ = ["ServerOptions", "command", "import_early"]
 
 log = logging.getLogger("gossamer")
 
+_ALLOW_CODE = "--allow-code"
 _SIGNAL = 128
 """Above it, the exit code of a process that a signal has ended."""
 
@@ -75,6 +76,7 @@ _NO_SERVER = ServerOptions()
 def command(
     file: File = None, /, *, changes: Changes = NO_CHANGES, out: Path | None = None, resume: Path | None = None,
     local: int | None = None, restarts: int = 0, join: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None,
+    allow_code: bool = False,
     machines: Machines = ONE_MACHINE, served: ServerOptions = _NO_SERVER, output: Watchable = WATCHABLE,
 ) -> int:  # fmt: skip
     """Trains as one worker of a run, as the server of one, or starts all workers on this machine.
@@ -89,12 +91,13 @@ def command(
             from the newest round, and a middle stage whose checkpoints are gone from what others have of it
         join: join a running elastic, pairwise or asynchronous run through any worker; auto: read the address from the run
             folder
+        allow_code: import the Python code that the resumed folder names though the folder is from elsewhere, or the code has
+            changed since
     """
     if local is not None:
         import_early()
     from gossamer.record.locks import must_be_idle
     from gossamer.run.config.resolve import resolve
-    from gossamer.run.config.user_parts import own_parts
     from gossamer.transport.keys import KEY, keys_for
 
     among = machines.entered()
@@ -107,7 +110,8 @@ def command(
     # One of them tells what is imported: the launcher, or worker 0 of another's launcher.
     tells = multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"
     # Before processes are started, so that a mistake in the file is told once.
-    run = resolve(config, imported_parts(config) if tells else own_parts(config), real=True)
+    parts = parts_to_train(config, folder, resumed, allowed=allow_code, speaks=tells, joins=join is not None)
+    run = resolve(config, parts, real=True)
     for sentence in run.warnings if tells else ():
         log.warning(sentence)
     if served.secret is not None:
@@ -146,7 +150,7 @@ def command(
                 ["train", "--resume", str(folder)] if resumed is True else ["train", str(file), "--out", str(folder)]
             )
             words += ["--resume", resumed] if resumed == AUTO else []
-            words += ["--quiet"] if output.silent else []
+            words += [*(["--quiet"] if output.silent else []), *([_ALLOW_CODE] if allow_code else [])]
             code = _start_workers(run, folder, local, [*words, *sets], among, resume=resumed, restarts=restarts)
         else:
             _train_one(run, folder, join, served, resume=resumed)
@@ -388,6 +392,7 @@ def _start_workers(
         return 0
     if config.kind == "server":
         again = ["train", str(folder / "run.toml"), "--out", str(folder), "--resume", AUTO]
+        again += [_ALLOW_CODE] if _ALLOW_CODE in words else []
         return run_served(n, main, words, folder_secret(folder, make=True), resume=again)
     if goes_on:
         return _start_participants(config, folder, n, words, among)

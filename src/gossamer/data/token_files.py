@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gossamer.data.bins import Binary, TokenArray, is_for_validation, open_binary, sampled_hash
+from gossamer.data.bins import Binary, TokenArray, closer_hash, is_for_validation, open_binary, sampled_hash
 from gossamer.data.documents import (
     Document,
     SourceFiles,
@@ -85,6 +85,8 @@ class Tokens(NamedTuple):
     """What was read of each source."""
     fingerprint: str
     """A hash of all tokens and of their split; of files of tokens, of their sizes and of samples (`sampled_hash`)."""
+    files: str = ""
+    """`closer_hash` of files of tokens."""
 
 
 class Piece(NamedTuple):
@@ -205,8 +207,10 @@ def _ready_tokens(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[So
         ends.append(len(train))
         documents = _documents(files.values())
         read.append(SourceRead(source.source, len(files), size, documents, total, source.left_out, len(own)))
-    split = f"{len(train)} {len(val)} {sampled_hash([*train.parts, *val.parts])}"
-    return Tokens(train, val, ends, tuple(read), hashlib.blake2b(split.encode(), digest_size=16).hexdigest())
+    parts = [*train.parts, *val.parts]
+    split = f"{len(train)} {len(val)} {sampled_hash(parts)}"
+    fingerprint = hashlib.blake2b(split.encode(), digest_size=16).hexdigest()
+    return Tokens(train, val, ends, tuple(read), fingerprint, closer_hash(parts))
 
 
 def _documents(files: Iterable[Binary]) -> int | None:
@@ -378,7 +382,7 @@ class FileCorpus:
         self.vocab_size, self.tokenizer = tokenizer.vocab_size, tokenizer
         self._config, self._workers, self._seed = config, workers, seed
         self._window = config.seq_len + 1
-        train, val, self._ends, self.read, self._fingerprint = _load_tokens(config, tokenizer)
+        train, val, self._ends, self.read, self._fingerprint, self.files = _load_tokens(config, tokenizer)
         if scored:
             self._train, self._val = TokenArray([]), train + val
             self._window = min(self._window, len(self._val))
@@ -501,6 +505,6 @@ class FileCorpus:
             own = ", or if they spell special tokens of its tokenizer, with the version of Gossamer that it began with"
             own = own if self.tokenizer.special else ""
             raise DataError(
-                f"the text has changed: its tokens hash to {self._fingerprint} and hashed to "
-                f"{state['fingerprint']!r:.60}; resume with the files that the run began with{own}"
+                f"the text of data.source {self._config.source!r:.80} is another than when the checkpoint was saved: its tokens "
+                f"hash to {self._fingerprint} and hashed to {state['fingerprint']!r:.60}; restore its files as they were{own}"
             )

@@ -1,5 +1,6 @@
 """Tokenizers: bytes, a file of the tokenizers library, or a name on the Hub."""
 
+import hashlib
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -11,12 +12,17 @@ from numpy.typing import NDArray
 
 from gossamer.errors import DataError, require
 
-__all__ = ["Tokenizer", "load_tokenizer", "local_file", "local_tokenizer", "vocabulary"]
+__all__ = ["Tokenizer", "load_tokenizer", "local_file", "local_tokenizer", "tokenizer_fingerprint", "vocabulary"]
 
 # Of a tokenizer whose post-processor ends no text, and that no tokenizer_config.json speaks for.
 END_TOKENS = (
     "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>", "<|eos|>", "<EOS>", "[EOS]", "<|end|>",
 )  # fmt: skip
+_TRIED = (
+    "The quick brown fox isn't 12,345.678 metres from (the) lazy dog's kennel: \"why?\" -- e-mail it; 100% of A/B_tests!",
+    "def f(x):\n\treturn [2 ** k for k in range(x) if k != 0]  # ünïcode, ΑΒΓ, 漢字, \U0001f642\r\n\n   indented",
+)
+"""Text with what tokenizers cut in different ways."""
 PAD_TOKENS = ("<pad>", "<|pad|>", "<|padding|>", "<PAD>", "[PAD]")
 
 
@@ -67,6 +73,17 @@ def vocabulary(tokenizer: str) -> int | None:
     """
     found = local_tokenizer(tokenizer)
     return None if found is None else found.vocab_size
+
+
+def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
+    """A hash of what a tokenizer does: its vocabulary, what it puts around a document, and how it cuts some text.
+
+    Not of its file: that of the same tokenizer differs between versions of the library.
+    """
+    words = [tokenizer.token(id) for id in range(tokenizer.vocab_size)]
+    cut = [ids.tolist() for ids in tokenizer.encode(_TRIED)]
+    made_of = [tokenizer.vocab_size, tokenizer.before, tokenizer.after, words, cut]
+    return hashlib.blake2b(json.dumps(made_of).encode(), digest_size=16).hexdigest()
 
 
 def load_tokenizer(name: str) -> Tokenizer:

@@ -50,6 +50,7 @@ __all__ = [
     "rewind",
     "rounds",
     "save",
+    "saved_text",
     "says_what_it_is_of",
 ]
 
@@ -218,6 +219,28 @@ def says_what_it_is_of(folder: Path, round: int, worker: int) -> bool:
     """Whether a sound generation has more to compare than a digest; those up to 0.1.0 have not."""
     manifest, _ = _paths(folder, round, worker)
     return bool(_manifest(manifest, round, worker, None).get("of"))
+
+
+def saved_text(store: Path) -> str:
+    """The hash of the text that the checkpoints of a run folder were trained on, in stages or not; empty where none says it.
+
+    Cost: reads a manifest.
+    """
+    for path in sorted(store.glob("**/round-*/worker-*.json")):
+        numbers = [re.fullmatch(r"[a-z]+-(\d{1,9})", name) for name in (path.parent.name, path.stem)]
+        try:
+            round, worker = (int(match[1]) for match in numbers if match)
+            data = dict(dict(_manifest(path, round, worker, None)["state"]["dict"])["data"]["dict"])
+        except (
+            CheckpointError,
+            KeyError,
+            TypeError,
+            ValueError,
+        ):  # what is damaged, or has no text of its own, says nothing
+            continue
+        if isinstance(found := data.get("fingerprint"), str):
+            return found
+    return ""
 
 
 def _sound_until(folder: Path, round: int, worker: int, digest: str | Lineage) -> Iterator[int]:
@@ -434,7 +457,7 @@ def _must_be_of(line: Lineage, where: str, content: _FirstManifest, round: int) 
     if odd is not None:
         raise CheckpointError(
             f"{where} has {odd.field} {odd.theirs} but needs {odd.mine}; resume with the run file, folder and version that wrote "
-            "it, or start again with another --out",
+            "it",
             FaultKind.FOREIGN,
         )
 

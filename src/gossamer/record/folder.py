@@ -2,6 +2,7 @@
 
 ```
 run.toml              the resolved configuration
+inputs[-003].json     see `gossamer.record.inputs`
 metrics[-003].jsonl   one JSON object a line; with a worker's number in a real run, "evaluated" of `gossamer evaluate`
 trace[-003].jsonl     see `gossamer.record.logs.trace`
 seconds[-003].jsonl   see `gossamer.record.logs.seconds`

@@ -43,6 +43,7 @@ __all__ = [
     "Soundest",
     "build",
     "changeable",
+    "default_of",
     "parse_toml",
     "read_toml",
     "refuse",
@@ -292,7 +293,7 @@ def toml_value(value: Any, *, defaults: bool = True, neutral: bool = True) -> An
             f.name: inner(part)
             for f, part in given.items()
             if part is not None
-            and (defaults or part != _default(f))
+            and (defaults or part != default_of(f))
             and (neutral or NEUTRAL not in get_args(hints[f.name]))
         }
     if isinstance(value, Mapping):
@@ -360,7 +361,8 @@ class Records(Generic[T]):
         raise DataError(f"{found}; repair or remove the line")
 
 
-def _default(option: "dataclasses.Field[Any]") -> Any:
+def default_of(option: "dataclasses.Field[Any]") -> Any:
+    """The value of a field that is not given; `dataclasses.MISSING` for one that must be."""
     return option.default if option.default_factory is dataclasses.MISSING else option.default_factory()
 
 

@@ -3,17 +3,21 @@
 Only the verbs that train or evaluate import it. Everything else reads the name and leaves the code alone.
 """
 
+import ast
 import hashlib
 import importlib
+import inspect
 import re
 import sys
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from gossamer.errors import ConfigError, GossamerError, UserCodeError
 
-__all__ = ["PATTERN", "Code", "calling", "imported", "is_code", "name_of"]
+__all__ = ["PATTERN", "Code", "calling", "hash_of_code", "imported", "is_code", "located", "name_of"]
 
 PATTERN = r"^(?!hf:)[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_<][\w.<>]*$"
 T = TypeVar("T")
@@ -28,7 +32,7 @@ class Code(NamedTuple):
     path: str
     """The file of its module; empty for a module without one."""
     sha256: str
-    """Of that file, which workers compare."""
+    """See `hash_of_code`; workers compare it."""
 
 
 def is_code(name: str) -> bool:
@@ -53,11 +57,16 @@ def name_of(given: object) -> str:
 def imported(key: str, name: str) -> Code:
     """The object that a run file names, from an installed package or from a module in the current folder.
 
+    Nothing of the standard library: a run file that comes from elsewhere could run any command by it.
+
     Args: `key` is the key that names it, for the sentences.
-    Raises: ConfigError for a missing module or name, or an object that cannot be called; UserCodeError for a module that fails.
+    Raises: ConfigError for a missing module or name, one of the standard library, or an object that cannot be called;
+        UserCodeError for a module that fails.
     """
     module, _, attribute = name.partition(":")
     said = f"{key} is '{name}'"
+    if _is_standard(module):
+        raise _standard(said)
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         # As `python -m` has it; a console script has the folder of the script instead.
         sys.path.insert(0, str(Path.cwd()))
@@ -80,10 +89,105 @@ def imported(key: str, name: str) -> Code:
                 "one of these"
             )
         found = getattr(found, part)
+        # By way of a module that has imported it, such as torch:os.system. Of other objects, `__module__` is that of their class.
+        if isinstance(found, types.ModuleType):
+            home = found.__name__
+        else:
+            home = getattr(found, "__module__", None) if inspect.isroutine(found) or inspect.isclass(found) else None
+        if isinstance(home, str) and _is_standard(home):
+            raise _standard(said)
     if not callable(found):
         raise ConfigError(f"{said}, a {type(found).__name__}, which cannot be called; name a function or a class")
-    code = hashlib.sha256(file.read_bytes() if file.is_file() else b"").hexdigest()
-    return Code(name, found, str(file) if file.is_file() else "", code)
+    return Code(name, found, str(file) if file.is_file() else "", hash_of_code(module))
+
+
+def _is_standard(module: str) -> bool:
+    return module.partition(".")[0] in sys.stdlib_module_names
+
+
+def _standard(said: str) -> ConfigError:
+    return ConfigError(
+        f"{said}, which is of Python's standard library, where no part of a run is; name a function or a class of yours, or of "
+        "an installed package"
+    )
+
+
+def located(module: str) -> Path | None:
+    """The file that an import of a module would run, without running it or a package that it is in; None where there is none."""
+    if (loaded := sys.modules.get(module)) is not None:
+        return _file(getattr(loaded, "__file__", None))
+    inside: list[str] | None = None
+    spec: ModuleSpec | None = None
+    parts = module.split(".")
+    for k in range(len(parts)):
+        name, here = ".".join(parts[: k + 1]), [str(Path.cwd()), *sys.path] if inside is None else inside
+        spec = PathFinder.find_spec(name, here)
+        for finder in sys.meta_path if spec is None else ():  # such as that of an editable install
+            if spec is None and finder is not PathFinder:
+                spec = finder.find_spec(name, inside)
+        if spec is None:
+            return None
+        inside = [*(spec.submodule_search_locations or ())]
+    return _file(spec.origin if spec is not None and spec.has_location else None)
+
+
+def _file(name: str | None) -> Path | None:
+    return Path(name) if name is not None and Path(name).is_file() else None
+
+
+def hash_of_code(module: str) -> str:
+    """The sha256 of the file of a module, and of those of the same folder that it imports, directly or not.
+
+    Of an installed package it is of the module's own file: such packages have versions. Files are found by reading imports, so
+    what code loads in another way is not among them.
+    """
+    file = located(module)
+    if file is None:
+        return hashlib.sha256(b"").hexdigest()
+    # The folder in which an import of the top package looks.
+    root = file.parents[module.count(".") + (file.stem == "__init__")]
+    is_installed = module.partition(".")[0] == "gossamer" or {"site-packages", "dist-packages"} & {*file.parts}
+    files = [file] if is_installed else sorted(_with_imports(file, root))
+    found = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    if [*found] == [file]:
+        return found[file]
+    lines = (f"{path.relative_to(root).as_posix()} {one}\n" for path, one in found.items())
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _with_imports(file: Path, root: Path) -> set[Path]:
+    """A file of Python, and those below a folder that it imports."""
+    found, left = {file}, [file]
+    while left:
+        new = {*_imports(left.pop(), root)} - found
+        found |= new
+        left += new
+    return found
+
+
+def _imports(file: Path, root: Path) -> Iterator[Path]:
+    """The files below a folder that the statements of a file import."""
+    try:
+        statements = [*ast.walk(ast.parse(file.read_bytes()))]
+    except (SyntaxError, ValueError):  # a library in machine code, or what no import will take
+        return
+    for one in statements:
+        if isinstance(one, ast.Import):
+            for alias in one.names:
+                yield from _files_of(root, alias.name.split("."))
+        elif isinstance(one, ast.ImportFrom):
+            base = root if not one.level else file.parents[one.level - 1]
+            path = one.module.split(".") if one.module else []
+            if base.is_relative_to(root):
+                for alias in one.names:
+                    yield from _files_of(base, [*path, alias.name])
+
+
+def _files_of(base: Path, path: list[str]) -> Iterator[Path]:
+    """The files that run where this path of packages and a module, or a name in one, is imported."""
+    for k in range(1, len(path) + 1):
+        place = base.joinpath(*path[:k])
+        yield from (one for one in (place / "__init__.py", place.with_suffix(".py")) if one.is_file())
 
 
 def calling(what: str, function: Callable[..., T]) -> Callable[..., T]:

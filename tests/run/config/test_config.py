@@ -4,7 +4,9 @@ import dataclasses
 import hashlib
 import json
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast, get_args, get_type_hints
 
 import pytest
 from hypothesis import given, settings
@@ -23,8 +25,10 @@ from gossamer.run.config.document import parse_overrides as overrides
 from gossamer.run.config.experiment_file import drafts, folder_name, points
 from gossamer.run.config.json_schema import json_schema
 from gossamer.run.config.resolve import document_faults
-from gossamer.run.config.run_file import RunConfig, digest, dump, parse, parse_faults
-from gossamer.settings.options import options_of
+from gossamer.run.config.run_file import FIRST_KEYS, LEFT_OUT_AT, RunConfig, digest, dump, parse, parse_faults
+from gossamer.settings import schema
+from gossamer.settings.fields import NEUTRAL
+from gossamer.settings.options import Decay, options_of
 from gossamer.topologies import TOPOLOGIES
 from tiny import document, tiny
 
@@ -349,3 +353,58 @@ def test_the_digest_of_every_committed_run_is_the_one_that_its_checkpoints_have(
             name = " ".join([path.relative_to(root).as_posix(), *([scale] if scale else [])])
             found[name] = hashlib.sha256(digests.encode()).hexdigest()[:16]
     assert found == load_document(Path(__file__).parent / "digests.toml")
+
+
+def _decisive_keys(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted keys of settings, with those of tables in them, that a digest may hold, each with its default."""
+    defaults = {one.name: schema.default_of(one) for one in dataclasses.fields(kind)}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        if NEUTRAL not in getattr(hint, "__metadata__", ()):
+            yield f"{prefix}{name}", defaults[name]
+            yield from (key for one in _tables_in(hint) for key in _decisive_keys(one, f"{prefix}{name}."))
+
+
+def _tables_in(hint: Any) -> list[type]:
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return [] if hint is Choice else [hint]
+    return [one for part in get_args(hint) for one in _tables_in(part)]
+
+
+def test_a_release_pins_the_value_at_which_a_digest_leaves_out_each_key_that_came_since_the_last():
+    """So that a default may change later. Between two releases, nothing has to be written for a new key."""
+    known = {f"{table}.{key}".removeprefix(".") for table, keys in FIRST_KEYS.items() for key in keys.split()}
+    keys = dict(_decisive_keys(RunConfig))
+    assert known | LEFT_OUT_AT.keys() <= keys.keys(), "a key that is gone needs a row in _GONE"
+    unpinned = {key: default for key, default in keys.items() if key not in known | LEFT_OUT_AT.keys()}
+    changes = (Path(__file__).parents[3] / "CHANGELOG.md").read_text(encoding="utf-8")
+    unreleased = changes.partition("## [Unreleased]")[2].partition("\n## [")[0].strip()
+    assert unreleased or not unpinned, f"write these into LEFT_OUT_AT of run_file.py before the release: {unpinned}"
+
+
+@schema.settings("inner")
+class _LaterInner(InnerConfig):
+    label_smoothing: Decay = 0.0
+
+
+@schema.settings("later")
+class _LaterTable:
+    strength: float = 0.5
+
+
+@schema.settings("")
+class _LaterRun(RunConfig):
+    inner: _LaterInner = _LaterInner()
+    later: _LaterTable = _LaterTable()
+
+
+def test_a_new_key_with_a_default_changes_no_digest_until_it_has_another_value(monkeypatch):
+    before = digest(tiny())
+
+    def later(**changes: Any) -> str:
+        return digest(schema.build(_LaterRun, document(**changes)))
+
+    assert later() == before == later(inner__label_smoothing=0.0)
+    assert len({before, later(inner__label_smoothing=0.1), later(later__strength=0.1)}) == 3
+    # Its default becomes another: a run without the key stays what it was, and one with the new default is another.
+    monkeypatch.setitem(cast(dict[str, Any], LEFT_OUT_AT), "inner.label_smoothing", 0.1)
+    assert later(inner__label_smoothing=0.1) == before != later(inner__label_smoothing=0.0)

@@ -24,6 +24,7 @@ from gossamer.record.progress import say
 from gossamer.record.whole_files import atomic_write
 from gossamer.rounds.exchange import Each
 from gossamer.rounds.mean_model import mean_of
+from gossamer.run.bookkeeping.inputs import changed_code, must_have_inputs
 from gossamer.run.bookkeeping.resume import lineage
 from gossamer.run.bookkeeping.which_round import to_evaluate
 from gossamer.run.config.layouts import arranged
@@ -281,11 +282,12 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    folder: Path, round: int | None = None, parts: UserParts = BUILT_IN, source: str | None = None
-) -> Evaluation:
+    folder: Path, round: int | None = None, parts: UserParts = BUILT_IN, source: str | None = None, *,
+    allow_code: bool = False,
+) -> Evaluation:  # fmt: skip
     """The mean model of a run from the checkpoints of one round: its loss, the disagreement, and its export to `RUN/model`.
 
-    On another text than the run's it is only scored: nothing is written.
+    On another text than the run's, or with code that has changed since, it is only scored: nothing is written.
 
     Args:
         round: the number of finished rounds; by default the newest that all workers have. Of an elastic run, the newest that most
@@ -293,11 +295,13 @@ def evaluate(
         parts: the user's own, where the run names any.
         source: other text to score it on, as data.source has it: files whole, up to `SCORED_TOKENS` spread evenly over them, and
             of a stream the part that the run keeps for validation.
-    Raises: CheckpointError when no round has sound checkpoints of all workers, or, of an elastic run, of any; ConfigError for
-        other text of a run whose data is a function.
+        allow_code: go on with code of the user's that has changed since the run began.
+    Raises: ConfigError when its text, tokenizer or code are not those of the run, and for other text of a run whose data is a
+        function; CheckpointError when no round has sound checkpoints of all workers, or, of an elastic run, of any.
     Cost: holds one model per worker in memory.
     """
     config = settings_in(folder, parts)
+    is_changed = changed_code(config, folder, "evaluate", without=UNUSED, allowed=allow_code, speaks=False)
     key, store = lineage(config, folder), Store(config, folder)
     finished, owners = to_evaluate(store, key, round)
     if source is None:
@@ -305,6 +309,8 @@ def evaluate(
     else:
         config = _on(config, source)
         task = task_of(config, scored=True)
+    must_have_inputs(config, task, folder, "evaluate" if source is None else "score")
+    if source is not None:
         for read in task.data.read:
             say(read.in_words())
         if isinstance(task.data, FileCorpus):
@@ -320,7 +326,7 @@ def evaluate(
     probe = Probe(config, task, one_device("cpu" if host else config.run.device))
     probe.threads = threads_of(config, folder).at(config.owners[0], finished)
     result = assess(vectors, Probes([probe]), buffers)
-    if source is None:
+    if source is None and not is_changed:
         _note(config, folder, finished, states, result)
         publish(config, task, union_of(task, vectors), folder, mean_buffers(buffers))
     return Evaluation(finished, result, tuple(owners))

@@ -15,7 +15,7 @@ from gossamer.errors import ConfigError
 from gossamer.optimizers.inner import lr_scale
 from gossamer.record.branches import Branch, described, read_branches, write_branches
 from gossamer.record.lineage import Lineage
-from gossamer.run.config.resolve import CHANGEABLE, differences, settings_in
+from gossamer.run.config.resolve import CHANGEABLE, differences, may_change, settings_in
 from gossamer.run.config.resolved import RunSettings
 
 __all__ = ["History", "Resume", "history", "lineage"]
@@ -77,7 +77,7 @@ def history(config: RunSettings, folder: Path) -> History:
     before = settings_in(folder) if os.path.lexists(folder / "run.toml") else config
     changes = differences(before, config)
     for key, (old, new) in changes.items():
-        if not any(key == one or key.startswith(f"{one}.") for one in CHANGEABLE):
+        if not may_change(key):
             was, now = ("not set" if value is None else f"{value!r:.60}" for value in (old, new))
             raise ConfigError(
                 f"{key} is {was} in '{folder}' and {now} now, but a resumed run keeps it; may change: "

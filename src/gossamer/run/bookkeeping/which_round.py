@@ -11,6 +11,7 @@ none either, and will. What each worker knew of the others when it trained the r
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from gossamer.record.jsonl import json_lines
 from gossamer.record.lineage import Lineage
 from gossamer.record.logs.outcomes import read_outcomes
 from gossamer.record.whole_files import worker_suffix
+from gossamer.run.bookkeeping.inputs import why_settings_differ
 from gossamer.run.bookkeeping.resume import History, history, lineage
 from gossamer.run.config.document import with_settings
 from gossamer.run.config.pipeline import LostStage, misfits
@@ -470,9 +472,10 @@ def _none_counts(store: Store, choice: ChosenRound) -> CheckpointError:
     whys = "; ".join(f"round {round}: {_in_words(faults)}" for round, faults in choice.skipped.items())
     kinds = {fault.kind for faults in choice.skipped.values() for fault in faults}
     if kinds == {FaultKind.FOREIGN}:
+        digests = {match[1] for match in re.finditer(r"has digest '(\w+)' but needs", whys)}
+        now = settings_in(store.folder) if os.path.lexists(store.folder / "run.toml") else config
         return CheckpointError(
-            f"run.toml has changed since the checkpoints in {where} were written, or they are of another run ({whys}); restore "
-            "it, or start again with another --out",
+            f"no checkpoint in {where} is of this run ({whys}); {why_settings_differ(store.folder, now, digests)}",
             FaultKind.FOREIGN,
         )
     sound = [f"that of worker {owner} after round {max(one.whole)}" for owner, one in kept.items() if one.whole]

@@ -22,7 +22,7 @@ from gossamer.run.config.document import DIRECTIONS, TABLES, flat, load_run
 from gossamer.run.config.pipeline import by_stage, donor_of, must_come_again
 from gossamer.run.config.resolved import InPairs, ResolvedRun, RunSettings, WithServer
 from gossamer.run.config.run_file import RunConfig, decisive, digest, dump, parse, survey
-from gossamer.run.config.user_parts import BUILT_IN, UserParts, make, named, own_parts
+from gossamer.run.config.user_parts import BUILT_IN, UserParts, make, named, named_code, own_parts
 from gossamer.settings.schema import changeable, parse_toml
 from gossamer.topologies import Topology
 
@@ -30,6 +30,7 @@ __all__ = [
     "CHANGEABLE",
     "differences",
     "document_faults",
+    "may_change",
     "pairing_faults",
     "recorded_run",
     "resolve",
@@ -41,6 +42,15 @@ __all__ = [
 
 CHANGEABLE = tuple(sorted(changeable(RunConfig)))
 """The dotted keys that a resumed run may change."""
+
+
+def may_change(key: str) -> bool:
+    """Whether a resumed run may change this dotted key.
+
+    >>> may_change("inner.lr"), may_change("record.hash"), may_change("rule.name")
+    (True, True, False)
+    """
+    return any(key == one or key.startswith(f"{one}.") for one in CHANGEABLE)
 
 
 def resolve(config: RunConfig, parts: UserParts = BUILT_IN, *, real: bool = False) -> ResolvedRun:
@@ -87,7 +97,7 @@ def settings_of(config: RunConfig, parts: UserParts = BUILT_IN) -> RunSettings:
         name=config.name, seed=config.seed, workers=config.workers, kind=config.kind, model=config.model,
         pipeline=config.pipeline, data=config.data, inner=config.inner, run=config.run, schedule=config.schedule,
         events=config.events, record=config.record, networks=config.network, peers=config.peers, parts=parts,
-        digest=digest(config), decisive=decisive(config), document=dump(config),
+        code=named_code(config), digest=digest(config), decisive=decisive(config), document=dump(config),
     )  # fmt: skip
 
 

@@ -70,6 +70,8 @@ class RunSettings(RunLength):
     """The machines whose keys take part; empty where the workers share a secret."""
     parts: UserParts
     """The user's own."""
+    code: Mapping[str, tuple[str, str]]
+    """See `gossamer.run.config.user_parts.named_code`."""
     digest: str
     """Sixteen hex digits of everything that decides the numbers; equal on all workers, and that of the file in any variant."""
     decisive: Mapping[str, Any]

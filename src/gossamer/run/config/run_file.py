@@ -1,5 +1,6 @@
 """Run files: settings that each package declares, one TOML file, `--set rule.lr=0.5`, and no flag per field."""
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -28,12 +29,14 @@ from gossamer.run.config.pipeline import PipelineConfig, misfits
 from gossamer.run.config.totals import each_batch, rounds_for, tokens_for
 from gossamer.settings.fields import NEUTRAL, Changeable, FolderName
 from gossamer.settings.options import Count, Number
-from gossamer.settings.schema import build, settings, soundest, toml_value
+from gossamer.settings.schema import build, default_of, settings, soundest, toml_value
 from gossamer.settings.schema import settings_faults as schema_faults
 from gossamer.topologies.contract import MOST_WORKERS
 from gossamer.transport.keys import Peer, duplicate_certificates
 
 __all__ = [
+    "FIRST_KEYS",
+    "LEFT_OUT_AT",
     "LoopSettings",
     "RunConfig",
     "RunLength",
@@ -61,6 +64,30 @@ _PER_WORKER = {
     "data.shards": "name a source for every worker",
 }
 """What may be a list with an entry for every worker, and what to do where there are too few or too many."""
+FIRST_KEYS: Mapping[str, str] = {
+    "": "seed workers rule topology codec server pair events model pipeline data inner run schedule",
+    "run": "steps wait local_steps adapt weigh_steps reduction batched",
+    "data": "source options validation text_field tokenizer seq_len batch_size accumulate constant_batch windows shards "
+    "val_fraction max_bytes shuffle_buffer",
+    "events": "network dylu fragments overlap meetings absences",
+    "events.absences": "worker leave_s return_s",
+    "model": "size options loss hidden_size layers heads kv_heads intermediate_size bottleneck experts tie_embeddings dropout",
+    "model.bottleneck": "name width cuts kind free_layers",
+    "model.experts": "count active holders balance",
+    "pipeline": "stages cuts speeds forward backward schedule chunks workers",
+    "pipeline.lost": "worker stage after source",
+    "inner": "optimizer options lr betas eps moments_every weight_decay momentum nesterov clip schedule warmup_steps "
+    "min_lr_ratio decay_fraction autocast compile averaging mu_x mu_y",
+    "schedule": "fragments pattern overlap_steps merge merge_strength sends inner_every",
+}
+"""The keys of each table that a digest holds whatever their values, as checkpoints were saved under such digests. It never grows:
+a digest leaves out any other key at the value that a run without the key had, so that a new key with a default changes none."""
+LEFT_OUT_AT: Mapping[str, Any] = {"pipeline.lost": []}
+"""Keys that came later in a release, each with the value at which a digest leaves it out. That stays when its default changes;
+for a key that no release has yet, it is its default."""
+_FIRST = {f"{table}.{key}".removeprefix(".") for table, keys in FIRST_KEYS.items() for key in keys.split()}
+_GONE: Mapping[tuple[str, str], Any] = {("pipeline", "resplit_every"): 0}
+"""Keys that are gone, each with its table and the value that digests still hold where they hold the table."""
 _Pace = Annotated[float, Field(ge=0, le=_LONGEST_S)]
 
 
@@ -396,8 +423,6 @@ def _document(config: RunConfig, *, neutral: bool = True) -> dict[str, Any]:
     else:
         for direction in DIRECTIONS:
             document["pipeline"][direction] = _chosen(getattr(config.pipeline, direction))
-        if not config.pipeline.lost:
-            document["pipeline"].pop("lost")  # so that the digest of such a run stays what it was
     if "network" in document:
         document["network"] = {name: to_options(network) for name, network in config.network.items()}
     kind = next((kind for kind in ("server", "pair") if kind in document), "rule")
@@ -425,8 +450,10 @@ def decisive(config: RunConfig) -> dict[str, Any]:
 
 def _deciding(config: RunConfig) -> dict[str, Any]:
     document = _document(config, neutral=False)
-    if "pipeline" in document:
-        document["pipeline"]["resplit_every"] = 0  # a key that is gone: checkpoints were saved under a digest with it
+    _leave_out(config, document)
+    for (table, key), value in _GONE.items():
+        if table in document:
+            document[table][key] = value
     if config.run.adapt or config.event_driven:  # whose seconds decide the numbers
         clock = config.events.network if config.event_driven else None
         document["network"] = {
@@ -435,3 +462,21 @@ def _deciding(config: RunConfig) -> dict[str, Any]:
             if name == clock or clock not in config.network
         }
     return document
+
+
+def _leave_out(given: Any, table: dict[str, Any], prefix: str = "") -> None:
+    """Removes the keys that came after `_FIRST` and have the value that a run had before there was such a key.
+
+    Args: `given` are the settings that a table is made of; a row of a table of methods has only the options that were given.
+    """
+    for option in dataclasses.fields(given):
+        key, value = f"{prefix}{option.name}", table.get(option.name)
+        if value is None:
+            continue
+        if key not in _FIRST and value == LEFT_OUT_AT.get(key, toml_value(default_of(option))):
+            del table[option.name]
+            continue
+        inside = getattr(given, option.name)
+        for one, own in zip(inside, value, strict=True) if isinstance(inside, tuple) else [(inside, value)]:
+            if dataclasses.is_dataclass(one) and not isinstance(one, Choice):
+                _leave_out(one, own, f"{key}.")

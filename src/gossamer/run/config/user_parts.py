@@ -1,6 +1,7 @@
 """The parts of a run that are the user's own: given in Python as objects, or named in a run file as "package.module:name"."""
 
 import inspect
+import json
 from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
@@ -10,13 +11,16 @@ from torch import nn
 from gossamer.asynchronous import PAIRS, SERVERS, PairRule, ServerRule
 from gossamer.codecs import Codec, both_ways, codec_of, make_codec
 from gossamer.errors import ConfigError
+from gossamer.record.inputs import CodeInput
 from gossamer.rules import WRAPPERS, Rule, make_rule, wrapped
+from gossamer.run.config.document import TABLES
 from gossamer.run.config.run_file import RunConfig
 from gossamer.settings.options import unknown_options
-from gossamer.settings.user_code import Code, calling, imported, is_code
+from gossamer.settings.schema import toml_value
+from gossamer.settings.user_code import Code, calling, hash_of_code, imported, is_code, located
 from gossamer.topologies import Topology, make_topology
 
-__all__ = ["BUILT_IN", "GIVEN", "KEYS", "UserParts", "caller", "make", "named", "own_parts"]
+__all__ = ["BUILT_IN", "GIVEN", "KEYS", "UserParts", "caller", "code_of", "make", "named", "named_code", "own_parts"]
 
 KEYS = {
     "rule": "rule.name", "topology": "topology.name", "codec": "codec.name", "server": "server.name", "pair": "pair.name",
@@ -57,6 +61,32 @@ def named(config: RunConfig) -> dict[str, str]:
         names["topology"] = config.topology.name
         names |= {"rule": config.rule.name} if config.pair is None else {"pair": config.pair.name}
     return {kind: name for kind, name in names.items() if isinstance(name, str) and is_code(name)}
+
+
+def named_code(config: RunConfig) -> dict[str, tuple[str, str]]:
+    """The Python code that a run names, by kind, each with its options as JSON; not what a program gave as an object."""
+    others = {"model": config.model.options, "data": config.data.options, "optimizer": config.inner.options}
+    given = {kind: getattr(config, kind).options if kind in TABLES else others.get(kind) for kind in named(config)}
+    return {
+        kind: (name, json.dumps(toml_value(given[kind] or {}), sort_keys=True, default=str))
+        for kind, name in sorted(named(config).items())
+        if not name.startswith(GIVEN)
+    }
+
+
+def code_of(names: Mapping[str, tuple[str, str]]) -> list[CodeInput]:
+    """The Python code that a run names (`named_code`) as it is now, without running any: the files from which it comes.
+
+    The versions of torch and gossamer stand for their own code.
+    """
+    found: list[CodeInput] = []
+    for kind, (name, options) in names.items():
+        module = name.partition(":")[0]
+        has_version = module.partition(".")[0] in ("torch", "gossamer")
+        sha256 = "" if has_version else hash_of_code(module)
+        path = str(located(module) or "")
+        found.append({"kind": kind, "name": name, "options": options, "path": path, "sha256": sha256})
+    return found
 
 
 def own_parts(config: RunConfig, without: Collection[str] = ()) -> UserParts:

@@ -22,10 +22,10 @@ from gossamer.record.locks import holding
 from gossamer.record.packed import cold, frozen, unpacked
 from gossamer.record.progress import say
 from gossamer.run.bookkeeping.evaluate import Probe
+from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
 from gossamer.run.bookkeeping.journal import Journal
 from gossamer.run.bookkeeping.resume import Resume
 from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
-from gossamer.run.bookkeeping.text_read import tell_text
 from gossamer.run.bookkeeping.which_round import ended
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import prepare, use_recorded_threads
@@ -240,7 +240,7 @@ class Participant(ABC, Generic[Connections]):
             self.folder, self.config.document, self.config.record, worker=self.slot, resume_round=cut, void=void,
             traced_per_round=traced_per_round,
         ))  # fmt: skip
-        tell_text(self.record, self.config, self.replica.task.data)
+        note_inputs(self.config, self.replica.task, self.folder, self.slot)
         self.journal = Journal(
             self.config, lambda: self.record, lambda: {"loss": self._probe.loss(self.x, self.replica.buffers)}, self.save,
             kind="validation",
@@ -309,6 +309,7 @@ def _take_part(
                 say(ended(folder, config.rounds))
             return
     else:
+        must_have_inputs(config, task, folder, "resume")  # where it had a part in the run before
         seat = join_run(config, folder, key, join)
     with leaving() as asked:
         while True:

@@ -25,13 +25,13 @@ from gossamer.record.fault import Fault
 from gossamer.record.lineage import Lineage
 from gossamer.record.locks import holding
 from gossamer.record.progress import say
+from gossamer.run.bookkeeping.inputs import must_have_inputs
 from gossamer.run.bookkeeping.resume import History, Resume, history, lineage
 from gossamer.run.bookkeeping.which_round import Held, KeptRounds, faults_heard, heard, newest_of_own, said, to_go_on
 from gossamer.run.config.resolved import RunSettings
-from gossamer.run.participant.agreement import compare_first_batches, limits_of
+from gossamer.run.participant.agreement import compare_first_batches, limits_of, run_settings
 from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.run.worker.task import Task
-from gossamer.transport.alike import short_settings
 from gossamer.transport.elastic.members import (
     Members,
     MemberStatus,
@@ -168,7 +168,7 @@ def started(
     listener, address = _listening(os.environ["MASTER_ADDR"])
     nonce = secrets.randbits(NONCE_BITS)
     own = Own(KeptRounds({})) if past is None else brought.own(me, past)
-    settings, common = short_settings(config.decisive), f"{run:016x} {brought.word}"
+    settings, common = run_settings(config, task), f"{run:016x} {brought.word}"
     stated = agree(
         member, common, [address, nonce, said(own.kept), own.more], settings=settings, timeout_s=wait_s
     )  # fmt: skip
@@ -187,6 +187,8 @@ def started(
             speaks = brought.one_round and me == 0
             choice = to_go_on(past, store, kept, read, auto=resume == "auto", pick=brought.pick, speaks=speaks)
             after, kept = choice.round, choice.kept
+            if after:
+                must_have_inputs(config, task, folder, "resume")
             last = after if brought.one_round else _own_round(own, kept[me], after)
             # Later checkpoints go before the branch is written: one that is killed in between would take them for its own.
             checkpoint.rewind(store.path, last, me, aside=choice._replace(round=last).damaged)

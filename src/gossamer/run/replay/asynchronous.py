@@ -48,6 +48,7 @@ from gossamer.run.asynchronous.pair_process import pair_rule_of
 from gossamer.run.asynchronous.without_waiting import due_round, save_state
 from gossamer.run.bookkeeping.evaluate import Probe, Probes, Result, assess
 from gossamer.run.bookkeeping.finished import must_be_record_of
+from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
 from gossamer.run.bookkeeping.journal import log_phase
 from gossamer.run.config.resolved import InPairs, ResolvedRun
 from gossamer.run.participant.agreement import HERE, limits_of
@@ -88,6 +89,7 @@ def replay_asynchronous(config: ResolvedRun, folder: Path, recorded: Path) -> Re
     must_not_have_changed(config, recorded, "which of its workers' events came before is not recorded")
     _must_be_whole(config, recorded, order)
     began, run = time.perf_counter(), _Run(config, folder, threads_of(config, recorded))
+    must_have_inputs(config, run.task, recorded, "repeat")
     run.compute(recorded, order)
     for path in sorted(recorded.glob("order-*.jsonl")):
         shutil.copyfile(path, folder / path.name)
@@ -120,8 +122,8 @@ class _Run:
 
     def __init__(self, config: ResolvedRun, folder: Path, threads: Threads) -> None:
         self.config, self.folder, self.line, self._threads = config, folder, config.line, threads
-        self._task, self._device = task_of(config), one_device(config.run.device)
-        self._probe = Probe(config, self._task, self._device)
+        self.task, self._device = task_of(config), one_device(config.run.device)
+        self._probe = Probe(config, self.task, self._device)
         self._probe.threads = threads.at(0, 0)
         self.states: dict[Source, bytes | None] = {}
         """Those with which processes begin; None for one that is yet to come."""
@@ -129,7 +131,7 @@ class _Run:
 
     def replica(self, slot: int, round: int) -> Replica:
         """A worker's replica as it is at the start of the run, in a process that begins in this round."""
-        replica = Replica(slot, self.config.unpaced(), self._task, self._device)
+        replica = Replica(slot, self.config.unpaced(), self.task, self._device)
         replica.threads = self._threads.at(slot, round)
         return replica
 
@@ -151,6 +153,7 @@ class _Run:
             ) as self.record,
             EventWriter(self.folder, network=HERE, workers=n) as self.events,
         ):
+            note_inputs(config, self.task, self.folder, None)
             if config.run.eval_every:
                 self._validate(0, [probe.x.clone()] * n, [probe.buffers] * n)
             for one, _ in follow(processes):

@@ -24,8 +24,9 @@ from gossamer.record.logs.outcomes import read_outcomes
 from gossamer.record.machines import read_machines, this_machine
 from gossamer.record.whole_files import worker_suffix
 from gossamer.run.bookkeeping.evaluate import Probe
+from gossamer.run.bookkeeping.inputs import changed_code, must_have_inputs
 from gossamer.run.bookkeeping.resume import lineage
-from gossamer.run.config.resolve import recorded_run
+from gossamer.run.config.resolve import recorded_run, settings_in
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.config.user_parts import UserParts
 from gossamer.run.replay.repeat import Repeat
@@ -83,6 +84,7 @@ def audit(
     Raises: ConfigError for a run that cannot be repeated here or has no hashes; DataError for a record that contradicts itself.
     Cost: as a simulation of the rounds from the checkpoints on.
     """
+    changed_code(settings_in(folder), folder, "repeat", speaks=False)
     real = any(folder.glob("metrics-[0-9]*.jsonl"))
     config = _repeatable(recorded_run(folder, parts, real=real), folder, real=real)
     recorded = _hashes(folder)
@@ -107,6 +109,7 @@ def audit(
     _must_be_whole(recorded, folder, script, sound, range(first, last + 1), worker, logged=bool(lives))
     snapshot = next(q for q in _candidates(sound, first) if _usable(script, q, sound))
     task, threads = task_of(config), threads_of(config, folder)
+    must_have_inputs(config, task, folder, "repeat")
     lanes, like = Lanes(device, config, threads), Probe(config, task, device).x
     repeat = Repeat(some, task, script, folder, like, logged=bool(lives), threads=threads)
     repeat.restore(folder, snapshot, line)

@@ -19,6 +19,7 @@ from gossamer.record.folder import RunFolder
 from gossamer.record.logs.outcomes import OUTCOMES, Life, read_outcomes
 from gossamer.run.bookkeeping.evaluate import Probe, Probes, Result, assess
 from gossamer.run.bookkeeping.finished import must_be_record_of
+from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
 from gossamer.run.bookkeeping.journal import Journal
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.elastic.elastic_rounds import KEPT
@@ -69,6 +70,8 @@ class _Replay:
     ) -> None:  # fmt: skip
         self._config, self._folder = config, folder
         device, task, some = one_device(config.run.device), task_of(config), stretches(config, recorded, real=True)
+        must_have_inputs(config, task, recorded, "repeat")
+        self._task = task
         probe, method = Probe(config, task, device), config.in_rounds
         self._threads = threads_of(config, recorded)
         self._probes, self._lanes = Probes([probe]), Lanes(device, config, self._threads)
@@ -94,6 +97,7 @@ class _Replay:
                 threads=(self._threads, config.owners.stop),
             ) as record,
         ):
+            note_inputs(config, self._task, self._folder, None)
             journal = self._journal(record)
             if 0 in self._script.turns:
                 journal.begin()

@@ -8,6 +8,7 @@ from gossamer.errors import ConfigError
 from gossamer.record.branches import read_branches
 from gossamer.run.bookkeeping.evaluate import Result
 from gossamer.run.bookkeeping.finished import must_be_record_of
+from gossamer.run.bookkeeping.inputs import must_have_inputs
 from gossamer.run.config.resolve import settings_in
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.replay.asynchronous import replay_asynchronous
@@ -52,6 +53,7 @@ def _resumed_alike(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
     for one, until in zip(some, [*(after.first for after in some[1:]), config.rounds], strict=True):
         if until > one.first:  # else the run went back behind it, and no round has these settings
             engine = engine_of(one.config, folder, resume=result is not None, recorded=recorded)
+            must_have_inputs(one.config, engine.task, recorded, "repeat")
             with engine.opened():
                 while engine.finished < until:
                     engine.advance()

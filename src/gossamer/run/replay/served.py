@@ -26,6 +26,7 @@ from gossamer.record.logs.arrivals import ServerInput, arrivals_file, read_arriv
 from gossamer.record.machines import Threads
 from gossamer.run.bookkeeping.evaluate import Probe, Result
 from gossamer.run.bookkeeping.finished import must_be_record_of
+from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import HERE
 from gossamer.run.replay.driver import Actor, Contradiction, Missing, ends_early, follow
@@ -64,6 +65,7 @@ def replay_server(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
     settings, journal = [_settings(one, some, recorded) for one, _ in _processes(inputs)], None
     for now, (begin, lines) in zip(settings, _processes(inputs), strict=True):
         task = task_of(now)
+        must_have_inputs(now, task, recorded, "repeat")
         probe = Probe(now, task, torch.device("cpu"))
         probe.threads = threads.at(config.workers, begin.round)
         with (
@@ -73,6 +75,7 @@ def replay_server(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
             # Now that the folder is known to be of this run: its checkpoints before a change of settings count after it.
             for path in recorded.glob("branches.json"):
                 shutil.copyfile(path, folder / path.name)
+            note_inputs(now, task, folder, None)
             session.records.stops = {*saved, *(item.round for item in inputs if item.event == "serve")}
             server = _Server(session, now, task, folder, arrivals_file(recorded), lines, inputs, unpushed, threads)
             for _ in follow([server]):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from gossamer.errors import ConfigError, DataError, GossamerError
 from gossamer.record.branches import Branch, described, read_branches
 from gossamer.run.config.document import flat, with_settings
-from gossamer.run.config.resolve import resolve_document
+from gossamer.run.config.resolve import may_change, resolve_document
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.settings.schema import parse_toml
 
@@ -59,6 +59,8 @@ def _before(branch: Branch, config: ResolvedRun, folder: Path, *, real: bool) ->
     document = parse_toml(config.document, "a run")
     now, earlier = flat(document), dict[str, Any]()
     for key, (old, new) in branch["changes"].items():
+        if not may_change(key):  # else the record could give any option to the user's own code
+            raise _unknown(branch, folder, f"{key} is among the changes, which a resumed run keeps")
         if now.get(key) == new:  # else whoever computes the run again has set it, such as the device
             _remove(document, key)
             earlier |= {} if old is None else {key: old}

@@ -27,10 +27,10 @@ from gossamer.record.logs.events import EventWriter
 from gossamer.record.progress import say
 from gossamer.record.whole_files import worker_suffix
 from gossamer.rng import key as random_key
+from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
 from gossamer.run.bookkeeping.journal import log_phase
 from gossamer.run.bookkeeping.resume import History, Resume, history, lineage
 from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
-from gossamer.run.bookkeeping.text_read import tell_text
 from gossamer.run.bookkeeping.which_round import kept_by, must_lose_nothing, tell_unverified
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.participant.agreement import (
@@ -195,6 +195,8 @@ def _work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, 
     method, keys, task = config.with_server, keys_for(config.peers, config.workers), task_of(config)
     secret = folder_secret(folder) if keys is None else b""
     key, settings = run_key(config, task), run_settings(config, task)
+    if resume:
+        must_have_inputs(config, task, folder, "resume")
     patience, device = Patience(config.run.timeout_s), device_of(config.run.device, worker)
     while True:
         past = history(config, folder) if resume else None
@@ -253,7 +255,7 @@ def _take_part(
             folder, network=HERE, workers=config.workers, suffix=worker_suffix(worker), resume_round=cut, void=void
         ) as events,
     ):
-        tell_text(record, config, served.learner.task.data)
+        note_inputs(config, served.learner.task, folder, worker)
         stopwatch = Stopwatch(worker, recorded_s(folder, worker, cut))
         _train(client, served, codec, terms, record, events, stopwatch, asked)
 

@@ -28,6 +28,7 @@ from gossamer.record import checkpoint
 from gossamer.record.locks import holding
 from gossamer.record.progress import say
 from gossamer.run.bookkeeping.evaluate import Probe
+from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
 from gossamer.run.bookkeeping.resume import Resume, history
 from gossamer.run.bookkeeping.which_round import ended, kept_by, to_go_on
 from gossamer.run.config.resolved import ResolvedRun
@@ -36,7 +37,7 @@ from gossamer.run.participant.sigterm import leaving
 from gossamer.run.served.protocol import HELLO_BYTES, Terms
 from gossamer.run.served.session import Pushed, Reply, open_session
 from gossamer.run.worker.stages.checkpoints import Store
-from gossamer.run.worker.task import task_of, warn_of_equal_batches
+from gossamer.run.worker.task import Task, task_of, warn_of_equal_batches
 from gossamer.transport import wire
 from gossamer.transport.contract import Ticket
 from gossamer.transport.keys import keys_for
@@ -72,7 +73,7 @@ def serve(config: ResolvedRun, folder: Path, host: str, port: int, *, resume: Re
 
 def _serve(config: ResolvedRun, folder: Path, host: str, port: int, resume: Resume) -> None:
     task = task_of(config)
-    probe, start = Probe(config, task, torch.device("cpu")), _first_round(config, folder, resume)
+    probe, start = Probe(config, task, torch.device("cpu")), _first_round(config, task, folder, resume)
     if start == config.rounds:
         return
     keys = keys_for(config.peers, config.workers)
@@ -88,6 +89,7 @@ def _serve(config: ResolvedRun, folder: Path, host: str, port: int, resume: Resu
         open_session(config, folder, probe, start) as session,
         listener_at(host, port) as listener,
     ):
+        note_inputs(config, task, folder, config.workers)
         endpoint = Endpoint(listener, key, secret, config.run.timeout_s, keys=keys)
         protocol = _WithWorkers(probe, config)
         server = ConnectionServer(endpoint, protocol, settings)
@@ -105,7 +107,7 @@ def _serve(config: ResolvedRun, folder: Path, host: str, port: int, resume: Resu
             server.close()
 
 
-def _first_round(config: ResolvedRun, folder: Path, resume: Resume) -> int | None:
+def _first_round(config: ResolvedRun, task: Task, folder: Path, resume: Resume) -> int | None:
     """The rounds that are over where a server begins; None for a new run, and that of the end is said."""
     if not resume:
         return None
@@ -114,6 +116,8 @@ def _first_round(config: ResolvedRun, folder: Path, resume: Resume) -> int | Non
         past, store, kept_by(store, [me], past.lineage, past.before), auto=resume == "auto",
         read=lambda round: {me: store.fault(round, me, past.lineage)},
     )  # fmt: skip
+    if choice.round:
+        must_have_inputs(config, task, folder, "resume")
     if choice.round == config.rounds:
         say(ended(folder, choice.round))
         return choice.round

@@ -17,6 +17,7 @@ from gossamer.rounds.compatibility.combine import FITTING
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import RULES, Rule
 from gossamer.rules.contract import Needs
+from gossamer.run.bookkeeping.inputs import must_be_trusted
 from gossamer.run.config.document import flat, load_document, load_run, with_settings
 from gossamer.run.config.run_file import LoopSettings, RunConfig, dump, parse
 from gossamer.run.config.user_parts import GIVEN, KEYS, UserParts, own_parts
@@ -99,6 +100,8 @@ def run_and_parts(run: Run, given: Keywords) -> tuple[RunConfig, UserParts]:
     if "data" in own and "data.seq_len" not in changes:
         document = with_settings(document, _shape(calling(KEYS["data"], own["data"])(0, 0)))
     config = parse(document)
+    if isinstance(run, str | Path) and Path(run).is_dir():  # which may be from elsewhere
+        must_be_trusted(Path(run), without=[*own])
     imported = own_parts(config, [*own])
     return config, UserParts({**imported.own, **own}, imported.codes)
 

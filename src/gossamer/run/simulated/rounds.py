@@ -30,10 +30,10 @@ from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.exchange import Each, finish_all
 from gossamer.rounds.together import Together
 from gossamer.run.bookkeeping.evaluate import Assessment, Probe, Probes, Result, assess, mean_buffers, publish, union_of
+from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
 from gossamer.run.bookkeeping.journal import Journal
 from gossamer.run.bookkeeping.resume import Resume, history
 from gossamer.run.bookkeeping.spent_seconds import priced
-from gossamer.run.bookkeeping.text_read import tell_text
 from gossamer.run.bookkeeping.which_round import ended, kept_by, to_go_on
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.simulated.alignment import Alignment
@@ -108,7 +108,7 @@ class Rounds:
                 threads=(self._threads, config.owners.stop),
             ) as self._record,
         ):
-            tell_text(self._record, config, self.task.data)
+            note_inputs(config, self.task, self.folder, None)
             write_pipeline(self.folder, pipeline_work(config, self.workers[0].replica.layout))
             if self.finished == 0:
                 self._journal.begin()
@@ -205,6 +205,8 @@ def _restore(workers: Sequence[Worker], config: RunSettings, folder: Path, *, au
         read=lambda round: {owner: store.fault(round, owner, line) for owner in config.owners},
     )  # fmt: skip
     newest = choice.round
+    if newest:
+        must_have_inputs(config, workers[0].replica.task, folder, "resume")
     if newest == config.rounds:
         say(ended(folder, newest))
     for worker in workers:

@@ -22,11 +22,13 @@ from gossamer.record.progress import say
 from gossamer.report.terminal import Terminal
 from gossamer.run.bookkeeping.evaluate import Result
 from gossamer.run.bookkeeping.finished import is_finished
+from gossamer.run.bookkeeping.inputs import changed_code
 from gossamer.run.bookkeeping.resume import Resume
 from gossamer.run.bookkeeping.which_round import ended
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.config.run_file import RunConfig
+from gossamer.run.config.user_parts import KEYS
 from gossamer.run.simulated.keywords import Keywords, run_and_parts
 from gossamer.run.simulated.rounds import Rounds
 from gossamer.run.simulated.simulation import Engine, Simulation
@@ -79,6 +81,8 @@ def simulate(
     """
     config, parts = run_and_parts(run, given)
     resolved, folder = resolve(config, parts), Path(mkdtemp(prefix="gossamer-")) if out is None else Path(out)
+    if resume:  # who gives objects by keyword has chosen them
+        changed_code(resolved, folder, "resume", allowed=bool(KEYS.keys() & given.keys()))
     with ExitStack() as unless_ended, Terminal() if progress else nullcontext() as terminal, holding(folder, None):
         if out is None:
             unless_ended.callback(shutil.rmtree, folder, ignore_errors=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gossamer.clock import Absence, GossipRun, LoopOptions, PairRun, Phase, Record, Relay, ServerRun, Transfer, Update
 from gossamer.clock.saved import as_dicts, rebuilt, within
-from gossamer.errors import CheckpointError, ConfigError
+from gossamer.errors import CheckpointError, ConfigError, DataError
 from gossamer.network.links import Network
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
@@ -29,10 +29,10 @@ from gossamer.record.machines import Threads
 from gossamer.record.progress import say
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.run.bookkeeping.evaluate import Probe, Probes, Result, assess, mean_buffers, mean_of, publish
+from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
 from gossamer.run.bookkeeping.journal import EventJournal, Journal, saver
 from gossamer.run.bookkeeping.resume import Resume, history
 from gossamer.run.bookkeeping.spent_seconds import EventSeconds
-from gossamer.run.bookkeeping.text_read import tell_text
 from gossamer.run.bookkeeping.which_round import ended, kept_by, to_go_on
 from gossamer.run.config.resolved import InPairs, ResolvedRun, RunSettings, WithServer
 from gossamer.run.simulated.threads import Lanes
@@ -79,7 +79,9 @@ class Events:
         """Of all but the learners: a server computes and is scored on the host, as real ones are."""
         probe = Probe(config, self.task, self._device)
         self._pending: deque[Record] = deque()
-        newest, line, saved = _found(config, folder, auto=resume == "auto") if resume else (0, config.line, None)
+        newest, line, saved = (
+            _found(config, folder, self.task, auto=resume == "auto") if resume else (0, config.line, None)
+        )
         save = saver(line, folder, lambda: _snapshots(self._run, config.workers, self._state()))
         self._journal = Journal(config, lambda: self._record, lambda: self._assessed(probe), save)
         self._events = EventJournal(self._journal, lambda: self._log, EventSeconds(config.workers, self._name))
@@ -103,7 +105,7 @@ class Events:
             EventWriter(self.folder, network=self._name, workers=config.workers, resume_round=cut) as self._log,
             self._lanes.opened(),
         ):
-            tell_text(self._record, config, self.task.data)
+            note_inputs(config, self.task, self.folder, None)
             for learner in self._learners:
                 learner.pool = self._lanes.pool if self._lanes.count > 1 and _may_run_ahead(config, learner) else None
             if self.finished == 0:
@@ -167,6 +169,8 @@ class Events:
             records = [rebuilt(_RECORDS[name], record) for name, record in state["pending"]]
             within(records, worker=len(self._learners))
             self._pending.extend(_reported(record) for record in records)
+        except DataError:
+            raise
         except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
             raise CheckpointError(
                 f"the checkpoint in '{self.folder}' does not fit this run ({str(error).splitlines()[0]}); resume with the run "
@@ -186,7 +190,7 @@ _Loop = ServerRun | PairRun | GossipRun
 _RECORDS: dict[str, type[Record]] = {kind.__name__: kind for kind in (Absence, Phase, Transfer, Relay, Update)}
 
 
-def _found(config: RunSettings, folder: Path, *, auto: bool) -> tuple[int, Lineage, Any]:
+def _found(config: RunSettings, folder: Path, task: Task, *, auto: bool) -> tuple[int, Lineage, Any]:
     """The round to go on from, 0 to start, whose checkpoints count, and what that of the round holds; None at the start.
 
     Raises: CheckpointError and ConfigError.
@@ -201,6 +205,8 @@ def _found(config: RunSettings, folder: Path, *, auto: bool) -> tuple[int, Linea
         past, store, kept_by(store, config.owners, past.lineage, past.before), auto=auto,
         read=lambda round: {owner: store.fault(round, owner, past.lineage) for owner in config.owners},
     )  # fmt: skip
+    if choice.round:
+        must_have_inputs(config, task, folder, "resume")
     if choice.round == config.rounds:
         say(ended(folder, choice.round))
     saved = checkpoint.load(store.path, choice.round, config.owners[0], past.lineage) if choice.round else None

@@ -28,10 +28,10 @@ from gossamer.record.progress import echo, quieted, say
 from gossamer.record.whole_files import atomic_write, make_folder
 from gossamer.rounds.setup import in_sides
 from gossamer.run.bookkeeping.evaluate import Probe
+from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
 from gossamer.run.bookkeeping.journal import Journal, Save
 from gossamer.run.bookkeeping.resume import History, Resume, history
 from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
-from gossamer.run.bookkeeping.text_read import tell_text
 from gossamer.run.bookkeeping.which_round import (
     ChosenRound,
     KeptRounds,
@@ -139,7 +139,7 @@ def train_member(
     past = history(config, folder) if resume else None
     # All shards read the checkpoints of their worker, which the first of them writes.
     store = Store(config, folder, partition_of(config, member.worker), member.part if config.run.shards == 1 else 0)
-    choice = _agreed_round(store, member, found, past, auto=resume == "auto")
+    choice = _agreed_round(store, member, task, found, past, auto=resume == "auto")
     if choice is not None and choice.round == config.rounds:
         dist.barrier()  # whoever hosts the store must not leave while another still reads it
         if member.rank == 0:
@@ -282,13 +282,14 @@ def _record(
             folder, config.document, config.record, worker=worker.index, resume_round=newest,
             traced_per_round=worker.loop.method.sends_per_round,
         ))  # fmt: skip
-        tell_text(record, config, worker.replica.task.data)
+        note_inputs(config, worker.replica.task, folder, member.worker, 0, member.parts)
         write_pipeline(folder, _work(config, worker.replica.task))
         return record
     # Its machine may have no other process of the worker, which would write the file.
     if newest is not None or not (folder / "run.toml").exists():
         make_folder(folder)
         atomic_write(folder / "run.toml", config.document.encode())
+    note_inputs(config, worker.replica.task, folder, member.worker, member.part, member.parts)
     return Unrecorded()
 
 
@@ -319,7 +320,7 @@ def _validator(config: RunSettings, trainer: _Trainer) -> Callable[[], Mapping[s
 
 
 def _agreed_round(
-    store: Store, member: Member, found: Mapping[str, Any], past: History | None, *, auto: bool
+    store: Store, member: Member, task: Task, found: Mapping[str, Any], past: History | None, *, auto: bool
 ) -> ChosenRound | None:
     """The round to resume from, as all workers agree with one configuration; None for a run that starts.
 
@@ -345,7 +346,10 @@ def _agreed_round(
         return found | {i: fault for i, fault in zip(owners, faults, strict=True) if fault is not None}
 
     try:
-        return to_go_on(past, store, kept, read, auto=auto, speaks=member.rank == 0)
+        choice = to_go_on(past, store, kept, read, auto=auto, speaks=member.rank == 0)
+        if choice.round:
+            must_have_inputs(config, task, store.folder, "resume")
+        return choice
     except GossamerError:
         part(member, min(timeout_s, 10.0))  # so that all can say why, and not that the store is gone
         raise

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gossamer import rng
 from gossamer.data.corpus import Corpus
-from gossamer.errors import CheckpointError, ConfigError, TrainingError
+from gossamer.errors import CheckpointError, ConfigError, DataError, TrainingError
 from gossamer.finite import GO_ON, all_finite
 from gossamer.layout import attach, flat_gradients, layout_of, restricted, views
 from gossamer.models.experts import keep_experts
@@ -398,6 +398,8 @@ class Replica:
         """Restores a saved state. Raises CheckpointError when it does not fit."""
         try:
             self.load(state)
+        except DataError:  # it is the text that differs, and says so
+            raise
         except MISFITS as error:
             raise CheckpointError(
                 f"the checkpoint of worker {self.index} does not fit this model and inner optimizer ({error}); use the run file "

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from gossamer import rng
 from gossamer.data.corpus import Batches, open_corpus, text_fingerprint
-from gossamer.data.tokenizer import Tokenizer, load_tokenizer
+from gossamer.data.token_files import FileCorpus
+from gossamer.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_fingerprint
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.library.guard import must_be_trainable
@@ -25,9 +26,14 @@ from gossamer.run.config.resolved import RunSettings
 from gossamer.run.config.user_parts import GIVEN, KEYS, UserParts, caller
 
 __all__ = [
+    "FILES",
+    "MODEL",
+    "TEXT",
+    "TOKENIZER",
     "OwnBatches",
     "Task",
     "buffers_of",
+    "common_inputs",
     "found_by_each",
     "on_device",
     "task_of",
@@ -153,13 +159,26 @@ def _pair(value: object) -> bool | None:
     return None if value in (None, inspect.Parameter.empty) else isinstance(value, tuple)
 
 
-def found_by_each(task: Task, parts: UserParts) -> dict[str, str]:
-    """What every worker finds on its own and all must have in common: hashes of text, of code, and of the user's own model."""
-    found = {"the text of data.source": text_fingerprint(task.data)}
-    found |= {f"the code of {code.name}": code.sha256[:16] for code in parts.codes}
+TEXT, FILES = "the text of data.source", "the content of the token files of data.source"
+TOKENIZER, MODEL = "the tokenizer of data.tokenizer", "the parameters of model.size"
+"""Inputs of a run by which workers and records are compared."""
+
+
+def common_inputs(task: Task, parts: UserParts) -> dict[str, str]:
+    """Hashes of the text, of its tokenizer and of the user's own model, which all workers of a run have in common."""
+    found = {TEXT: text_fingerprint(task.data)}
+    if isinstance(task.data, FileCorpus) and task.data.files:
+        found[FILES] = task.data.files
+    if task.tokenizer is not None:
+        found[TOKENIZER] = tokenizer_fingerprint(task.tokenizer)
     if "model" in parts.own:
-        found["the parameters of model.size"] = _hash_of([*task.model().parameters()])
+        found[MODEL] = _hash_of([*task.model().parameters()])
     return found
+
+
+def found_by_each(task: Task, parts: UserParts) -> dict[str, str]:
+    """What every worker finds on its own and all must have in common: `common_inputs`, and hashes of code."""
+    return common_inputs(task, parts) | {f"the code of {code.name}": code.sha256[:16] for code in parts.codes}
 
 
 class OwnBatches:

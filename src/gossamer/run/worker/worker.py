@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.errors import CheckpointError, first_line
+from gossamer.errors import CheckpointError, DataError, first_line
 from gossamer.finite import all_finite
 from gossamer.layout import Layout
 from gossamer.network.pacing import PaceNote, Pacer, first_leg_bytes
@@ -220,6 +220,8 @@ class Worker:
         """Restores a checkpoint. Raises CheckpointError when it does not fit this model or rule."""
         try:
             self._load(state, self.replica.restore)
+        except DataError:  # it is the text that differs, and says so
+            raise
         except MISFITS as error:
             raise CheckpointError(
                 f"the checkpoint of worker {self.index} does not fit rule '{self.loop.method.rule.name}' and this model "

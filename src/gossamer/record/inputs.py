@@ -1,0 +1,156 @@
+"""What a run was computed from besides its checkpoints: `inputs[-003].json` of its folder, written when it begins or resumes.
+
+One JSON object: the settings that decide its numbers with their digest, hashes of the text, the tokenizer and the user's own
+parts, and the Python code that its run file names. Whatever computes from the folder compares them first.
+
+Where the run names code, the file also has a mark: a code of authentication over the names, options, places and hashes of that
+code, by a key that never leaves the state folder of this user. So a folder that somebody sent has no mark that counts here, and a
+mark that was copied from another folder allows only what this user has run before.
+"""
+
+import hmac
+import json
+import os
+import secrets
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
+
+from gossamer.errors import DataError
+from gossamer.record.whole_files import atomic_write, worker_suffix
+from gossamer.settings.schema import RECORD, Records
+
+__all__ = ["CodeInput", "Inputs", "StateKey", "mark_of", "read_inputs", "state_key", "write_inputs"]
+
+_KEY_FILE = "run-folders.key"
+_KEY_BYTES = 32
+_LARGEST_BYTES = 16 << 20
+_Word = Annotated[str, Field(max_length=4096)]
+
+
+@with_config(RECORD)
+class CodeInput(TypedDict):
+    """Python code that a run file names."""
+
+    kind: _Word
+    """What it is for: `rule`, `model`, `data`, …"""
+    name: _Word
+    """"package.module:name"."""
+    options: str
+    """Its options, as JSON."""
+    path: _Word
+    """The file of its module; empty where there is none."""
+    sha256: _Word
+    """`gossamer.settings.user_code.hash_of_code`; empty where the version of an installed package stands for it."""
+
+
+@with_config(RECORD)
+class Inputs(TypedDict):
+    """The content of the file."""
+
+    format: Literal[1]
+    gossamer: _Word
+    """The version that wrote it."""
+    digest: _Word
+    settings: dict[str, Any]
+    """What the digest is of: dotted keys with their values."""
+    found: dict[str, _Word]
+    """By name, a hash of each input that all workers have in common."""
+    own: dict[str, _Word]
+    """The same of what this worker alone has."""
+    code: list[CodeInput]
+    mark: _Word
+    """`mark_of` of the code; empty where there is none, or the state folder could not be written."""
+
+
+_FILE = Records[Inputs](Inputs)
+
+
+def write_inputs(folder: Path, inputs: Inputs, worker: int | None, part: int = 0, parts: int = 1) -> None:
+    """Puts the inputs that a worker began with into its run folder, all at once. Raises: DiskError."""
+    text = f"{json.dumps(inputs, indent=1)}\n"
+    atomic_write(folder / f"inputs{worker_suffix(worker, part, parts)}.json", text.encode())
+
+
+def read_inputs(folder: Path) -> dict[Path, Inputs]:
+    """What is recorded in a run folder, by file; nothing in one of 0.2.0 or before. Raises: DataError for a spoilt file."""
+    found: dict[Path, Inputs] = {}
+    for path in sorted(Path(folder).glob("inputs*.json")):
+        try:
+            with path.open("rb") as file:
+                raw = file.read(_LARGEST_BYTES + 1)
+        except OSError as error:
+            raise DataError(f"'{path}' cannot be read ({error.strerror or error}); restore it") from None
+        if len(raw) > _LARGEST_BYTES:
+            raise DataError(f"'{path}' has more than {_LARGEST_BYTES} bytes, which no run writes; restore it")
+        found[path] = _FILE.known(raw, str(path))
+    return found
+
+
+class StateKey(NamedTuple):
+    """The key by which this user's run folders are known on this machine."""
+
+    path: Path
+    key: bytes
+    """Empty where it can be neither read nor made."""
+    why: str = ""
+    """Why not."""
+
+
+def state_key(*, make: bool) -> StateKey:
+    """The key in the state folder of this user (`XDG_STATE_HOME`, else `~/.local/state`).
+
+    Args: `make` makes one where there is none, for its owner alone.
+    """
+    base = os.environ.get("XDG_STATE_HOME", "")
+    try:
+        folder = (Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state") / "gossamer"
+    except RuntimeError as error:  # there is no home
+        return StateKey(Path("~/.local/state/gossamer") / _KEY_FILE, b"", str(error))
+    path = folder / _KEY_FILE
+    try:
+        if make and not os.path.lexists(path):
+            _make_key(path)
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+        with os.fdopen(descriptor, "rb") as file:
+            mode, key = os.fstat(file.fileno()).st_mode, file.read(_KEY_BYTES + 1)
+    except OSError as error:
+        return StateKey(path, b"", error.strerror or str(error))
+    if os.name == "posix" and mode & (stat.S_IRWXG | stat.S_IRWXO):
+        return StateKey(path, b"", f"others on this machine may read it; remove it, or run chmod 600 '{path}'")
+    return StateKey(path, key) if len(key) == _KEY_BYTES else StateKey(path, b"", "it holds no key; remove it")
+
+
+def _make_key(path: Path) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    scratch = path.with_name(f".{_KEY_FILE}.{os.getpid()}.{secrets.token_hex(4)}")
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stat.S_IRUSR | stat.S_IWUSR)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(_KEY_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        # Whole, and never in the place of another: workers that start together make one key.
+        try:
+            os.link(scratch, path)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links
+            os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def mark_of(code: Sequence[CodeInput], key: bytes) -> str:
+    """The code of authentication of what a run names, which only who has the key can compute.
+
+    >>> mark_of([], b"a") == mark_of([], b"a"), mark_of([], b"a") == mark_of([], b"b")
+    (True, False)
+    """
+    named = [[one["kind"], one["name"], one["options"], one["path"], one["sha256"]] for one in code]
+    said = json.dumps(sorted(named))
+    return hmac.new(key, b"gossamer run folder 1\n" + said.encode(), "sha256").hexdigest()

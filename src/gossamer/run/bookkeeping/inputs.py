@@ -1,0 +1,300 @@
+"""What a run is computed from besides its settings: recorded when it begins, and compared before it is computed from again.
+
+The text is compared by the hash of its tokens, the tokenizer by what it does, and Python code by the files from which it comes.
+What differs is named. Otherwise an evaluation would score another text, and an audit would accuse a worker of what a changed
+file has done.
+"""
+
+import hmac
+import json
+import logging
+import math
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from gossamer.data.corpus import Batches, text_fingerprint
+from gossamer.data.settings import MANY_PASSES, passes_over, passes_warning
+from gossamer.errors import ConfigError, DataError
+from gossamer.record.checkpoint import saved_text
+from gossamer.record.inputs import CodeInput, Inputs, mark_of, read_inputs, state_key, write_inputs
+from gossamer.record.progress import say
+from gossamer.record.whole_files import atomic_write
+from gossamer.run.config.resolve import may_change, settings_in
+from gossamer.run.config.resolved import RunSettings
+from gossamer.run.config.user_parts import KEYS, code_of
+from gossamer.run.worker.task import FILES, MODEL, TEXT, TOKENIZER, OwnBatches, Task, common_inputs
+from gossamer.version import __version__
+
+__all__ = [
+    "TEXT_FILE",
+    "Purpose",
+    "changed_code",
+    "must_be_trusted",
+    "must_have_inputs",
+    "note_inputs",
+    "why_settings_differ",
+]
+
+log = logging.getLogger("gossamer")
+
+TEXT_FILE = "text.json"
+Purpose = Literal["evaluate", "score", "resume", "repeat"]
+"""What is computed from a record: `score` is on another text, and `repeat` an audit or a replay, which needs all as it was."""
+_MOST_FIRST_BATCHES = 16
+"""Of a simulation, so many workers' first batches are recorded."""
+
+
+# --- recorded at the start -------------------------------------------------------------------------------------------------
+
+
+def note_inputs(
+    config: RunSettings, task: Task, folder: Path, worker: int | None, part: int = 0, parts: int = 1
+) -> None:  # fmt: skip
+    """Writes what a worker, all of them (None) or a server begins with into the run folder, and says once what text was read.
+
+    Raises: DiskError.
+    """
+    if not part and worker in (None, 0):
+        _tell_text(config, task.data, folder)
+    own_key, code = b"", code_of(config.code)
+    if code:
+        _, own_key, why = key = state_key(make=True)
+        if why and worker in (None, 0):
+            log.warning(
+                "'%s' could not be written (%s), so this machine will import the code that '%s' names with --allow-code alone",
+                key.path, why, folder,
+            )  # fmt: skip
+    inputs: Inputs = {
+        "format": 1, "gossamer": __version__, "digest": config.digest, "settings": _plain(config.decisive),
+        "found": common_inputs(task, config.parts), "own": _first_batches(config, task, worker), "code": code,
+        "mark": mark_of(code, own_key) if code and own_key else "",
+    }  # fmt: skip
+    write_inputs(folder, inputs, worker, part, parts)
+
+
+def _tell_text(config: RunSettings, data: Batches, folder: Path) -> None:
+    """Says what was read of files, and writes it down; nothing where that stands there already.
+
+    The file has the hash of all tokens, and of each source its files, bytes, documents and tokens, those that are not for
+    validation, and the endings of files that were left out. Warns of a text that is repeated many times.
+    """
+    if not data.read:
+        return
+    facts = {"fingerprint": text_fingerprint(data), "sources": [one._asdict() for one in data.read]}
+    text, path = f"{json.dumps(facts, indent=2)}\n", folder / TEXT_FILE
+    if path.exists() and path.read_bytes() == text.encode():
+        return
+    for one in data.read:
+        say(one.in_words())
+    passes = passes_over(config.data.shards, [one.train_tokens for one in data.read], config.worker_tokens)
+    if passes is not None and passes > MANY_PASSES:
+        log.warning("%s", passes_warning(passes))
+    atomic_write(path, text.encode())
+
+
+def _first_batches(config: RunSettings, task: Task, worker: int | None) -> dict[str, str]:
+    """The hashes of the first batches of the user's own function, of which a site may have those of its own workers alone."""
+    if not isinstance(task.data, OwnBatches) or worker == config.workers:
+        return {}
+    some = range(min(config.workers, _MOST_FIRST_BATCHES)) if worker is None else [worker]
+    return {f"{_FIRST_BATCH} {i}": task.data.fingerprint(i) for i in some}
+
+
+_FIRST_BATCH = "the first batch of worker"
+
+
+def _plain(value: Any) -> Any:
+    """The same value as JSON holds it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    is_plain = (
+        value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
+    )
+    return value if is_plain else str(value)
+
+
+# --- compared before anything is computed ----------------------------------------------------------------------------------
+
+
+def must_have_inputs(config: RunSettings, task: Task, folder: Path, purpose: Purpose) -> None:
+    """Compares the text, the tokenizer and, for what computes the same again, the model and the batches with those of a record.
+
+    What a folder of an earlier version lacks is not compared. Raises: ConfigError, naming what differs; DataError for a spoilt
+    record.
+    """
+    recorded = read_inputs(folder)
+    found = {name: value for one in recorded.values() for name, value in one["found"].items()}
+    if not recorded and (text := _text_of(folder) or saved_text(folder / "checkpoints")):
+        found[TEXT] = text
+    now = common_inputs(task, config.parts)
+    repeats = purpose == "repeat"
+    names = [TOKENIZER, *([TEXT, FILES] if purpose != "score" else []), *([MODEL] if repeats else [])]
+    for name in names:
+        # Empty stands for a stream, which is read on the way, and compares what it reads.
+        then, here = found.get(name), now.get(name)
+        if then and here and then != here:
+            key = name.rpartition(" ")[2]
+            raise ConfigError(
+                f"{name} {_named(config, key)} is not the one that the run in '{folder}' had: it hashes to {here} and hashed to "
+                f"{then}; {_REMEDY[name, purpose]}"
+            )
+    for name, then in {k: v for one in recorded.values() for k, v in one["own"].items()}.items() if repeats else ():
+        worker = name.rpartition(" ")[2]
+        if not (isinstance(task.data, OwnBatches) and worker.isdecimal() and int(worker) < config.workers):
+            continue
+        if (here := task.data.fingerprint(int(worker))) != then:
+            raise ConfigError(
+                f"data.source {config.data.source!r:.80} returns another first batch for worker {worker} than in the run in "
+                f"'{folder}': it hashes to {here} and hashed to {then}; restore what the function reads"
+            )
+
+
+_FILES = "restore its files as they were"
+_REMEDY: dict[tuple[str, Purpose], str] = {
+    (TEXT, "evaluate"): f"{_FILES}, or score the model on another text with --source",
+    (TEXT, "resume"): f"{_FILES}, or train on this text in another folder with --out",
+    (TEXT, "repeat"): _FILES,
+    (TOKENIZER, "evaluate"): _FILES, (TOKENIZER, "score"): _FILES, (TOKENIZER, "repeat"): _FILES,
+    (TOKENIZER, "resume"): f"{_FILES}, or train with this one in another folder with --out",
+    (MODEL, "repeat"): "restore what the function that makes the model reads",
+}  # fmt: skip
+_REMEDY |= {(FILES, purpose): remedy for (name, purpose), remedy in _REMEDY.items() if name == TEXT}
+
+
+def _named(config: RunSettings, key: str) -> str:
+    value = {
+        "data.source": config.data.source,
+        "data.tokenizer": config.data.tokenizer,
+        "model.size": config.model.size,
+    }
+    return f"{value[key]!r:.80}"
+
+
+def _text_of(folder: Path) -> str:
+    """The hash of the text in the record of an earlier version; empty where there is none."""
+    path = folder / TEXT_FILE
+    if not os.path.lexists(path):
+        return ""
+    try:
+        found = json.loads(path.read_bytes())["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"'{path}' does not say what text the run was trained on ({error!r:.80}); restore it, or remove it to compare nothing"
+        ) from None
+    return found if isinstance(found, str) else ""
+
+
+def changed_code(
+    config: RunSettings, folder: Path, purpose: Purpose, *, without: Collection[str] = (), allowed: bool = False,
+    speaks: bool = True,
+) -> bool:  # fmt: skip
+    """Compares the Python code that a run names with what its folder has recorded, without running any; says what it cannot.
+
+    Args:
+        without: kinds that are not used.
+        allowed: go on with code that has changed since; never where the same is to be computed again.
+        speaks: whether this process says what is not compared, and what has changed.
+    Returns: whether some has changed.
+    Raises: ConfigError, naming it; DataError for a spoilt record.
+    """
+    used = config.code.keys() - {*without}
+    if not used:
+        return False
+    recorded = read_inputs(folder)
+    if not recorded and speaks:
+        log.warning(
+            "the code of %s is not compared: '%s' does not say what it was when the run began, as folders of gossamer 0.2.0 and "
+            "before do not",
+            ", ".join(KEYS[kind] for kind in sorted(used)), folder,
+        )  # fmt: skip
+    now, is_changed = {one["kind"]: one for one in code_of(config.code) if one["kind"] in used}, False
+    for then in (code for one in recorded.values() for code in one["code"]):
+        here = now.get(then["kind"])
+        if here is None or here["name"] != then["name"] or here["sha256"] == then["sha256"] or is_changed:
+            continue
+        what = (
+            f"the code of {KEYS[then['kind']]} '{then['name']}' has changed since the run in '{folder}' began: "
+            f"'{here['path'] or then['path']}', with what it imports from its folder, hashes to {here['sha256'][:12]} and hashed "
+            f"to {then['sha256'][:12]}"
+        )
+        if purpose == "repeat":
+            raise ConfigError(f"{what}; restore it as it was")
+        if not allowed:
+            raise ConfigError(f"{what}; restore it, or give --allow-code to go on with it as it is now")
+        if speaks:
+            log.warning("%s; it is taken as it is now", what)
+        is_changed = True
+    return is_changed
+
+
+# --- where checkpoints are of other settings -----------------------------------------------------------------------------
+
+
+def why_settings_differ(folder: Path, now: RunSettings, digests: Collection[str]) -> str:
+    """Why checkpoints with these digests are not of the run file beside them, with what to do, in a clause.
+
+    Args: `now` are the settings of the run file.
+    """
+    recorded = read_inputs(folder)
+    one = next((one for one in recorded.values() if one["digest"] in digests), None)
+    shown = ", ".join(sorted(digests))
+    if one is None:
+        return (
+            f"they were written under settings with the digest {shown}, and those of run.toml have {now.digest}: run.toml was "
+            "changed by hand, or they are of another run, or of another version of gossamer; restore what they belong to"
+        )
+    then, here = one["settings"], _plain(now.decisive)
+    keys = sorted(key for key in then.keys() | here.keys() if then.get(key) != here.get(key))
+    if not keys:
+        return (
+            f"gossamer {one['gossamer']} wrote them and computed the digest {shown} from the same settings, for which "
+            f"{__version__} computes {now.digest}; resume with gossamer {one['gossamer']}"
+        )
+    words = [f"{key} was {then.get(key)!r:.60} and is {here.get(key)!r:.60} in run.toml" for key in keys[:3]]
+    words += [f"{len(keys) - 3} more keys differ"] if len(keys) > 3 else []
+    sets = [f"--set {key}={json.dumps(here[key])}" for key in keys if key in here and may_change(key)]
+    how = f", and resume with {' '.join(sets)}" if len(sets) == len(keys) else ""
+    return f"run.toml was changed since: {', '.join(words)}; put {'it' if len(keys) == 1 else 'them'} back{how}"
+
+
+# --- whose folder it is ------------------------------------------------------------------------------------------------
+
+
+def must_be_trusted(folder: Path, *, without: Collection[str] = ()) -> None:
+    """Refuses to import the code that a run folder names, unless this user has run just this code on this machine.
+
+    Args: `without` are kinds that are not imported. Raises: ConfigError; DataError for a spoilt record.
+    """
+    code = [one for one in code_of(settings_in(folder).code) if one["kind"] not in without]
+    if not code:
+        return
+    path, key, why = state_key(make=False)
+    own = [one["code"] for one in read_inputs(folder).values() if key and _is_marked(one, key)]
+    if any(all(_was_run(one, known) for one in code) for known in own):
+        return
+    names = ", ".join(f"{KEYS[one['kind']]} = '{one['name']}'" for one in code)
+    moved = [
+        f"; it ran '{then['path']}', and '{one['path']}' would be imported now"
+        for known in own for then in known for one in code
+        if (then["kind"], then["name"]) == (one["kind"], one["name"]) and then["path"] != one["path"]
+    ]  # fmt: skip
+    lacks = f", as '{path}' cannot be read ({why})" if why else ""
+    raise ConfigError(
+        f"'{folder}' names Python code ({names}), and this machine has no record of having run it from there{lacks}"
+        f"{moved[0] if moved else ''}; a folder from elsewhere may name anything: read its run.toml, and give --allow-code to "
+        "import what it names"
+    )
+
+
+def _is_marked(inputs: Inputs, key: bytes) -> bool:
+    return bool(inputs["mark"]) and hmac.compare_digest(inputs["mark"].encode(), mark_of(inputs["code"], key).encode())
+
+
+def _was_run(one: CodeInput, known: Collection[CodeInput]) -> bool:
+    """Whether code is among what was run; whether its files have changed since is another question (`changed_code`)."""
+    place = one["kind"], one["name"], one["options"], one["path"]
+    return any((then["kind"], then["name"], then["options"], then["path"]) == place for then in known)
