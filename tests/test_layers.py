@@ -25,7 +25,7 @@ SOURCES = {  # by dotted name
 }
 
 LAYERS = (  # a room imports from the rooms above its own line only; of two names the longer one is that of the room
-    "version errors rng tree",
+    "version errors rng stop_signals tree",
     "finite settings",
     "layout record data",
     "transport",
@@ -49,6 +49,7 @@ LAYER = {unit: depth for depth, units in enumerate(LAYERS) for unit in units.spl
 LIGHT = [  # work without torch
     "errors",
     "rng",
+    "stop_signals",
     "tree",
     "settings.user_code",
     "settings.fields",

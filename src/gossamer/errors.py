@@ -134,10 +134,10 @@ def nearest(got: str, names: Iterable[str]) -> str | None:
 def first_line(error: Exception) -> str:
     """The first line of an error from a library, short enough to stand within a sentence; its class where it has no text.
 
-    >>> first_line(RuntimeError("connection closed\\nException raised from ...")), first_line(IndexError())
-    ('connection closed', 'IndexError')
+    >>> first_line(RuntimeError("connection closed\\nException raised from ...")), first_line(TimeoutError())
+    ('connection closed', 'TimeoutError')
     """
-    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def require(module: str, extra: str, what: str, instead: str = "") -> ModuleType:

@@ -1,6 +1,8 @@
 """The command line: one sentence and exit code 2 for whatever a user can get wrong, and no traceback."""
 
+import errno
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -462,3 +464,42 @@ def test_without_the_extras_a_run_is_trained_and_reported_and_one_sentence_names
     for sentence, (extra, _) in zip(told[4::2], refusals, strict=True):
         assert f"the extra '{extra}'" in sentence and f"run {installs(extra)}, or " in sentence, sentence
         assert "gossamer[" not in sentence, "nobody has published that name"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_some_characters_shows_others_and_ends_no_command(encoding, tmp_path):
+    settings = document(model__layers=1, run__steps=2, data__batch_size=1)
+    (tmp_path / "run.toml").write_text(tomli_w.dumps({**settings, "name": "läuft τ"}), "utf-8")
+    words = [
+        ["simulate", "run.toml", "--out", "out"],
+        ["report", "out"],
+        ["plan", "--help"],
+        *(["list", kind] for kind in ("rules", "methods", "codecs", "topologies", "pairs")),
+    ]
+    code = f"from gossamer.cli import main\nfor words in {words}: print('code', main(words))"
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, encoding=encoding
+    )
+    assert "Traceback" not in done.stderr and done.stdout.count("code 0") == len(words), done
+    assert ("l?uft ?" if encoding == "ascii" else "läuft ?") in done.stdout
+
+
+def test_only_a_fault_of_a_disk_is_told_to_look_at_a_path(monkeypatch, capsys):
+    faults = {
+        ConnectionResetError("the hub hung up"): "a connection failed (ConnectionResetError: the hub hung up)",
+        TimeoutError(): "a connection failed (TimeoutError)",
+        OSError(errno.ENOSPC, "No space left on device"): "No space left on device; check that path, its permissions",
+        PermissionError(
+            errno.EACCES, "Permission denied", "a/b"
+        ): "'a/b'; check that path, its permissions and the space",
+        OSError("Can't load tokenizer"): "a library refused something (OSError: Can't load tokenizer)",
+    }
+    for fault, sentence in faults.items():
+
+        def failing(words, fault=fault):
+            raise fault
+
+        monkeypatch.setattr(cli, "app", failing)
+        code, _, err = run([], capsys)
+        assert code == 2 and sentence in err and ("check that path" in err) == ("check that path" in sentence), err

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gossamer.data import token_files
+from gossamer.data import streams, token_files
 from gossamer.data.bins import TokenArray
 from gossamer.data.corpus import open_corpus
 from gossamer.data.settings import DataConfig
@@ -570,6 +570,76 @@ def test_a_stream_without_usable_text_is_refused(lines: str, sentence: str, tmp_
     (tmp_path / "texts" / "train.jsonl").write_text(lines)
     with pytest.raises(DataError, match=sentence):
         stream(f"hf:{tmp_path / 'texts'}", 1).batch(0, 0)
+
+
+class Breaking:
+    """A pass over a stream that raises these faults before rows of the data set, each once, wherever it is opened."""
+
+    def __init__(self, real: Any, faults: dict[int, list[Exception]]) -> None:
+        self._real, self._faults, self._row = real, faults, 0
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._row = state["row"]
+        self._real.load_state_dict(state["real"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"row": self._row, "real": self._real.state_dict()}
+
+    def __iter__(self) -> Iterator[Any]:
+        for row in self._real:
+            if faults := self._faults.get(self._row):
+                raise faults.pop()
+            self._row += 1
+            yield row
+
+
+def breaking(monkeypatch: pytest.MonkeyPatch, faults: dict[int, list[Exception]]) -> None:
+    """All streams that are opened from here on raise these faults."""
+
+    def opened(source: str, real: Callable[..., Any] = streams._open_stream) -> Callable[[int, int], Any]:
+        passes = real(source)
+        return lambda worker, workers: Breaking(passes(worker, workers), faults)
+
+    monkeypatch.setattr(streams, "_open_stream", opened)
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle_buffer": 7}, {"prefetch": 3}])
+def test_a_stream_that_breaks_off_is_opened_again_at_its_place_with_one_warning_and_the_same_batches(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = streamed(tmp_path / "texts", documents(40), "jsonl", 2)
+    expected = [stream(source, 1, **options).batch(0, step) for step in range(150)]
+    hiccups = {0: [ConnectionError("reset")], 11: [TimeoutError("Read timed out."), RuntimeError("503")]}
+    breaking(monkeypatch, {**hiccups, 17: [ValueError("half a line")]})
+    monkeypatch.setattr(streams, "FIRST_PAUSE_S", 0.01)
+    opened = open_corpus(config(source, **options), 1, 0, patience_s=20.0)
+    for step, batch in enumerate(expected):
+        opened.read_ahead(0, step, 2)
+        assert torch.equal(opened.batch(0, step), batch)
+    assert ["broke off" in one and "opened again at its place" in one for one in caplog.messages] == [True] * 3
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": 2}])
+def test_what_was_read_before_a_stream_broke_off_can_be_taken_and_is_its_place(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = streamed(tmp_path / "texts", documents(40), "jsonl", 2)
+    whole = stream(source, 1, **options)
+    expected = [whole.batch(0, step) for step in range(60)]
+    breaking(monkeypatch, {5: [ConnectionError("gone")] * 99})
+    opened = open_corpus(config(source, **options), 1, 0)
+    with pytest.raises(DataError, match=r"broke off \(gone\)"):
+        opened.read_ahead(0, 0, 60)
+    taken = 20  # which are of the documents before
+    assert all(torch.equal(opened.batch(0, step), expected[step]) for step in range(taken))
+    with pytest.raises(DataError, match=r"broke off \(gone\)"):
+        opened.read_ahead(0, taken, 60)
+    state = json.loads(json.dumps(opened.state()))
+    monkeypatch.undo()
+    resumed = stream(source, 1, **options)
+    state["streams"]["0"]["place"] = state["streams"]["0"]["place"]["real"]
+    resumed.restore(state)
+    assert all(torch.equal(resumed.batch(0, step), expected[step]) for step in range(taken, 60))
 
 
 def test_a_stream_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import sys
 import textwrap
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,8 +30,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import gossamer
 from commands import Command, free_port, in_forks
 from gossamer.errors import CheckpointError, ConfigError, MissingPackageError
-from gossamer.integrations import Place, as_worker
-from gossamer.integrations.begin import load_outer, must_resume_alike, save_outer
+from gossamer.integrations import Place, as_worker, newest_common_step
+from gossamer.integrations.begin import load_outer, must_resume_alike, save_outer, warn_of_few_checkpoints
+from gossamer.integrations.place import COUNTED, FAMILIES
 from gossamer.library import Outer, OuterOptions
 from gossamer.transport.processes.local import loopback
 
@@ -272,7 +274,8 @@ def refusals():
     from gossamer.integrations.lightning import LightningCallback
     from gossamer.integrations.transformers import TransformersCallback
 
-    assert for_lightning.__all__ == ["LightningCallback"] and for_transformers.__all__ == ["TransformersCallback"]
+    assert for_lightning.__all__ == ["LightningCallback", "last_common_checkpoint"]
+    assert for_transformers.__all__ == ["TransformersCallback", "last_common_checkpoint"]
     said, launcher = {}, dict(os.environ)
     with pytest.raises(ConfigError) as refused:
         prepare_outer(Accelerator(cpu=True), net(), "diloco")
@@ -337,6 +340,8 @@ def work(rank, port):
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
+    from gossamer.integrations.transformers import last_common_checkpoint
+
     torch.use_deterministic_algorithms(True)
     found = {"refusals": refusals()}
     place = as_worker()
@@ -344,6 +349,13 @@ def work(rank, port):
     with pytest.raises(CheckpointError) as refused:
         must_resume_alike(4 * place.worker, net(), None)
     found["steps"] = str(refused.value)
+    # Worker 1 has died between the save of worker 0 and its own.
+    mine = [("checkpoint-10", "checkpoint-20"), ("checkpoint-5", "checkpoint-10", "checkpoint-x")][place.worker]
+    for name in mine:
+        (Path("common") / f"worker-{place.worker}" / name / "outer" / "round-000001").mkdir(parents=True)
+        (Path("common") / f"worker-{place.worker}" / name / "outer" / "round-000001" / "worker-000.json").touch()
+    common = last_common_checkpoint(f"common/worker-{place.worker}")
+    found["common"] = (Path(str(common)).name, newest_common_step([3, 7] if place.worker else [4, 8]))
     for name, train in (
         ("transformers", with_transformers),
         ("accelerate", with_accelerate),
@@ -621,3 +633,112 @@ def test_two_sites_in_lightning_end_with_the_same_weights(worked):
     assert ours["rounds"] == theirs["rounds"] == 2
     assert all(torch.equal(t, theirs["state"][name]) for name, t in ours["state"].items())
     assert not torch.equal(ours["state"]["net.0.weight"], net()[0].weight)
+
+
+MPI = {"MASTER_ADDR": "127.0.0.1"}
+STARTED = {
+    "torchrun inside mpirun": {
+        "RANK": "{rank}", "LOCAL_RANK": "{rank}", "WORLD_SIZE": "2", **MPI, "OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "{rank}",
+        "OMPI_COMM_WORLD_RANK": "{rank}", "OMPI_COMM_WORLD_LOCAL_RANK": "{rank}", "PMI_RANK": "{rank}", "PMI_SIZE": "2",
+    },
+    "torchrun inside a batch job of Slurm": {
+        "RANK": "{rank}", "LOCAL_RANK": "{rank}", "WORLD_SIZE": "2", **MPI, "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7",
+        "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NNODES": "1", "SLURM_JOB_NAME": "train",
+    },
+    "Open MPI": {
+        **MPI, "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "{rank}", "OMPI_COMM_WORLD_LOCAL_RANK": "{rank}",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    },
+    "MVAPICH": {**MPI, "MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "{rank}", "MV2_COMM_WORLD_LOCAL_RANK": "{rank}"},
+    "Intel MPI": {**MPI, "PMI_SIZE": "2", "PMI_RANK": "{rank}", "MPI_LOCALRANKID": "{rank}", "MPI_LOCALNRANKS": "2"},
+    "srun": {
+        **MPI, "SLURM_NTASKS": "2", "SLURM_PROCID": "{rank}", "SLURM_LOCALID": "{rank}", "SLURM_JOB_ID": "7",
+        "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train",
+    },
+}  # fmt: skip
+"""What launchers set, by their names; Slurm also sets SLURM_NTASKS alone, which Lightning refuses."""
+
+
+@pytest.mark.parametrize("launcher", STARTED)
+def test_whatever_launcher_has_started_two_workers_each_framework_counts_one_process(launcher):
+    from accelerate.utils.environment import get_cpu_distributed_information
+    from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+    from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+
+    port = str(free_port())
+
+    def check(rank):
+        for name in [name for name in os.environ if name in COUNTED or name.startswith(FAMILIES)]:
+            del os.environ[name]
+        os.environ |= {name: value.format(rank=rank) for name, value in STARTED[launcher].items()}
+        os.environ["MASTER_PORT"] = port
+        assert as_worker(60.0) == Place(rank, 2)
+        counted = get_cpu_distributed_information()
+        assert (counted.rank, counted.world_size, counted.local_world_size) == (0, 1, 1)
+        assert not SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
+        connector = _AcceleratorConnector(accelerator="cpu", devices=1)
+        assert isinstance(connector.cluster_environment, LightningEnvironment)
+
+    assert in_forks(2, check) == 0
+
+
+def test_a_script_in_the_shell_of_a_batch_job_is_alone_and_a_process_of_mpirun_without_an_address_is_refused(
+    monkeypatch,
+):
+    for name in [*os.environ]:
+        if name in COUNTED or name.startswith((*FAMILIES, "MASTER_")):
+            monkeypatch.delenv(name)
+    for name, value in {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}.items():
+        monkeypatch.setenv(name, value)
+    assert as_worker() == Place(0, 1) and "SLURM_NTASKS" not in os.environ
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR, MASTER_PORT is not set.*set MASTER_ADDR and MASTER_PORT"):
+        as_worker()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        del os.environ[name]
+
+
+def test_all_workers_resume_from_the_newest_checkpoint_that_all_have(found):
+    assert [each["common"] for each in found] == [("checkpoint-10", 0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("kept", "every", "warned"),
+    [(1, 500, 2), (2, 500, None), (0, 500, None), (2, 10, 4), (3, 10, 4), (4, 10, None), (1, 0, 2)],
+)
+def test_too_few_checkpoints_for_a_death_between_two_saves_are_warned_of(kept, every, warned, caplog):
+    outer = SimpleNamespace(n=2, local_steps=30)
+    warn_of_few_checkpoints(outer, kept, every, "save_total_limit")
+    told = [] if warned is None else [f"save_total_limit is {kept}, "]
+    assert [one[: len(f"save_total_limit is {kept}, ")] for one in caplog.messages] == told
+    assert all(one.endswith(f"at least {warned}") for one in caplog.messages)
+    warn_of_few_checkpoints(SimpleNamespace(n=1, local_steps=30), 1, 500, "save_total_limit")
+    assert len(caplog.messages) == len(told), "a worker alone has nobody to wait for"
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_the_callback_of_the_trainer_looks_how_many_checkpoints_it_keeps(limit, tmp_path, monkeypatch, caplog):
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from gossamer.integrations import transformers as ours
+
+    monkeypatch.setattr(ours, "begin_outer", lambda *_, **__: SimpleNamespace(n=2, local_steps=3))
+    monkeypatch.setattr(ours, "must_have_rounds", lambda *_: None)
+    args = TrainingArguments(str(tmp_path), save_steps=500, save_total_limit=limit, report_to="none", use_cpu=True)
+    state, model = TrainerState(max_steps=9, save_steps=500), net()
+    ours.TransformersCallback("diloco").on_train_begin(
+        args, state, TrainerControl(), model=model, optimizer=adam(model)
+    )
+    assert any("save_total_limit is 1" in one for one in caplog.messages) == (limit == 1), caplog.messages
+
+
+@pytest.mark.parametrize(("options", "warns"), [({"save_last": True}, True), ({"save_top_k": -1}, False)])
+def test_the_callback_of_lightning_looks_how_many_checkpoints_are_kept(options, warns, tmp_path, caplog):
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from gossamer.integrations import lightning as ours
+
+    trainer = SimpleNamespace(checkpoint_callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=500, **options)])
+    ours._warn_of_few_checkpoints(trainer, SimpleNamespace(n=2, local_steps=30))
+    assert any("save_top_k of ModelCheckpoint is 1" in one for one in caplog.messages) == warns

@@ -1,12 +1,18 @@
 """The run folder: what survives a kill, what a resumed run keeps, and how progress is shown."""
 
+import errno
+import functools
 import json
 import math
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +21,7 @@ from hypothesis import strategies as st
 
 from gossamer.errors import ConfigError, DataError, DiskError
 from gossamer.record import checkpoint
+from gossamer.record.dashboards import loggers
 from gossamer.record.folder import RecordConfig, RunFolder, read_metrics
 from gossamer.record.logs.seconds import RoundSeconds
 from gossamer.record.logs.trace import Entry, Operation, read_trace
@@ -155,6 +162,7 @@ def test_a_killed_writer_loses_at_most_its_last_line(tmp_path: Path) -> None:
     program = """
 import sys
 from pathlib import Path
+from gossamer.record.dashboards import loggers
 from gossamer.record.folder import RecordConfig, RunFolder
 run = RunFolder(Path(sys.argv[1]), "", RecordConfig(tensorboard=False))
 for r in range(10**9):
@@ -211,17 +219,47 @@ def test_an_atomic_write_that_fails_leaves_the_old_file_and_nothing_else(
     assert contents(tmp_path) == {"state": b"old"}
 
 
+@pytest.mark.parametrize("code", ["EINVAL", "ENOTSUP", "EBADF", "EACCES", "EPERM"])
+def test_a_file_system_that_syncs_no_folders_takes_a_run_and_one_that_syncs_no_files_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    def refused(descriptor: int, folders: bool = True) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) == folders:
+            raise OSError(getattr(errno, code), "refused")
+
+    monkeypatch.setattr(os, "fsync", refused)
+    with RunFolder(tmp_path / "run", "seed = 1\n", PLAIN) as run:
+        fill(run, range(1))
+    checkpoint.save(tmp_path / "run", 1, 0, {"step": 1}, digest="d")
+    assert checkpoint.load(tmp_path / "run", 1, 0, "d") == {"step": 1}
+    monkeypatch.setattr(os, "fsync", lambda descriptor: refused(descriptor, folders=False))
+    with pytest.raises(DiskError, match="refused"):
+        atomic_write(tmp_path / "there", b"1")
+
+
+def test_a_folder_that_cannot_be_synced_as_its_disk_fails_is_a_fault_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(DiskError, match="Input/output error"):
+        atomic_write(tmp_path / "there", b"1")
+
+
 def test_no_folder_is_opened_as_a_file_on_windows_which_refuses_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def open_as_windows_does(path: Path, *args: int) -> int:
         if Path(path).is_dir():
-            raise PermissionError(13, "Permission denied", str(path))
+            raise AssertionError(f"{path} is opened")
         return really(path, *args)
 
     really = os.open
     monkeypatch.setattr(os, "open", open_as_windows_does)
-    with pytest.raises(DiskError, match="Permission denied"):
+    with pytest.raises(AssertionError, match="is opened"):
         atomic_write(tmp_path / "here", b"1")
     monkeypatch.setattr(sys, "platform", "win32")
     atomic_write(tmp_path / "there", b"1")
@@ -389,6 +427,86 @@ def test_the_rows_of_weights_and_biases_go_on_where_a_resumed_run_takes_steps_ag
     assert second[30]["train/loss/worker-000"] == second[30]["train/loss/worker-001"] == 2.9
     found = {name for row in second.values() for name in row}
     assert {"eval/loss", "train/loss/mean", "sent_bytes/mean", "seconds/compute/home/mean"} <= found
+
+
+class Faulty(Service):
+    """Weights & Biases of which some calls fail or hang."""
+
+    def __init__(self, at: str, fault: Callable[[], None]) -> None:
+        super().__init__()
+        self._at, self._fault = at, fault
+
+    def init(self, *, id: str | None, **options: object) -> "Service.Run":
+        if self._at == "init":
+            self._fault()
+        run = super().init(id=id, **options)
+        for name in ("log", "finish"):
+            setattr(run, name, functools.partial(self._call, name, getattr(run, name)))
+        return run
+
+    def _call(self, name: str, real: Callable[..., None], *args: object, **options: object) -> None:
+        if self._at == name:
+            self._fault()
+        real(*args, **options)
+
+
+def failing(times: int) -> Callable[[], None]:
+    """A call that fails so many times, and works then."""
+    left = [TimeoutError("api.wandb.ai: 503") for _ in range(times)]
+
+    def fault() -> None:
+        if left:
+            raise left.pop()
+
+    return fault
+
+
+@pytest.mark.parametrize("at", ["init", "log", "finish"])
+def test_a_dashboard_that_fails_once_is_warned_of_opened_again_and_gets_every_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at: str
+) -> None:
+    service = Faulty(at, failing(1))
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    monkeypatch.setattr(loggers, "PAUSE_S", 0.01)
+    with RunFolder(tmp_path, "", RecordConfig(tensorboard=False, wandb_project="p")) as run:
+        fill(run, range(3))
+    rows = [row for processes in service.rows.values() for process in processes for row in process]
+    assert rows == [15, 30, 45] and len(read_metrics(tmp_path)) == 9
+    (warned,) = caplog.messages
+    assert "Weights & Biases failed (api.wandb.ai: 503); training continues" in warned
+
+
+@pytest.mark.parametrize("at", ["init", "log", "finish"])
+def test_a_dashboard_that_hangs_holds_a_run_up_for_a_bounded_time_and_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at: str
+) -> None:
+    over = threading.Event()
+    monkeypatch.setitem(sys.modules, "wandb", Faulty(at, lambda: void(over.wait(20))))
+    for name in ("OPEN_S", "END_S", "END_FAILED_S"):
+        monkeypatch.setattr(loggers, name, 0.2)
+    began, stdout = time.monotonic(), sys.stdout
+    with RunFolder(tmp_path, "", RecordConfig(tensorboard=False, wandb_project="p")) as run:
+        fill(run, range(3))
+    assert time.monotonic() - began < 10 and sys.stdout is stdout and len(read_metrics(tmp_path)) == 9
+    (warned,) = caplog.messages
+    assert "Weights & Biases has not" in warned
+    over.set()
+
+
+def test_rows_that_no_dashboard_takes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loggers, "MOST_POINTS", 2)
+    monkeypatch.setattr(loggers, "OPEN_S", 0.1)
+    over, service = threading.Event(), Faulty("init", lambda: void(over.wait(20)))
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    with RunFolder(tmp_path, "", RecordConfig(tensorboard=False, wandb_project="p")) as run:
+        for r in range(5):
+            run.log("eval", round=r, step=r + 1, loss=1.0)
+        over.set()
+    assert [row for ((process,),) in [service.rows.values()] for row in process] == [4, 5]
+
+
+def void(_: object) -> None:
+    """Nothing, whatever was computed."""
 
 
 def test_trackio_gets_the_curves_continues_a_resumed_run_and_leaves_stdout_alone(

@@ -4,16 +4,18 @@ A verb is the function `command` of the module of its name, and a line of `VERBS
 called, and imports what is slow inside its function, so that `gossamer --help` and `gossamer VERB --help` answer at once.
 """
 
+import contextlib
+import errno
 import importlib
+import io
 import logging
 import os
 import re
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from cyclopts import (
@@ -32,6 +34,7 @@ from cyclopts import (
 from gossamer.cli.help_columns import HelpColumns
 from gossamer.errors import GossamerError, UserCodeError, choose
 from gossamer.record.progress import echo, printable
+from gossamer.stop_signals import deaf, interrupted, without_lost_terminal
 from gossamer.version import __version__
 
 __all__ = ["VERBS", "app", "main"]
@@ -93,12 +96,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     log = logging.StreamHandler(sys.stderr)
     log.setFormatter(_Printable("gossamer: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[log])
-    signal.signal(signal.SIGTERM, _terminated)
+    interrupted()
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal or a locale without some character shows another in its place: that must not end a command.
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            with contextlib.suppress(
+                OSError
+            ):  # a worker's stream may be a pipe by now; it is reconfigured nevertheless
+                stream.reconfigure(errors="replace")
     try:
         return _code_of(argv)
     finally:
-        if argv is None:  # this process has nothing else to do
-            _heed_no_more_signals()
+        if argv is None:  # this process has nothing else to do, and Python's shutdown must not change its exit code
+            deaf()
 
 
 class _Printable(logging.Formatter):
@@ -108,40 +118,53 @@ class _Printable(logging.Formatter):
         return printable(super().format(record))
 
 
-def _heed_no_more_signals() -> None:
-    """From here on SIGTERM changes nothing: what is to be done is done, and the exit code of the process is known.
-
-    A launcher asks all its processes to stop once one of them has, and amid Python's shutdown the exception of that signal would
-    end them with code 1.
-    """
-    signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which whatever is started would inherit
-
-
 def _code_of(argv: Sequence[str] | None) -> int:
     try:
         code = app(sys.argv[1:] if argv is None else [*argv])
         sys.stdout.flush()  # so that a closed pipe raises here
         return code or 0
     except CycloptsError as error:
-        echo(f"gossamer: {_usage(error)}", file=sys.stderr)
+        _complain(_usage(error))
         return 2
     except GossamerError as error:
         if isinstance(error, UserCodeError) and error.__cause__ is not None:
             # The frames of the user's code, without ours that called it.
             cause = error.__cause__.with_traceback(_users(error.__cause__.__traceback__))
             echo("".join(traceback.format_exception(cause)).removesuffix("\n"), file=sys.stderr)
-        echo(f"gossamer: {error}", file=sys.stderr)
+        _complain(str(error))
         return 2
     except KeyboardInterrupt as stop:  # a verb whose run can be resumed has its own message
-        _heed_no_more_signals()
-        echo(f"gossamer: {str(stop) or 'stopped'}", file=sys.stderr)
+        deaf()
+        _complain(str(stop) or "stopped")
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        echo(f"gossamer: {error}; check that path, its permissions and the space on its disk", file=sys.stderr)
+        if error.filename is None and without_lost_terminal():
+            return 0  # as with a pipe that is closed: nobody reads the result
+        _complain(_of_the_system(error))
         return 2
+
+
+def _complain(sentence: str) -> None:
+    """Prints the last sentence of a command; nothing where its terminal is gone."""
+    with contextlib.suppress(OSError):
+        echo(f"gossamer: {sentence}", file=sys.stderr)
+    without_lost_terminal()  # so that Python's last flush does not fail either
+
+
+def _of_the_system(error: OSError) -> str:
+    """What the system, or a library over a network, refused; the advice is of a disk where a file or a disk is named."""
+    if error.filename is not None or error.errno in _OF_A_DISK:
+        return f"{error}; check that path, its permissions and the space on its disk"
+    of_a_network = isinstance(error, ConnectionError | TimeoutError)
+    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    where = "a connection failed" if of_a_network else "the system or a library refused something"
+    return f"{where} ({reason}); look whether what the command reaches for is there, then start it again"
+
+
+_OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def _users(trace: TracebackType | None) -> TracebackType | None:
@@ -150,10 +173,6 @@ def _users(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith((*ours, importlib.__file__)):
         trace = trace.tb_next
     return trace
-
-
-def _terminated(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _usage(error: CycloptsError) -> str:

@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from gossamer.cli.report import print_runs
 from gossamer.cli.run_file_options import (
+    ALL_SAVE,
     ExperimentFile,
     Overrides,
     check_experiment,
@@ -22,6 +23,7 @@ from gossamer.cli.run_file_options import (
 from gossamer.cli.watch import WATCHABLE, Watchable
 from gossamer.errors import ConfigError, MissingPackageError
 from gossamer.record.progress import echo
+from gossamer.stop_signals import leaving
 
 if TYPE_CHECKING:
     from gossamer.record.origin import Origin
@@ -41,7 +43,7 @@ class Earlier:
     """Which runs are not trained again."""
 
     resume: bool = False
-    """keep the finished runs, and train the others"""
+    """keep the finished runs, continue those that were stopped, and train the others"""
     reuse: Path | None = None
     """copy runs of the same settings and seeds from this folder of a gossamer tune or compare, and train the others"""
 
@@ -96,7 +98,7 @@ def trained(
     from gossamer.run.experiments.compare import train_all
 
     # A second comparison would remove and train anew what the first has under way.
-    with holding(out, None), output.watching(out), output.showing() as terminal:
+    with holding(out, None), output.watching(out), output.showing() as terminal, leaving(ALL_SAVE) as asked:
 
         def follow(run: "Point") -> None:
             terminal.follow(run.label, folders[run.label], run.config.record.print_every)
@@ -108,7 +110,7 @@ def trained(
 
         return train_all(
             runs, folders, out / "outcomes.jsonl", jobs=jobs, resume=earlier.resume, reuse=earlier.reuse, began=follow,
-            told=tell, enough=enough,
+            told=tell, enough=enough, asked=asked.is_set,
         )  # fmt: skip
 
 

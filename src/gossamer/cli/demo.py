@@ -39,7 +39,7 @@ def command(
         out: folder of all runs (default: runs/demo)
         seeds: run every variant with each of these seeds, such as 0,1,2
         jobs: runs at a time, each in its own process (default: one for each core)
-        resume: keep the finished runs, and train the others
+        resume: keep the finished runs, continue those that were stopped, and train the others
     """
     from gossamer.report.results import read_results
 

@@ -137,7 +137,9 @@ def race(
     try:
         trained(runs, folders, folder, jobs=jobs, earlier=Earlier(resume=True), output=output, enough=enough)
     except KeyboardInterrupt:
-        words = f"stopped; the same command with --resume keeps the finished runs in '{folder}'"
+        words = (
+            f"stopped; the same command with --resume keeps the finished runs in '{folder}' and continues the others"
+        )
         raise KeyboardInterrupt(words) from None
     ended = read_results(outcomes)
     done = {(one.method, one.seed) for one in ended}

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gossamer.run.config.user_parts import UserParts
 
 __all__ = [
+    "ALL_SAVE",
     "AUTO",
     "NO_CHANGES",
     "Changes",
@@ -38,6 +39,8 @@ __all__ = [
 
 AUTO = "auto"
 """In place of a run folder: the run in its own folder, from its newest checkpoint, or from the start where it has none."""
+ALL_SAVE = "all runs are asked to stop after their round, and to save then"
+"""What a verb of many runs says when it is asked to stop."""
 File = Annotated[Path | None, Parameter(help="run file (TOML)")]
 ExperimentFile = Annotated[Path | None, Parameter(name="FILE", help="experiment file (TOML)")]
 Overrides = Annotated[
@@ -115,7 +118,9 @@ def experiment_and_folder(
     try:
         yield open_experiment(file, parse_overrides([*overrides])), folder
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("stopped; the same command with --resume keeps the finished runs") from None
+        raise KeyboardInterrupt(
+            "stopped; the same command with --resume keeps the finished runs and continues the others"
+        ) from None
 
 
 def check_experiment(configs: "Iterable[RunConfig]") -> None:

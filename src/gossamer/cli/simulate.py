@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from gossamer.cli.report import print_runs
 from gossamer.cli.run_file_options import NO_CHANGES, Changes, File, parts_to_train, resume_hint, run_and_folder
 from gossamer.cli.watch import WATCHABLE, Watchable
+from gossamer.stop_signals import leaving
 
 if TYPE_CHECKING:
     from gossamer.run.bookkeeping.resume import Resume
@@ -70,18 +71,11 @@ def train_here(
 
     Args: `file` is the run file; where it is that of a recorded run, the workers have the threads that they had there.
     """
-    from gossamer.record.locks import holding
-    from gossamer.run.config.resolve import resolve
-    from gossamer.run.participant.sigterm import leaving
-    from gossamer.run.simulated.simulate import engine_of, recorded_beside
-    from gossamer.run.simulated.simulation import Simulation
+    from gossamer.run.simulated.simulate import recorded_beside, simulate_until_asked
 
-    # Before the engine is made, which cuts what a run has left behind the round from which it goes on.
-    with holding(folder, None):
-        recorded = None if file is None or resume else recorded_beside(file)
-        simulation = Simulation(config, engine_of(resolve(config, parts), folder, resume=resume, recorded=recorded))
-        with leaving("the simulation") as asked:
-            simulation.go_on(asked=asked.is_set, is_held=True)
+    recorded = None if file is None or resume else recorded_beside(file)
+    with leaving("the simulation is asked to stop after this round, and to save then") as asked:
+        simulate_until_asked(config, parts, folder, resume=resume, recorded=recorded, asked=asked.is_set)
 
 
 def _say_what_it_is_not(file: Path | None) -> None:

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import sys
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,6 +28,7 @@ from gossamer.cli.run_file_options import (
 from gossamer.cli.watch import WATCHABLE, Watchable
 from gossamer.errors import ConfigError
 from gossamer.record.progress import echo
+from gossamer.stop_signals import start_forkserver
 
 if TYPE_CHECKING:
     from gossamer.run.bookkeeping.resume import Resume
@@ -181,7 +181,7 @@ def _must_be_dialled(option: str, address: str | None) -> None:
 
 def _warn_of_plain(config: "ResolvedRun", served: ServerOptions, among: "Among | None", join: str | None) -> None:
     """Warns once where others may read what this run sends, and says what to do about it; its launcher does so for a worker."""
-    from gossamer.transport.processes.local import is_launched
+    from gossamer.stop_signals import is_launched
     from gossamer.transport.sockets.addresses import is_loopback, split
 
     hosts = list[str]()
@@ -358,8 +358,7 @@ def import_early(*more: str) -> None:
             "gossamer.run.served.server",
             "gossamer.run.served.served_worker",
         ]
-        multiprocessing.set_forkserver_preload(["gossamer.transport.processes.local", *work, *more])
-        forkserver.ensure_running()
+        start_forkserver(["gossamer.transport.processes.local", *work, *more])
 
 
 def _start_workers(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gossamer.cli.output import PLAIN, Output, print_json
 from gossamer.cli.run_file_options import (
+    ALL_SAVE,
     ExperimentFile,
     Overrides,
     check_experiment,
@@ -15,6 +16,7 @@ from gossamer.cli.run_file_options import (
 )
 from gossamer.errors import ConfigError
 from gossamer.record.progress import echo
+from gossamer.stop_signals import leaving
 
 if TYPE_CHECKING:
     from gossamer.run.experiments.search import GridPoint
@@ -35,7 +37,7 @@ def command(
         out: folder of all runs (default: runs/ and the name of the file)
         scale: take the sizes of the file's [scale.NAME]
         jobs: runs at a time, each in its own process (default: one for each core)
-        resume: keep the finished runs, and train the others
+        resume: keep the finished runs, continue those that were stopped, and train the others
     """
     from gossamer.record.locks import holding
     from gossamer.record.whole_files import atomic_write
@@ -50,8 +52,8 @@ def command(
     with experiment_and_folder(file, overrides, out, scale, "with a [tune] table") as (document, out):
         methods = contenders(document, scale=scale)
         check_experiment(method.config for method in methods)
-        with holding(out, None), output.silenced():
-            found = tune(methods, out, jobs=jobs, resume=resume)
+        with holding(out, None), output.silenced(), leaving(ALL_SAVE) as asked:
+            found = tune(methods, out, jobs=jobs, resume=resume, asked=asked.is_set)
     assert file is not None  # or it had been refused
     page, chosen = out / "tune.md", out / "tuned.toml"
     atomic_write(page, f"# Tuned with one budget\n\n{tuned_page(found)}".encode())

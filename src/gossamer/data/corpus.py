@@ -29,6 +29,13 @@ class Batches(Protocol):
         """
         ...
 
+    def read_ahead(self, worker: int, step: int, batches: int) -> None:
+        """Reads the next batches of a worker, from this one on, of a stream; else does nothing.
+
+        Raises: DataError when not all of them can be read. Those before can still be taken.
+        """
+        ...
+
     def validation(self, num_batches: int) -> list[Any]:
         """Validation batches, the same for every worker and seed."""
         ...
@@ -53,17 +60,21 @@ class Corpus(Batches, Protocol):
         ...
 
 
-def open_corpus(config: DataConfig, workers: int, seed: int, *, scored: bool = False) -> Corpus:
+def open_corpus(
+    config: DataConfig, workers: int, seed: int, *, scored: bool = False, patience_s: float = 0.0
+) -> Corpus:
     """Opens the data of a run; the Python standard library as bytes takes a tenth of a second.
 
-    Args: `scored`: of files, all text is for validation.
+    Args:
+        scored: of files, all text is for validation.
+        patience_s: how long a stream that breaks off is opened again.
     Raises: DataError when text is missing, empty, unreadable or too short; ConfigError when a package is missing, and for a
     batch larger than this machine's memory.
     """
     must_fit_memory(config)
     tokenizer = load_tokenizer(config.tokenizer)
     if config.streamed:
-        return StreamCorpus(config, tokenizer, workers, seed)
+        return StreamCorpus(config, tokenizer, workers, seed, patience_s)
     return FileCorpus(config, tokenizer, workers, seed, scored=scored)
 
 

@@ -2,7 +2,10 @@
 
 import functools
 import hashlib
+import logging
+import math
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,10 +19,16 @@ from torch import Tensor
 from gossamer.data.documents import Document, field, held_out, utf8
 from gossamer.data.settings import DataConfig, must_fit_memory
 from gossamer.data.tokenizer import Tokenizer
-from gossamer.errors import DataError, require
+from gossamer.errors import DataError, first_line, require
 from gossamer.rng import numpy_rng
 
 __all__ = ["StreamCorpus"]
+
+log = logging.getLogger("gossamer")
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Between two attempts to open a stream that broke off: at first, doubled after each, and at most."""
+_LASTING = (ValueError, TypeError, LookupError, FileNotFoundError, PermissionError)
+"""What mostly is a fault of the data itself, which is read once more: a transfer that was cut may look so too."""
 
 
 class StreamCorpus:
@@ -33,10 +42,14 @@ class StreamCorpus:
     which is lost with the process, it goes on with the next document. With `data.prefetch` a thread reads so many batches ahead;
     a state is that of the last batch that was asked for, not of what was read.
 
+    A stream that breaks off is opened again at its place, with growing pauses, until `patience_s` are over.
+
     Raises: MissingPackageError without the package datasets; DataError when the stream cannot be opened or fails.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, workers: int, seed: int = 0) -> None:
+    def __init__(
+        self, config: DataConfig, tokenizer: Tokenizer, workers: int, seed: int = 0, patience_s: float = 0.0
+    ) -> None:
         self.vocab_size, self.tokenizer, self.read = tokenizer.vocab_size, tokenizer, ()
         self._config, self._shape = config, (config.batch_size, config.seq_len + 1)
         open_pass = _open_stream(config.sources[0])
@@ -48,22 +61,31 @@ class StreamCorpus:
                     functools.partial(open_pass, worker, workers),
                     held_out=False,
                     order=None if config.shuffle_buffer is None else functools.partial(_drawn_order, seed, worker),
+                    patience_s=patience_s,
                 ),
                 config.prefetch,
             )
             for worker in range(workers)
         ]
-        self._val = _Packed(config, tokenizer, functools.partial(open_pass, 0, 1), held_out=True)
+        self._val = _Packed(config, tokenizer, functools.partial(open_pass, 0, 1), held_out=True, patience_s=patience_s)
         self._val_batches: list[Tensor] = []
 
     def batch(self, worker: int, step: int) -> Tensor:
         """See `Corpus.batch`."""
+        return torch.from_numpy(self._at(worker, step).take().reshape(self._shape))
+
+    def read_ahead(self, worker: int, step: int, batches: int) -> None:
+        """See `Batches.read_ahead`. Cost: holds these batches."""
+        self._at(worker, step).read_ahead(batches)
+
+    def _at(self, worker: int, step: int) -> "_Ahead":
+        """The batches of a worker from this one on."""
         packed = self._train[worker]
         if step < packed.step:
             packed.restore(START)
         while packed.step < step:
             packed.take()
-        return torch.from_numpy(packed.take().reshape(self._shape))
+        return packed
 
     def samples(self, worker: int, step: int) -> list[int]:
         """See `Corpus.samples`; no window comes again as the same."""
@@ -109,7 +131,10 @@ class _Packed:
     Documents are read in blocks of `data.shuffle_buffer`, else of one. Its place is that of the block in the stream, and which
     document of the block it is at: the first of them alone would be read again in another order.
 
-    Args: `order(block, documents)` is the order in which the documents of a block come; None where they are not shuffled.
+    Args:
+        order: the order in which the documents of a block come, by the number of the block and how many there are; None where
+            they are not shuffled.
+        patience_s: how long a stream that breaks off is tried again.
     """
 
     def __init__(
@@ -120,7 +145,9 @@ class _Packed:
         *,
         held_out: bool,
         order: Callable[[int, int], list[int]] | None = None,
+        patience_s: float = 0.0,
     ) -> None:
+        self._patience_s = patience_s
         self._order, self._size = order, 1 if order is None else config.shuffle_buffer or 1
         self._config, self._tokenizer, self._open_pass, self.held_out = config, tokenizer, open_pass, held_out
         self._before, self._after = (np.array(ids, np.int64) for ids in (tokenizer.before, tokenizer.after))
@@ -183,12 +210,50 @@ class _Packed:
         return np.concatenate(parts)
 
     def _begin(self, place: dict[str, Any] | None) -> None:
-        """Opens the stream at a position. It needs a new object: a restored one would always begin at that position."""
+        """The next row is the one at this position."""
+        self._ahead, self._rows = place, None
+
+    def _open(self) -> Iterator[dict[str, Any]]:
+        """Opens the stream at its position. It needs a new object: a restored one would always begin at that position."""
         self._stream = self._open_pass()
-        if place is not None:
-            self._stream.load_state_dict(place)
-        self._rows: Iterator[dict[str, Any]] = iter(self._stream)
-        self._ahead = place  # the stream has its own position only after the first row
+        if self._ahead is not None:  # the stream has its own position only after the first row
+            self._stream.load_state_dict(self._ahead)
+        return iter(self._stream)
+
+    def _next_row(self) -> dict[str, Any] | None:
+        """The next row; None at the end of a pass.
+
+        Raises: DataError when the stream breaks off, and does so again until the patience is over.
+        """
+        pause_s, give_up_s = FIRST_PAUSE_S, math.inf
+        while True:
+            try:
+                self._rows = self._open() if self._rows is None else self._rows
+                row = next(self._rows, None)
+                self._ahead = self._stream.state_dict()
+                return row
+            except Exception as error:  # file systems and formats behind datasets each raise their own
+                now_s, first = time.monotonic(), give_up_s == math.inf
+                if first:
+                    give_up_s = now_s + min(
+                        self._patience_s, FIRST_PAUSE_S if isinstance(error, _LASTING) else math.inf
+                    )
+                if now_s + pause_s > give_up_s:
+                    raise DataError(
+                        f"the stream '{self._config.source}' broke off ({first_line(error)}); resume from the last checkpoint "
+                        "when it can be read"
+                    ) from error
+                if first:
+                    log.warning(
+                        "the stream '%s' broke off (%s); it is opened again at its place for up to %.3g s",
+                        self._config.source,
+                        first_line(error),
+                        give_up_s - now_s,
+                    )
+            # What was read is kept: the row that failed is the first of the stream when it is opened again.
+            self._rows = None
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _next_document(self) -> NDArray[np.int64]:
         """The tokens of the next document of this split; starts again after the last."""
@@ -206,14 +271,7 @@ class _Packed:
         while len(texts) < self._size:
             if not texts:
                 self._place = self._ahead
-            try:
-                row = next(self._rows, None)
-                self._ahead = self._stream.state_dict()
-            except Exception as error:  # file systems and formats behind datasets each raise their own
-                raise DataError(
-                    f"the stream '{self._config.source}' broke off ({error}); resume from the last checkpoint when it "
-                    "can be read"
-                ) from error
+            row = self._next_row()
             if row is None:
                 if texts:
                     break  # the next block begins the next pass: each pass has every document once
@@ -273,22 +331,45 @@ class _Ahead:
         if self._process != os.getpid():
             self.restore(self._state)
         try:
-            batch, self._state = self._next() if self._batches else self._read()
+            self._top_up(self._batches + 1)
+            batch, self._state = self._coming.popleft().result()
         except DataError:
             self.restore(START)  # as a stream that broke off begins anew, and no batch read after it may be taken
             raise
         return batch
 
-    def _next(self) -> tuple[NDArray[np.int64], dict[str, Any]]:
-        """The batch that is asked for, after it and as many ahead are on their way."""
-        if self._reader is None:
-            self._reader = ThreadPoolExecutor(1, thread_name_prefix="gossamer-stream")
-        while len(self._coming) <= self._batches:
+    def read_ahead(self, batches: int) -> None:
+        """Reads so many of the next batches. Raises DataError when not all of them can be read; those before can be taken."""
+        if self._process != os.getpid():
+            self.restore(self._state)
+        self._top_up(batches)
+        for coming in [*self._coming][:batches]:
+            coming.result()
+
+    def _top_up(self, batches: int) -> None:
+        """Has at least so many batches on their way, unless one could not be read: none after it counts."""
+        while len(self._coming) < batches:
+            if not self._batches:
+                if self._coming and self._coming[-1].exception() is not None:
+                    return
+                self._coming.append(_done(self._read))
+                continue
+            if self._reader is None:
+                self._reader = ThreadPoolExecutor(1, thread_name_prefix="gossamer-stream")
             self._coming.append(self._reader.submit(self._read))
-        return self._coming.popleft().result()
 
     def _read(self) -> tuple[NDArray[np.int64], dict[str, Any]]:
         return self._packed.take(), self._packed.state()
+
+
+def _done(work: Callable[[], Any]) -> Future[Any]:
+    """What a call returned or raised."""
+    done = Future[Any]()
+    try:
+        done.set_result(work())
+    except DataError as error:
+        done.set_exception(error)
+    return done
 
 
 def _hash(tokens: NDArray[np.int64]) -> str:

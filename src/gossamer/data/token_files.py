@@ -465,6 +465,9 @@ class FileCorpus:
         """Their order in an epoch."""
         return numpy_rng(self._seed, worker, epoch, "order").permutation(self._config.windows or 0)
 
+    def read_ahead(self, worker: int, step: int, batches: int) -> None:
+        """See `Corpus.read_ahead`: all text is here."""
+
     def validation(self, num_batches: int) -> list[Tensor]:
         """See `Corpus.validation`; the windows are spread evenly over the validation text."""
         must_fit_memory(self._config, num_batches)

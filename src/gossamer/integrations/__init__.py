@@ -14,5 +14,6 @@ None of the frameworks is imported here.
 
 from gossamer.integrations.place import Place as Place
 from gossamer.integrations.place import as_worker as as_worker
+from gossamer.integrations.place import newest_common_step as newest_common_step
 
-__all__ = ["Place", "as_worker"]
+__all__ = ["Place", "as_worker", "newest_common_step"]

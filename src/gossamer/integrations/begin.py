@@ -1,6 +1,7 @@
 """What all frameworks have in common: an Outer around a model that may have been loaded from a checkpoint."""
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ __all__ = [
     "place_in",
     "save_outer",
     "warn_of_copies",
+    "warn_of_few_checkpoints",
 ]
 
 
@@ -106,6 +108,27 @@ def must_have_rounds(outer: Outer[Any], total: float) -> None:
             "a multiple of local_steps",
             left, mine, outer.worker, outer.local_steps,
         )  # fmt: skip
+
+
+def warn_of_few_checkpoints(outer: Outer[Any], kept: int, every: float, where: str) -> None:
+    """Warns where a death between the saves of two workers may leave no step of which both have a checkpoint.
+
+    One may be ahead of another by as many steps as a round has.
+
+    Args:
+        kept: how many of its checkpoints a worker keeps; not above 0 for all of them.
+        every: the steps between two of them; 0 where that is not known.
+        where: the setting that says how many, such as "save_total_limit".
+    """
+    needed = 1 + max(1, math.ceil(outer.local_steps / every) if every else 1)
+    if outer.n > 1 and 0 < kept < needed:
+        log.warning(
+            "%s is %d, and where a worker dies after another has saved, none may be left from which both can resume: set it to "
+            "at least %d",
+            where,
+            kept,
+            needed,
+        )
 
 
 def let_every_worker_save(model: nn.Module) -> None:

@@ -4,21 +4,25 @@
     loader = DataLoader(place.shard(dataset), batch_size=8, shuffle=True)
     trainer = L.Trainer(
         devices=1, default_root_dir=f"out/worker-{place.worker}",
-        callbacks=[LightningCallback("diloco", local_steps=30), ModelCheckpoint(save_last=True)], **options
+        callbacks=[LightningCallback("diloco", local_steps=30), ModelCheckpoint(folder, filename="{step}", monitor="step",
+        mode="max", save_top_k=2, every_n_train_steps=500)], **options
     )
-    trainer.fit(module, loader, ckpt_path="last")
+    trainer.fit(module, loader, ckpt_path=last_common_checkpoint(folder))
 
 Start it with `torchrun --nproc-per-node 2 train.py`.
 """
 
+import re
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Unpack
 
 from gossamer.errors import require
-from gossamer.integrations.begin import begin_outer, must_be_alone, must_have_rounds
+from gossamer.integrations.begin import begin_outer, must_be_alone, must_have_rounds, warn_of_few_checkpoints
+from gossamer.integrations.place import newest_common_step
 from gossamer.library import Outer, OuterMethod, OuterOptions
 from gossamer.rules import Rule
 
@@ -27,7 +31,26 @@ if TYPE_CHECKING:
 else:
     Callback = require("lightning.pytorch", "integrations", "LightningCallback").Callback
 
-__all__ = ["LightningCallback"]
+__all__ = ["LightningCallback", "last_common_checkpoint"]
+
+_STEP = re.compile(r"step=?(\d+)(?:-v\d+)?\.ckpt$")
+
+
+def last_common_checkpoint(folder: str | Path) -> str | None:
+    """The newest checkpoint of this worker's folder whose step all workers have; None where they have none in common.
+
+    All workers call it together, each with its own folder, after `as_worker()` and before `fit`. The names of the checkpoints
+    must have their step, as with `ModelCheckpoint(folder, filename="{step}", ...)`.
+
+    Raises: PeerError when another worker has ended.
+
+    >>> import tempfile
+    >>> last_common_checkpoint(tempfile.mkdtemp()) is None
+    True
+    """
+    paths = {int(found[1]): path for path in Path(folder).glob("*.ckpt") if (found := _STEP.search(path.name))}
+    step = newest_common_step(paths)
+    return str(paths[step]) if step else None
 
 
 class LightningCallback(Callback):
@@ -37,7 +60,8 @@ class LightningCallback(Callback):
     optimizers in one batch once too. The outer state is saved in every checkpoint of Lightning, and training resumes to the same
     bits. `outer/rounds`, and `outer/seconds` spent in exchanges since this `fit` began, go to the module's logger.
 
-    Let `max_steps` be a multiple of `local_steps`: steps after the last exchange stay with the worker that took them.
+    Let `max_steps` be a multiple of `local_steps`: steps after the last exchange stay with the worker that took them. Keep two
+    checkpoints or more (`save_top_k`), and resume from `last_common_checkpoint`: a worker that dies may lack the newest.
 
     Args: as of `gossamer.Outer`, without the model, which is the LightningModule.
     Raises: ConfigError if the Trainer counts several processes, or takes fewer steps than a round has; CheckpointError if the
@@ -68,6 +92,7 @@ class LightningCallback(Callback):
             pl_module, self._rule, self._options, step=self._steps, saved=saved if self._steps else None
         )
         must_have_rounds(self.outer, _steps_in_all(trainer))
+        _warn_of_few_checkpoints(trainer, self.outer)
         self.outer.lr = lambda: float(trainer.optimizers[0].param_groups[0]["lr"])
         self._saved = None
 
@@ -107,3 +132,12 @@ def _steps_in_all(trainer: "Trainer") -> float:
     if any(type(one).__name__ == "GradientAccumulationScheduler" for one in trainer.callbacks):  # pyright: ignore
         return float("inf")
     return trainer.estimated_stepping_batches
+
+
+def _warn_of_few_checkpoints(trainer: "Trainer", outer: Outer[Any]) -> None:
+    """Warns where no `ModelCheckpoint` keeps enough; one that saves the last only (`save_top_k=0`) keeps one."""
+    kept = {one: getattr(one, "save_top_k", -1) for one in trainer.checkpoint_callbacks}
+    if kept and not any(number < 0 for number in kept.values()):
+        one = max(kept, key=lambda one: kept[one])
+        every = getattr(one, "_every_n_train_steps", 0)
+        warn_of_few_checkpoints(outer, max(1, kept[one]), every, "save_top_k of ModelCheckpoint")

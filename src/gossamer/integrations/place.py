@@ -2,26 +2,58 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sized
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import Subset
 
-from gossamer.errors import ConfigError
+from gossamer.errors import ConfigError, PeerError, first_line
 from gossamer.library.parts import in_own_words
+from gossamer.transport.processes.backend import backend_of
 from gossamer.transport.processes.launch import join
 
-__all__ = ["Place", "as_worker"]
+__all__ = ["Place", "as_worker", "newest_common_step"]
 
 log = logging.getLogger("gossamer")
 
-LAUNCHER = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
-    "ROLE_WORLD_SIZE", "TORCHELASTIC_RUN_ID",
-)  # fmt: skip
-"""The variables by which frameworks count processes."""
+
+class _Names(NamedTuple):
+    """The variables by which a launcher numbers the processes that it starts."""
+
+    rank: str
+    local_rank: str
+    world_size: str
+
+
+TORCHRUN = _Names("RANK", "LOCAL_RANK", "WORLD_SIZE")
+OTHERS = (
+    _Names("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+    _Names("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE"),
+    _Names("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
+    _Names("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
+)
+"""Open MPI, MVAPICH, MPICH and Intel MPI, and srun; the first that is there counts where torchrun's variables are not set.
+
+srun comes last: mpirun within an allocation of Slurm has the variables of both.
+"""
+COUNTED = (
+    *TORCHRUN,
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "TORCHELASTIC_RUN_ID",
+    "MPI_LOCALNRANKS",
+    "MPI_LOCALRANKID",
+    "JSM_NAMESPACE_RANK",
+    "JSM_NAMESPACE_LOCAL_RANK",
+    "JSM_NAMESPACE_SIZE",
+)
+FAMILIES = ("SLURM_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "PMI_", "PMIX_")
+"""By these names, and those that begin so, frameworks find how many processes there are, or that Slurm has started them."""
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The variables that a launcher sets for each process."""
 GPUS = "CUDA_VISIBLE_DEVICES"
@@ -67,14 +99,45 @@ class Place(NamedTuple):
         return select(mine) if select else Subset(dataset, mine)  # pyright: ignore[reportArgumentType]
 
 
+def newest_common_step(steps: Iterable[int]) -> int:
+    """The newest step of which every worker has a checkpoint, so that all resume from it; 0 where there is none.
+
+    All workers call it together, before training.
+
+    Args: `steps` are those of which this worker has checkpoints.
+    Raises: PeerError when another worker has ended.
+
+    >>> newest_common_step([10, 30, 20])
+    30
+    """
+    mine = {*steps}
+    if not dist.is_initialized():
+        return max(mine, default=0)
+    n, device = dist.get_world_size(), torch.device("cuda" if backend_of(None) == "nccl" else "cpu")
+    try:
+        limit = max(mine, default=0)
+        while True:  # each turn passes over a checkpoint of some worker, and all see the same numbers
+            each = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(n)]
+            dist.all_gather(each, torch.tensor([limit], device=device))
+            lowest = min(int(one) for one in each)
+            if all(int(one) == lowest for one in each):
+                return lowest
+            limit = max((step for step in mine if step <= lowest), default=0)
+    except RuntimeError as error:
+        raise PeerError(
+            f"another worker ended before training began ({first_line(error)}); look at the logs of the others"
+        ) from error
+
+
 @in_own_words()
 def as_worker(timeout_s: float = 300.0) -> Place:
     """Makes this process a worker that its framework takes for the only process; call it before anything of the framework.
 
-    It joins the other processes that `torchrun` has started, over gloo; then it removes the launcher's variables, such as
-    WORLD_SIZE, from the environment, so that the framework counts one process. Where a machine has several GPUs, the worker sees
-    one of them (this was never run on a GPU). A process group that you have made stays as it is, and so do the GPUs then. Without
-    a launcher there is one worker, and a warning says so. A second call returns the same.
+    It joins the other processes that `torchrun` has started, over gloo; then it removes the variables of all launchers, such as
+    WORLD_SIZE and SLURM_NTASKS, from the environment, so that the framework counts one process. Processes that mpirun or srun
+    has started are numbered by its variables, and need MASTER_ADDR and MASTER_PORT in their environment too. Where a machine has
+    several GPUs, the worker sees one of them (this was never run on a GPU). A process group that you have made stays as it is,
+    and so do the GPUs then. Without a launcher there is one worker, and a warning says so. A second call returns the same.
 
     Args: `timeout_s` is how long to wait for the other processes.
     Raises: ConfigError when the environment does not fit or CUDA was in use before; PeerError when processes do not come.
@@ -82,24 +145,50 @@ def as_worker(timeout_s: float = 300.0) -> Place:
     >>> as_worker()
     Place(worker=0, workers=1)
     """
+    if not dist.is_initialized():
+        _take_numbers()
     missing = [name for name in NEEDED if name not in os.environ]
     if not dist.is_initialized() and not {"RANK", "WORLD_SIZE"} <= {*missing}:
         if missing:
             raise ConfigError(
-                f"{', '.join(missing)} is not set, so this process does not know which worker it is; start the script with "
-                "torchrun --nproc-per-node N, or unset RANK and WORLD_SIZE to train alone"
+                f"{', '.join(missing)} is not set, so this process does not know which worker it is or where worker 0 is; start "
+                "the script with torchrun --nproc-per-node N, or set MASTER_ADDR and MASTER_PORT to the machine of worker 0 and "
+                "a free port there, or unset RANK and WORLD_SIZE to train alone"
             )
         world, turn = os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]
         _take_gpu(int(turn) if turn.isdigit() else 0)
         join(int(world) if world.isdigit() else 1, backend="gloo", timeout_s=timeout_s)  # it refuses what is no number
-    for name in LAUNCHER:
-        os.environ.pop(name, None)
+    for name in [name for name in os.environ if name in COUNTED or name.startswith(FAMILIES)]:
+        del os.environ[name]
     if not dist.is_initialized():
         log.warning(
             "no launcher has started this process, so it trains alone; start several with torchrun --nproc-per-node N"
         )
         return Place(0, 1)
     return Place(dist.get_rank(), dist.get_world_size())
+
+
+def _take_numbers() -> None:
+    """Takes the numbers of another launcher than torchrun for torchrun's, where it has started several processes.
+
+    The shell of an allocation of Slurm has SLURM_PROCID and SLURM_NTASKS as well; there a process is one of several only where
+    MASTER_ADDR is set too, or srun has made a step of several tasks.
+    """
+    if {*TORCHRUN} & {*os.environ}:
+        return
+    for names in OTHERS:
+        if not {names.rank, names.world_size} <= {*os.environ}:
+            continue
+        size = os.environ[names.world_size]
+        if names.world_size == "SLURM_NTASKS" and "MASTER_ADDR" not in os.environ:
+            size = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+        if size != "1":
+            os.environ |= {
+                TORCHRUN.rank: os.environ[names.rank],
+                TORCHRUN.local_rank: os.environ.get(names.local_rank, "0"),
+                TORCHRUN.world_size: size,
+            }
+        return
 
 
 def _take_gpu(turn: int) -> None:

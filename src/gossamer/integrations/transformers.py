@@ -5,7 +5,7 @@
     trainer = Trainer(
         model, args, train_dataset=place.shard(dataset), callbacks=[TransformersCallback("diloco", local_steps=30)]
     )
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir))
+    trainer.train(resume_from_checkpoint=last_common_checkpoint(args.output_dir))
 
 Start it with `torchrun --nproc-per-node 2 train.py`.
 """
@@ -26,7 +26,9 @@ from gossamer.integrations.begin import (
     must_have_rounds,
     save_outer,
     warn_of_copies,
+    warn_of_few_checkpoints,
 )
+from gossamer.integrations.place import newest_common_step
 from gossamer.library import Outer, OuterMethod, OuterOptions
 from gossamer.rules import Rule
 
@@ -36,7 +38,32 @@ if TYPE_CHECKING:
 else:
     TrainerCallback = require("transformers", "integrations", "TransformersCallback").TrainerCallback
 
-__all__ = ["TransformersCallback"]
+__all__ = ["TransformersCallback", "last_common_checkpoint"]
+
+
+def last_common_checkpoint(folder: str | Path | None) -> str | None:
+    """The newest checkpoint of this worker's folder whose step all workers have; None where they have none in common.
+
+    All workers call it together, each with its own folder, after `as_worker()` and before `train`. A checkpoint counts once the
+    outer state is in it, which is saved last.
+
+    Args: `folder` is the `output_dir` of the Trainer.
+    Raises: PeerError when another worker has ended.
+
+    >>> import tempfile
+    >>> last_common_checkpoint(tempfile.mkdtemp()) is None
+    True
+    """
+    own = Path(str(folder))
+    steps = [int(path.name.removeprefix("checkpoint-")) for path in own.glob("checkpoint-*") if _is_whole(path)]
+    step = newest_common_step(steps)
+    return str(own / f"checkpoint-{step}") if step else None
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether it is a checkpoint of the Trainer with an outer state."""
+    number = path.name.removeprefix("checkpoint-")
+    return number.isascii() and number.isdigit() and any(path.glob("outer/**/round-*/*.json"))
 
 
 class TransformersCallback(TrainerCallback):
@@ -47,7 +74,8 @@ class TransformersCallback(TrainerCallback):
     the same bits. Log entries gain `outer/rounds`, and `outer/seconds` spent in exchanges since `train` began; a reporter
     shows them if it comes after this callback: `report_to="none", callbacks=[TransformersCallback(...), TensorBoardCallback()]`.
 
-    Let `max_steps` be a multiple of `local_steps`: steps after the last exchange stay with the worker that took them.
+    Let `max_steps` be a multiple of `local_steps`: steps after the last exchange stay with the worker that took them. Keep two
+    checkpoints or more (`save_total_limit`), and resume from `last_common_checkpoint`: a worker that dies may lack the newest.
 
     With `site=(0, 2), join="HOST:PORT"` a worker is all processes of one `torchrun`, over which the Trainer shards the model by
     FSDP2 (`fsdp=True`, `fsdp_config={"version": 2}`). They save to one folder, and `Place(0, 2).shard(dataset)` is their data.
@@ -83,6 +111,9 @@ class TransformersCallback(TrainerCallback):
         warn_of_copies(model, args.world_size, "the Trainer", asked=asked)
         self.outer = begin_outer(model, self._rule, self._options, step=state.global_step, saved=saved)
         must_have_rounds(self.outer, state.max_steps)
+        if args.save_strategy != "no" and not args.save_only_model:
+            every = state.save_steps if args.save_strategy == "steps" else 0
+            warn_of_few_checkpoints(self.outer, args.save_total_limit or 0, every, "save_total_limit")
         optimizer = kwargs["optimizer"]
         self.outer.lr = lambda: float(optimizer.param_groups[0]["lr"])
 

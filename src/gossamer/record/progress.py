@@ -33,9 +33,10 @@ def is_quiet() -> bool:
 
 
 def say(sentence: str) -> None:
-    """Prints a line about how a run goes."""
+    """Prints a line about how a run goes; nothing where its terminal, or what reads its output, is gone."""
     if not _QUIET.get():
-        echo(sentence, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            echo(sentence, file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:

@@ -27,6 +27,8 @@ __all__ = [
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The disk, the user's share of it, or what a file may hold."""
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EPERM, errno.EISDIR)
+"""How file systems such as CIFS and gcsfuse answer that a folder cannot be opened as a file, or synced."""
 
 
 @contextlib.contextmanager
@@ -149,15 +151,20 @@ def _atomic_write(path: Path, data: bytes) -> None:
 def sync_folder(path: Path) -> None:
     """Waits until the names in a folder are on the disk: else a power cut may lose a name although not the bytes.
 
-    Does nothing on Windows, which opens no folder as a file, and keeps the names of NTFS in a journal.
+    Does nothing on Windows, which opens no folder as a file, and keeps the names of NTFS in a journal; nor on a file system that
+    does not offer this for folders, as many network file systems and buckets do not. Any other fault of the disk is raised.
     """
     if sys.platform == "win32":
         return
-    folder = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
 
 
 def worker_of_file(name: str) -> int | None:

@@ -28,6 +28,7 @@ from gossamer.report.reading.thinning import Grid
 
 __all__ = ["Terminal"]
 
+log = logging.getLogger("gossamer")
 _EVERY_S = 0.5
 """Between two looks into the folder."""
 _LOOK_S, _LAST_LOOK_S = 0.1, 2.0
@@ -93,7 +94,8 @@ class Terminal:
         if self._thread is not None:
             self._thread.join()
         self.ended()
-        self._open.close()
+        with contextlib.suppress(OSError):
+            self._open.close()
 
     def follow(self, label: str, folder: Path, every: int = 0) -> None:
         """Shows the run in this folder from now on.
@@ -125,7 +127,20 @@ class Terminal:
         return [one for one in self._shown if not one.over]
 
     def _show(self, patience_s: float, *, over: "Sequence[_Shown]" = ()) -> None:
-        """Looks at the runs under way, or at those that are over for the last time."""
+        """Looks at the runs under way, or at those that are over for the last time. What fails in here ends no training."""
+        if self._quiet:
+            return
+        try:
+            self._try_to_show(patience_s, over)
+        except OSError as error:
+            self._quiet = True
+            if error.filename is not None:  # else the terminal or what reads its lines is gone
+                log.warning("the progress of the run is shown no longer (%s); training is not affected", error)
+        except Exception as error:
+            self._quiet = True
+            log.warning("the progress of the run is shown no longer (%r); training is not affected", error)
+
+    def _try_to_show(self, patience_s: float, over: "Sequence[_Shown]") -> None:
         now_s, lines = self._now_s(), list[str]()
         for one in over or self._under_way():
             one.look(patience_s, now_s)

@@ -26,9 +26,9 @@ from gossamer.run.config.resolve import InPairs, resolve
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.config.user_parts import own_parts
 from gossamer.run.participant.seat import Seat, join_run
-from gossamer.run.participant.sigterm import Asked
 from gossamer.run.replay.asynchronous import replay_asynchronous
 from gossamer.run.worker.task import task_of
+from gossamer.stop_signals import Asked
 from gossamer.transport.elastic.calls import Calls
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
 from gossamer.transport.sockets.connection import Endpoint

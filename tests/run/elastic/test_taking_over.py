@@ -17,12 +17,12 @@ from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.elastic import elastic_rounds as elastic
 from gossamer.run.participant.seat import Seat
-from gossamer.run.participant.sigterm import Asked
 from gossamer.run.replay.elastic import replay_elastic
 from gossamer.run.simulated.rounds import train_together
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import task_of
 from gossamer.run.worker.worker import Worker
+from gossamer.stop_signals import Asked
 from gossamer.transport.elastic import newcomer
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
 from gossamer.transport.elastic.transport import ElasticTransport

@@ -205,7 +205,8 @@ def test_a_run_that_is_trained_again_loses_its_run_file_last_so_that_a_kill_amid
     with monkeypatch.context() as patched, Apart(1) as apart:
         patched.setattr(os, "unlink", noted)
         patched.setattr(
-            "gossamer.run.experiments.processes.simulate", lambda config, folder: folder.resolve(strict=True)
+            "gossamer.run.experiments.processes.simulate_until_asked",
+            lambda config, parts, folder, **_: folder.resolve(strict=True),
         )
         apart.add("a", one.config, folder)
         with pytest.raises(FileNotFoundError):

@@ -145,15 +145,15 @@ def small_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_race_is_stopped_resumed_and_ends_with_a_verdict_a_report_and_a_run_file(
     small_race: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trained, whole = list[str](), processes.simulate
+    trained, whole = list[str](), processes.simulate_until_asked
 
-    def until_the_third(config: Any, folder: Path, *rest: Any) -> Any:
+    def until_the_third(config: Any, *rest: Any, **more: Any) -> Any:
         if len(trained) == 2:
             raise KeyboardInterrupt
         trained.append(config.name)
-        return whole(config, folder, *rest)
+        return whole(config, *rest, **more)
 
-    monkeypatch.setattr(processes, "simulate", until_the_third)
+    monkeypatch.setattr(processes, "simulate_until_asked", until_the_third)
     assert main([*small_race, "--out", "run.toml"]) == 130
     assert "--resume keeps the finished runs in 'runs/race-network-1m'" in capsys.readouterr().err
     folder = Path("runs/race-network-1m")
@@ -163,7 +163,9 @@ def test_a_race_is_stopped_resumed_and_ends_with_a_verdict_a_report_and_a_run_fi
     assert "go on with --resume" in capsys.readouterr().err
 
     monkeypatch.setattr(
-        processes, "simulate", lambda config, *rest: (trained.append(config.name), whole(config, *rest))[1]
+        processes,
+        "simulate_until_asked",
+        lambda config, *rest, **more: (trained.append(config.name), whole(config, *rest, **more))[1],
     )
     assert main([*small_race, "--resume", "--out", "run.toml"]) == 0
     told = capsys.readouterr().out

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from commands import Command, free_port
+from gossamer import stop_signals
 from gossamer.run.config.run_file import dump
-from gossamer.run.participant import sigterm
-from gossamer.run.participant.sigterm import Asked, leaving
+from gossamer.stop_signals import Asked, leaving
 from tiny import single as tiny
 
 pytestmark = pytest.mark.usefixtures("forks")
@@ -49,7 +49,7 @@ def test_a_worker_that_is_asked_twice_ends_amid_its_phase_with_the_state_of_its_
     line = next(line for line in worker.lines() if "is asked to leave" in line)
     assert "worker 0 is asked to leave after its round, whose local phase takes about " in line, line
     assert "stop once more to end it at once" in line
-    time.sleep(sigterm.ONE_WISH_S + 0.1)
+    time.sleep(stop_signals.ONE_WISH_S + 0.1)
     assert saved(tmp_path) == [1], "at once: what kills it after a grace asks nobody"
     os.kill(worker.pid, signal.SIGINT)
     code, output = worker.finish(20.0)
@@ -66,26 +66,29 @@ def test_a_worker_in_rounds_says_when_it_will_stop_and_ends_at_once_when_it_is_a
     worker = begun(tmp_path)
     os.kill(worker.pid, signal.SIGTERM)
     assert next(line for line in worker.lines() if "worker 0 is asked to leave after its round, whose" in line)
-    time.sleep(sigterm.ONE_WISH_S + 0.1)
+    time.sleep(stop_signals.ONE_WISH_S + 0.1)
     os.kill(worker.pid, signal.SIGTERM)
     code, output = worker.finish(20.0)
     assert code == 130 and "gossamer: stopped" in output and "Traceback" not in output, output
 
 
-def test_signals_that_come_together_are_one_wish_and_later_ones_are_another(capfd: pytest.CaptureFixture[str]) -> None:
-    asked = Asked("worker 3")
+def test_signals_that_come_together_are_one_wish_and_later_ones_are_another(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Asked("worker 3 is asked to leave after its round")
     began = threading.Event()
     asked.saves = began.set
+    handle = stop_signals._handler(asked.signalled)
     for _ in range(3):
-        asked.signalled(signal.SIGTERM, None)
+        handle(signal.SIGTERM, None)
     assert asked.is_set() and began.wait(10)
     said = "gossamer: worker 3 is asked to leave after its round; stop once more to end it at once\n"
     assert capfd.readouterr().err == said
-    asked._since_s = time.monotonic() - 2 * sigterm.ONE_WISH_S
+    monkeypatch.setattr(stop_signals, "_asked_s", time.monotonic() - 2 * stop_signals.ONE_WISH_S)
     with pytest.raises(KeyboardInterrupt):
-        asked.signalled(signal.SIGINT, None)
+        asked.signalled()
     asked.over = True
-    asked.signalled(signal.SIGINT, None)
+    asked.signalled()
 
 
 def test_a_process_that_does_not_train_yet_ends_at_once_and_an_ignored_signal_stays_ignored() -> None:

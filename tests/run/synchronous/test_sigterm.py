@@ -1,18 +1,22 @@
-"""SIGTERM: all workers of a run in rounds save after one and the same round, and the run goes on from it to the same bits."""
+"""Signals to stop: all workers of a run save after one and the same round, and the run goes on from it to the same bits."""
 
 import contextlib
 import io
 import json
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import tomli_w
 import torch
 
-from commands import Command, free_port, must_have_stages_in_processes, run
+from commands import Command, Work, free_port, must_have_stages_in_processes, run
 from gossamer.cli import main
 from gossamer.record import checkpoint
 from gossamer.run.bookkeeping.journal import Journal
@@ -20,7 +24,7 @@ from gossamer.run.config.run_file import digest, dump
 from gossamer.run.simulated.simulate import simulate
 from gossamer.transport.processes import stopping
 from gossamer.transport.processes.local import run_local
-from tiny import tiny
+from tiny import document, tiny
 
 pytestmark = pytest.mark.usefixtures("forks")
 
@@ -155,3 +159,148 @@ def test_a_simulation_that_gets_sigterm_saves_after_its_round_and_goes_on_to_the
     assert code == 0, said
     simulate(config, tmp_path / "whole")
     assert scored(tmp_path / "real") == scored(tmp_path / "whole")
+
+
+PTY = """
+import os, pty, select, sys, time
+from pathlib import Path
+from gossamer.cli import main
+pid, terminal = pty.fork()
+if pid == 0:
+    code = main(sys.argv[2:])
+    os._exit(code)  # as the shutdown of Python would be part of the test otherwise
+seen, folder = b"", Path(sys.argv[1])
+while not any('"train"' in path.read_text() for path in folder.glob("metrics*.jsonl")):
+    if select.select([terminal], [], [], 0.05)[0]:
+        seen += os.read(terminal, 65536)
+os.close(terminal)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("verb", ["simulate", "train"])
+def test_a_run_whose_terminal_is_closed_saves_and_can_be_resumed(tmp_path: Path, verb: str) -> None:
+    config = tiny(run__steps=100_000, run__checkpoint_every=50_000, run__eval_every=0)
+    (tmp_path / "run.toml").write_text(dump(config))
+    folder = tmp_path / "real"
+    local = ["--local", str(config.workers)] if verb == "train" else []
+    words = [verb, str(tmp_path / "run.toml"), "--out", str(folder), *local]
+    done = subprocess.run([sys.executable, "-c", PTY, str(folder), *words], capture_output=True, text=True)
+    assert done.stdout.split() == ["130"], done.stderr
+    [stopped] = saved(folder)
+    owners = {path.name for path in (folder / "checkpoints" / f"round-{stopped:06}").glob("*.json")}
+    assert owners == {f"worker-{i:03}.json" for i in range(config.workers)}
+
+
+def interrupt_often(argv: Sequence[str]) -> int:
+    """`gossamer simulate`, which gets six Ctrl-C within 0.3 s in its fifth round and while it saves."""
+
+    def end_round(self: Journal, finished: int, real=Journal.end_round, **behind: object) -> None:
+        real(self, finished, **behind)
+        if finished == 5:
+            threading.Thread(target=often, daemon=True).start()
+            time.sleep(0.1)
+
+    def often() -> None:
+        for _ in range(6):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
+
+    Journal.end_round = end_round
+    return main(argv)
+
+
+def interrupt_twice(argv: Sequence[str]) -> int:
+    """`gossamer simulate`, which gets Ctrl-C in its fifth round, and once more 1.2 s later, before that is over."""
+
+    def enter(self: Journal, worker: object, round: int, report: object, real=Journal.enter) -> None:
+        real(self, worker, round, report)
+        if round == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1.2)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    Journal.enter = enter
+    return main(argv)
+
+
+def ignore_a_hangup(argv: Sequence[str]) -> int:
+    """`nohup gossamer simulate`, whose terminal is closed in its fifth round."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def end_round(self: Journal, finished: int, real=Journal.end_round, **behind: object) -> None:
+        real(self, finished, **behind)
+        if finished == 5:
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    Journal.end_round = end_round
+    return main(argv)
+
+
+@pytest.mark.timeout(100)
+def test_ctrl_c_many_times_within_a_moment_is_one_wish_and_a_second_one_later_ends_at_once(tmp_path: Path) -> None:
+    config = tiny(run__steps=40, run__checkpoint_every=20, run__eval_every=0)
+    (tmp_path / "run.toml").write_text(dump(config))
+
+    def start(work: Work) -> Command:
+        return Command("simulate", tmp_path / "run.toml", "--out", tmp_path / work.__name__, work=work)
+
+    often, twice, ignored = (start(work) for work in (interrupt_often, interrupt_twice, ignore_a_hangup))
+    code, said = often.finish()
+    assert code == 130 and "stopped after round 5 of 20, and saved; resume with --resume" in said, said
+    assert "Traceback" not in said and "asked to stop after this round" in said
+    assert saved(tmp_path / "interrupt_often") == [5]
+    code, said = twice.finish()
+    assert code == 130 and "Traceback" not in said and saved(tmp_path / "interrupt_twice") == [], said
+    code, said = ignored.finish()
+    assert code == 0 and saved(tmp_path / "ignore_a_hangup")[-1] == 20, said
+
+
+def compare_but_stop(argv: Sequence[str]) -> int:
+    """`gossamer compare`, which gets Ctrl-C in the fifth round of its second run."""
+    runs = list[Path]()
+
+    def end_round(self: Journal, finished: int, real=Journal.end_round, **behind: object) -> None:
+        real(self, finished, **behind)
+        runs.extend({self.record.path} - {*runs})
+        if finished == 5 and len(runs) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    Journal.end_round = end_round
+    return main(argv)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_comparison_that_gets_ctrl_c_saves_the_runs_in_progress_and_continues_them_to_the_same_bits(
+    tmp_path: Path, jobs: int
+) -> None:
+    steps = 40 if jobs == 1 else 400
+    config = {**document(run__steps=steps, run__checkpoint_every=steps // 2, run__eval_every=0)}
+    variants = [{"label": name, "rule": {"name": name}} for name in ("gossip", "gasloc")]
+    file, out = tmp_path / "two.toml", tmp_path / "runs"
+    file.write_text(tomli_w.dumps({**config, "variant": variants}))
+    words = ("compare", file, "--out", out, "--jobs", jobs)
+    if jobs == 1:
+        code, said = Command(*words, work=compare_but_stop).finish()
+    else:
+        started = Command(*words)
+        while not all(list(out.glob(f"{name}/metrics.jsonl")) for name in ("gossip", "gasloc")):
+            time.sleep(0.05)
+        os.kill(started.pid, signal.SIGINT)
+        code, said = started.finish()
+    assert code == 130 and "the same command with --resume keeps the finished runs and continues the others" in said, (
+        said
+    )
+    assert "Traceback" not in said
+    stopped = saved(out / "gasloc")
+    assert stopped and stopped[-1] < steps // 2
+    code, said = run(*words, "--resume")
+    assert code == 0, said
+    lines = [json.loads(line) for line in (out / "gasloc" / "metrics.jsonl").read_text().splitlines()]
+    assert [one["round"] for one in lines if one["kind"] == "train" and one["worker"] == 0] == [*range(steps // 2)]
+    whole = simulate(out / "gasloc" / "run.toml", tmp_path / "whole")
+    ended = [json.loads(line) for line in (out / "outcomes.jsonl").read_text().splitlines()]
+    (found,) = (one["row"]["loss"] for one in ended if one["method"] == "gasloc")
+    assert found == whole.loss

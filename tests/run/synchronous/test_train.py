@@ -2,9 +2,12 @@
 
 import contextlib
 import io
+import json
+import math
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,8 @@ from torch.distributed import TCPStore
 
 from commands import run
 from gossamer.cli import main
-from gossamer.errors import PairingError
+from gossamer.data import streams
+from gossamer.errors import DataError, PairingError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.record.logs.trace import read_trace
@@ -260,3 +264,110 @@ def test_a_world_of_another_size_than_the_run_file_says_is_refused(tmp_path, mon
     assert code == 2
     assert output.startswith("gossamer: WORLD_SIZE (--of) is 2 but the run file has workers = 3"), output
     assert output.count("\n") == 1
+
+
+ROWS = 60
+
+
+def unreadable_for(seconds: float, worker: int, from_row: int) -> None:
+    """From now on the stream of a worker cannot be read beyond a row, for so long after that is first tried."""
+
+    def opened(source, real=streams._open_stream):
+        began, passes = [], real(source)
+
+        def rows(stream, row):
+            for one in iter(stream):
+                if row >= from_row:
+                    began.append(time.monotonic())
+                    if began[-1] - began[0] < seconds:
+                        raise ConnectionError("the hub hung up")
+                row += 1
+                yield one
+
+        class Stream:
+            def __init__(self, real):
+                self.real, self.row = real, 0
+
+            def state_dict(self):
+                return self.real.state_dict()
+
+            def load_state_dict(self, state):
+                self.row = state["examples_iterable"]["examples_iterable"]["shard_example_idx"]
+                self.real.load_state_dict(state)
+
+            def __iter__(self):
+                return rows(self.real, self.row)
+
+        return lambda number, n: Stream(passes(number, n)) if number == worker and n > 1 else passes(number, n)
+
+    streams._open_stream = opened
+
+
+def train_with_a_hiccup(argv):
+    """`gossamer train`, in which the stream of worker 1 cannot be read for 2 s."""
+    unreadable_for(2.0, worker=1, from_row=20)
+    return main(argv)
+
+
+def train_without_a_hub(argv):
+    """`gossamer train`, in which the stream of worker 1 cannot be read any more."""
+    unreadable_for(math.inf, worker=1, from_row=8)
+    return main(argv)
+
+
+def streamed(tmp_path, **more):
+    """A run of two workers on a stream of two files, of 40 rounds."""
+    pytest.importorskip("datasets")
+    (tmp_path / "texts").mkdir()
+    for i in range(2):
+        lines = [json.dumps({"text": f"{i} {k} " + "a worker reads its own part " * 3}) for k in range(ROWS)]
+        (tmp_path / "texts" / f"{i}.jsonl").write_text("\n".join(lines))
+    return single(
+        workers=2,
+        rule__name="diloco",
+        topology__name="complete",
+        data__source=f"hf:{tmp_path / 'texts'}",
+        data__val_fraction=0.05,
+        run__steps=80,
+        run__checkpoint_every=40,
+        run__eval_every=0,
+        run__timeout_s=10.0,
+        **more,
+    )
+
+
+@pytest.mark.timeout(280)
+def test_a_stream_that_cannot_be_read_for_a_while_or_for_good_loses_nothing_of_two_workers(tmp_path):
+    config, folder = streamed(tmp_path), tmp_path / "real"
+    (tmp_path / "run.toml").write_text(dump(config))
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = run_local(2, train_without_a_hub, ["train", str(tmp_path / "run.toml"), "--out", str(folder)])
+    said = errors.getvalue()
+    assert code == 2 and "Traceback" not in said and "broke off (the hub hung up)" in said, said
+    stopped = {int(path.name[6:]) for path in (folder / "checkpoints").glob("round-*")}
+    assert len(stopped) == 1 and 0 < min(stopped) < 20
+    assert said.count(f"after round {min(stopped)}") == 2 and said.count(f"--resume {folder}") == 2, said
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = run_local(2, train_with_a_hiccup, ["train", "--resume", str(folder)])
+    said = errors.getvalue()
+    assert code == 0 and said.count("hung up); it is opened again at its place for up to 5 s") == 1, said
+    whole = simulate(config, tmp_path / "whole")
+    for w in range(2):
+        real = checkpoint.load(folder / "checkpoints", 40, w, digest(config))["x"]
+        assert torch.equal(real, whole._engine.models()[w])
+
+
+def test_a_simulation_whose_stream_cannot_be_read_saves_and_goes_on_to_the_same_bits(tmp_path, monkeypatch):
+    config = streamed(tmp_path, run__batched=1)
+    whole = simulate(config, tmp_path / "whole")
+    real = streams._open_stream
+    unreadable_for(math.inf, worker=1, from_row=8)
+    monkeypatch.setattr(streams, "FIRST_PAUSE_S", 0.01)
+    slow = replace(config, run=replace(config.run, timeout_s=0.2))
+    try:
+        with pytest.raises(DataError, match=r"hung up.*; stopped after round (\d+), and saved; resume with --resume"):
+            simulate(slow, tmp_path / "real")
+    finally:
+        streams._open_stream = real
+    resumed = simulate(config, tmp_path / "real", resume=True)
+    assert all(torch.equal(*two) for two in zip(resumed._engine.models(), whole._engine.models(), strict=True))

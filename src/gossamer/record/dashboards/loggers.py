@@ -1,18 +1,139 @@
-"""TensorBoard, Weights & Biases and trackio: all get the same curves (`gossamer.record.dashboards.scalars`), over inner steps."""
+"""TensorBoard, Weights & Biases and trackio: all get the same curves (`gossamer.record.dashboards.scalars`), over inner steps.
 
-import contextlib
+They only watch: each has a thread, so that one that fails, hangs or cannot be reached neither ends training nor holds it up.
+"""
+
+import logging
 import sys
+import threading
 import tomllib
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
-from gossamer.errors import require
+from gossamer.errors import first_line, require
 from gossamer.record.dashboards.scalars import CurvePoint, Means, of_bytes, of_metrics, of_seconds
 from gossamer.record.logs.seconds import RoundSeconds
 from gossamer.record.whole_files import atomic_write, worker_suffix
 
 __all__ = ["Dashboards"]
+
+log = logging.getLogger("gossamer")
+
+OPEN_S = 10.0
+"""How long training waits for a dashboard before it begins."""
+END_S, END_FAILED_S = 20.0, 3.0
+"""How long a dashboard may take for its last rows, and one that has failed or not answered before."""
+PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
+"""Between a failure and the next attempt: at first, doubled after each, and at most."""
+MOST_POINTS = 20_000
+"""How many points wait for a dashboard that does not take them; then the oldest are dropped."""
+_THREAD = "gossamer-dashboard"
+
+
+class _Sink(NamedTuple):
+    """A dashboard that is open."""
+
+    show: Callable[[CurvePoint], None]
+    finish: Callable[[], None]
+
+
+class _Observer:
+    """Feeds one dashboard from a thread; what fails is warned of once, and tried again after pauses that grow.
+
+    Args:
+        name: of the dashboard.
+        open: opens it; called with whether it was open before in this process.
+    """
+
+    def __init__(self, name: str, open: Callable[[bool], _Sink]) -> None:
+        self._name, self._open = name, open
+        self._points = deque[CurvePoint](maxlen=MOST_POINTS)
+        self._changed = threading.Condition()
+        self._closing, self._warned = False, False
+        self._tried = threading.Event()
+        self._thread = threading.Thread(target=self._feed, name=_THREAD, daemon=True)
+        self._thread.start()
+        if not self._tried.wait(OPEN_S):
+            self._warn(f"has not answered for {OPEN_S:g} s")
+
+    def show(self, point: CurvePoint) -> None:
+        """Takes over a point; never waits for the dashboard."""
+        with self._changed:
+            self._points.append(point)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Waits for the last rows, up to a limit."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        limit_s = END_FAILED_S if self._warned else END_S
+        self._thread.join(limit_s)
+        if self._thread.is_alive():
+            self._warn(f"has not taken its last rows within {limit_s:g} s")
+
+    def _feed(self) -> None:
+        pause_s, last, opened = PAUSE_S, False, False
+        sink: _Sink | None = None
+        point: CurvePoint | None = None
+        while True:
+            try:
+                if sink is None:
+                    sink = self._open(opened)
+                opened = True
+                self._tried.set()
+                while point is not None or (point := self._next()) is not None:
+                    sink.show(point)
+                    point = None
+                    pause_s = PAUSE_S
+                sink.finish()
+                return
+            except Exception as error:  # each of these packages raises its own
+                self._warn(f"failed ({first_line(error)})")
+                self._tried.set()
+            if last:
+                return
+            if sink is not None:
+                self._end(sink)
+                sink = None
+            with self._changed:  # once training has ended, there is one more attempt
+                last = self._changed.wait_for(lambda: self._closing, pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _next(self) -> CurvePoint | None:
+        """The next point, once there is one; None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._points or self._closing)
+            return self._points.popleft() if self._points else None
+
+    def _end(self, sink: _Sink) -> None:
+        """Ends what has failed, so that it can be opened again."""
+        try:
+            sink.finish()
+        except Exception:  # it was warned of already
+            return
+
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "%s %s; training continues, metrics.jsonl has all figures, and it is tried again from time to time and when the "
+                "run is resumed",
+                self._name,
+                what,
+            )
+
+
+class _Stdout:
+    """Standard output, which is for results; the threads of dashboards, which print where they log, have standard error."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr if threading.current_thread().name == _THREAD else self.stream, name)
 
 
 class Dashboards:
@@ -32,30 +153,33 @@ class Dashboards:
         self, path: Path, worker: int | None, run_toml: str, next_step: int | None, *, tensorboard: bool,
         wandb_project: str | None, trackio_project: str | None, traced_per_round: int = 1,
     ) -> None:  # fmt: skip
-        self._show: list[Callable[[CurvePoint], None]] = []
         self._means = Means() if worker is None else None
         self._traced_per_round = traced_per_round
         self._step, self._steps = 0, dict[int, int]()
         self._sent: dict[int, int] = {}
         self._priced = -1
-        with contextlib.ExitStack() as opened:
-            if wandb_project is not None:
-                self._show.append(_wandb(wandb_project, path, worker, run_toml, opened))
-            if trackio_project is not None:
-                self._show.append(_trackio(trackio_project, path, worker, run_toml, next_step is not None, opened))
-            if tensorboard:
-                self._show.append(_tensorboard(path / "tensorboard", worker, next_step, opened))
-            self._opened = opened.pop_all()
+        # All packages are imported before the first thread starts, so that nothing is open where one of them is missing.
+        ways = dict[str, Callable[[bool], _Sink]]()
+        if wandb_project is not None:
+            ways["Weights & Biases"] = _wandb(wandb_project, path, worker, run_toml)
+        if trackio_project is not None:
+            ways["trackio"] = _trackio(trackio_project, path, worker, run_toml, resumed=next_step is not None)
+        if tensorboard:
+            ways["TensorBoard"] = _tensorboard(path / "tensorboard", worker, next_step)
+        self._stdout = _Stdout(sys.stdout)
+        if ways:
+            sys.stdout = cast(Any, self._stdout)
+        self._observers = [_Observer(name, open) for name, open in ways.items()]
 
     def metrics(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Shows a line of metrics; its inner step is where all curves continue."""
-        if self._show:
+        if self._observers:
             self._step = self._steps[fields["round"]] = fields.get("step", self._step)
             self._add(fields["round"], self._step, of_metrics(kind, fields))
 
     def sent(self, entry: int, worker: int, sent_bytes: int) -> None:
         """Adds what a worker has sent in an entry of its trace, and shows it when its round is over."""
-        if self._show:
+        if self._observers:
             round, part = divmod(entry, self._traced_per_round)
             self._sent[worker] = self._sent.get(worker, 0) + sent_bytes
             if part == self._traced_per_round - 1:
@@ -63,12 +187,12 @@ class Dashboards:
 
     def seconds(self, seconds: RoundSeconds) -> None:
         """Shows where the seconds of a worker's round went."""
-        if self._show:
+        if self._observers:
             self._add(seconds.round, self._step, of_seconds(seconds))
 
     def priced(self, seconds: list[RoundSeconds]) -> None:
         """Shows the seconds that were found at the end, of those rounds that this process has trained and not shown."""
-        if self._show:
+        if self._observers:
             new = sorted((one for one in seconds if one.round in self._steps), key=lambda one: one.round)
             for one in new:
                 if one.round > self._priced:
@@ -76,12 +200,15 @@ class Dashboards:
             self._priced = max([self._priced, *(one.round for one in new)])
 
     def close(self) -> None:
-        """Shows what is under way and ends the dashboards' runs; may be called twice."""
+        """Shows the last points and ends the dashboards' runs; may be called twice."""
         if self._means is not None:
             for point in self._means.end():
                 self._put(point)
-        self._opened.close()
-        self._show.clear()
+        for observer in self._observers:
+            observer.close()
+        self._observers.clear()
+        if sys.stdout is self._stdout:
+            sys.stdout = self._stdout.stream
 
     def _add(self, round: int, step: int, values: Mapping[str, float]) -> None:
         point = CurvePoint(round, step, values)
@@ -90,81 +217,84 @@ class Dashboards:
         self._put(point)
 
     def _put(self, point: CurvePoint) -> None:
-        for show in self._show:
-            show(point)
+        for observer in self._observers:
+            observer.show(point)
 
 
-def _tensorboard(
-    folder: Path, worker: int | None, next_step: int | None, opened: contextlib.ExitStack
-) -> Callable[[CurvePoint], None]:
+def _tensorboard(folder: Path, worker: int | None, next_step: int | None) -> Callable[[bool], _Sink]:
     """Writes events that make viewers forget what an interrupted run wrote from `next_step` on."""
     board = require("torch.utils.tensorboard", "tensorboard", "record.tensorboard = true", "set it to false")
     # Viewers read one event file per folder, so each process needs its own.
     place = str(folder if worker is None else folder / f"worker{worker_suffix(worker)}")
-    writer = board.SummaryWriter(place, purge_step=next_step, flush_secs=30)
-    opened.callback(writer.close)
 
-    def show(point: CurvePoint) -> None:
-        for tag, value in point.values.items():
-            writer.add_scalar(tag, value, point.step)
+    def open(again: bool) -> _Sink:
+        writer = board.SummaryWriter(place, purge_step=None if again else next_step, flush_secs=30)
 
-    return show
+        def show(point: CurvePoint) -> None:
+            for tag, value in point.values.items():
+                writer.add_scalar(tag, value, point.step)
+
+        return _Sink(show, writer.close)
+
+    return open
 
 
-def _wandb(
-    project: str, path: Path, worker: int | None, run_toml: str, opened: contextlib.ExitStack
-) -> Callable[[CurvePoint], None]:
+def _wandb(project: str, path: Path, worker: int | None, run_toml: str) -> Callable[[bool], _Sink]:
     """Logs to a Weights & Biases run, which the same folder continues when it is resumed; a copy of the folder has a new one."""
+    service = require("wandb", "wandb", f"record.wandb_project = '{project}'", "remove that key")
     id_path = path / f"wandb-id{worker_suffix(worker)}.txt"
-    known, _, owner = id_path.read_text().partition("\n") if id_path.exists() else ("", "", "")
-    # Who copies a folder to go on from it in two ways copies this file too, and both would write into one run.
-    kept = known if owner in ("", path.resolve().name) else None
-    run = _opened_run(
-        "wandb", project, path, worker, run_toml, opened, id=kept or None, resume="allow", dir=str(path)
-    )  # fmt: skip
-    run.define_metric("*", step_metric="step")
-    atomic_write(id_path, f"{run.id}\n{path.resolve().name}".encode())
-    row, at = run.step - 1, -1
 
-    def show(point: CurvePoint) -> None:
-        """Logs into the row of this inner step, or a new one.
-
-        W&B numbers rows by itself, offline from 0 in every process, so that a resumed one would overwrite the first rows; and it
-        drops what comes for a row before its last. So a row has the number of its inner step, or the next one behind the last.
-        """
-        nonlocal row, at
-        if point.step != at:
-            row, at = max(row + 1, point.step), point.step
-        run.log({**point.values, "round": point.round, "step": point.step}, step=row)
-
-    return show
-
-
-def _trackio(
-    project: str, path: Path, worker: int | None, run_toml: str, resumed: bool, opened: contextlib.ExitStack
-) -> Callable[[CurvePoint], None]:
-    """Logs to a run of trackio on this machine, which a resumed run continues."""
-    run = _opened_run(
-        "trackio", project, path, worker, run_toml, opened, resume="allow" if resumed else "never", embed=False,
-        auto_log_gpu=False, auto_log_cpu=False,
-    )  # fmt: skip
-    return lambda point: run.log({**point.values, "round": point.round}, step=point.step)
-
-
-def _opened_run(
-    package: str, project: str, path: Path, worker: int | None, run_toml: str, opened: contextlib.ExitStack, **options: Any
-) -> Any:  # fmt: skip
-    """A run of Weights & Biases, or of trackio, which speaks its interface; the workers of a real run form a group."""
-    service = require(package, package, f"record.{package}_project = '{project}'", "remove that key")
-    group = path.resolve().name
-    with contextlib.redirect_stdout(sys.stderr):  # it says where it logs, and stdout is for results
+    def open(again: bool) -> _Sink:
+        known, _, owner = id_path.read_text().partition("\n") if id_path.exists() else ("", "", "")
+        # Who copies a folder to go on from it in two ways copies this file too, and both would write into one run.
+        kept = known if owner in ("", path.resolve().name) else None
         run = service.init(
-            project=project, name=group + worker_suffix(worker), group=group, config=tomllib.loads(run_toml), **options
+            **_described(project, path, worker, run_toml), id=kept or None, resume="allow", dir=str(path)
         )
+        run.define_metric("*", step_metric="step")
+        atomic_write(id_path, f"{run.id}\n{path.resolve().name}".encode())
+        row, at = run.step - 1, -1
 
-    def finish() -> None:
-        with contextlib.redirect_stdout(sys.stderr):
-            run.finish()
+        def show(point: CurvePoint) -> None:
+            """Logs into the row of this inner step, or a new one.
 
-    opened.callback(finish)
-    return run
+            W&B numbers rows by itself, offline from 0 in every process, so that a resumed one would overwrite the first rows; and
+            it drops what comes for a row before its last. So a row has the number of its inner step, or the next one behind the
+            last.
+            """
+            nonlocal row, at
+            if point.step != at:
+                row, at = max(row + 1, point.step), point.step
+            run.log({**point.values, "round": point.round, "step": point.step}, step=row)
+
+        return _Sink(show, run.finish)
+
+    return open
+
+
+def _trackio(project: str, path: Path, worker: int | None, run_toml: str, *, resumed: bool) -> Callable[[bool], _Sink]:
+    """Logs to a run of trackio on this machine, which a resumed run continues."""
+    service = require("trackio", "trackio", f"record.trackio_project = '{project}'", "remove that key")
+
+    def open(again: bool) -> _Sink:
+        run = service.init(
+            **_described(project, path, worker, run_toml),
+            resume="allow" if resumed or again else "never",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        return _Sink(lambda point: run.log({**point.values, "round": point.round}, step=point.step), run.finish)
+
+    return open
+
+
+def _described(project: str, path: Path, worker: int | None, run_toml: str) -> dict[str, Any]:
+    """What Weights & Biases and trackio know of a run; the workers of a real run form a group."""
+    group = path.resolve().name
+    return {
+        "project": project,
+        "name": group + worker_suffix(worker),
+        "group": group,
+        "config": tomllib.loads(run_toml),
+    }

@@ -13,9 +13,9 @@ from gossamer.run.asynchronous.message_form import MessageForm
 from gossamer.run.asynchronous.without_waiting import PATIENCE_S, WithoutWaiting
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.seat import Seat
-from gossamer.run.participant.sigterm import Asked
 from gossamer.run.worker.replica import LocalPhase
 from gossamer.run.worker.task import Task
+from gossamer.stop_signals import Asked
 from gossamer.transport.elastic.fetches import Fetched, Fetches
 from gossamer.tree import Tree
 

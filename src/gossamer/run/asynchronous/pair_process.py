@@ -17,9 +17,9 @@ from gossamer.run.asynchronous.message_form import MessageForm
 from gossamer.run.asynchronous.without_waiting import WithoutWaiting
 from gossamer.run.config.resolved import InPairs, ResolvedRun
 from gossamer.run.participant.seat import Seat
-from gossamer.run.participant.sigterm import Asked
 from gossamer.run.worker.replica import LocalPhase
 from gossamer.run.worker.task import Task
+from gossamer.stop_signals import Asked
 from gossamer.transport.elastic.meetings import Appointment, Meetings
 from gossamer.tree import Tree
 

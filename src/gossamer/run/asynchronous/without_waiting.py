@@ -33,9 +33,9 @@ from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.participant.agreement import HERE, limits_of
 from gossamer.run.participant.life import Participant
 from gossamer.run.participant.seat import Seat
-from gossamer.run.participant.sigterm import Asked
 from gossamer.run.worker.replica import LocalPhase
 from gossamer.run.worker.task import Task
+from gossamer.stop_signals import Asked
 from gossamer.transport.elastic.call_transport import CallTransport
 from gossamer.transport.elastic.calls import Calls
 from gossamer.transport.elastic.members import MemberStatus

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from gossamer.clock import Absence, Phase, Record, Relay, Transfer, Update
 from gossamer.clock.saved import as_dicts, rebuilt
-from gossamer.errors import TrainingError
+from gossamer.errors import DataError, TrainingError
 from gossamer.finite import GO_ON
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder, Unrecorded
@@ -23,7 +23,7 @@ from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.replica import Replica, merged_phases
 from gossamer.run.worker.worker import RoundReport, Worker
 
-__all__ = ["EventJournal", "Journal", "Save", "log_phase", "saver"]
+__all__ = ["EventJournal", "Journal", "Save", "log_phase", "saved_when_unreadable", "saver"]
 
 Save = Callable[[int], None]
 """Saves what is to be kept after so many rounds."""
@@ -39,6 +39,11 @@ def saver(
             checkpoint.save(folder / "checkpoints", finished, owner, state, digest=digest, keep=keep)
 
     return save
+
+
+def saved_when_unreadable(error: DataError, finished: int, folder: Path) -> str:
+    """What a run says that ends in order as its stream cannot be read."""
+    return f"{error}; stopped after round {finished}, and saved; resume with --resume {folder}"
 
 
 class Journal:

@@ -30,10 +30,10 @@ from gossamer.record.progress import say
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.life import KEPT, Participant
 from gossamer.run.participant.seat import Seat
-from gossamer.run.participant.sigterm import Asked
 from gossamer.run.participant.state_transfer import PAUSE_S
 from gossamer.run.worker.task import Task
 from gossamer.run.worker.worker import RoundReport, Worker
+from gossamer.stop_signals import Asked
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.closing import LeftOutError
 from gossamer.transport.elastic.core import Outcome

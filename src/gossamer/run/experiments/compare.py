@@ -42,7 +42,7 @@ _ENDED = Records[_Ended](_Ended)
 def train_all(
     runs: Sequence[Point], folders: Mapping[str, Path], file: Path, *, jobs: int = 1, resume: bool = False,
     reuse: Path | None = None, began: Callable[[Point], None], told: Callable[[Point, RunEnd], None],
-    enough: Callable[[], bool] = lambda: False,
+    enough: Callable[[], bool] = lambda: False, asked: Callable[[], bool] = lambda: False,
 ) -> dict[str, Origin | None]:  # fmt: skip
     """Trains the runs of an experiment into their folders, by label; one that diverges is a result, and the others still run.
 
@@ -52,17 +52,18 @@ def train_all(
     Args:
         file: gets a line of each run that has ended, in the order of their ends, after what it has of other runs.
         jobs: at most so many runs at a time, each in its own process with its share of the cores; one runs here.
-        resume: keep the finished runs; the others start again.
+        resume: keep the finished runs; those that were stopped continue, and the others start.
         reuse: a folder of `gossamer tune` or of another comparison, whose finished runs of these settings and seeds are copied.
         began, told: are called for each run that begins here, and for each that ends.
         enough: is asked after each end; once it is true, no further run begins.
+        asked: whether to stop, once the runs in progress have saved after their round.
     Returns: what each run was computed by; None of a finished run without a line.
     Raises: ConfigError when a finished run had other settings, or none is there to reuse; DataError for a line that is none, and
         for a finished run whose files lack what the line of it has.
     """
     known = {place_in_experiment(one): one for one in read_results(file)} if file.exists() else {}
-    asked = {place_in_experiment(run) for run in runs}
-    kept, origins = [one for place, one in known.items() if place not in asked], dict[str, Origin | None]()
+    places = {place_in_experiment(run) for run in runs}
+    kept, origins = [one for place, one in known.items() if place not in places], dict[str, Origin | None]()
     trunks = dict(zip((run.label for run in runs), shared_trunks([run.config for run in runs]), strict=True))
     for run in runs if resume else ():
         if trunks[run.label] and stands_at_its_trunk(run.config, folders[run.label]):
@@ -89,7 +90,7 @@ def train_all(
     origin("", None)  # asks which commit this is before the first run
     make_folder(file.parent)
     atomic_write(file, result_lines(kept).encode())
-    with _Lines(file) as written, Apart(jobs, began=lambda label: began(waiting[label])) as apart:
+    with _Lines(file) as written, Apart(jobs, began=lambda label: began(waiting[label]), asked=asked) as apart:
         for label, run in waiting.items():
             trunk = file.parent / "trunks" / trunks[label] if trunks[label] and jobs == 1 else None
             apart.add(label, run.config, folders[label], trunk)

@@ -11,18 +11,22 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from gossamer.errors import GossamerError, PairingError, TrainingError
+from gossamer.errors import ConfigError, DataError, GossamerError, PairingError, TrainingError
+from gossamer.record import checkpoint
 from gossamer.record.progress import is_quiet, quieted
-from gossamer.run.config.run_file import RunConfig
+from gossamer.run.config.document import load_run
+from gossamer.run.config.resolve import settings_of
+from gossamer.run.config.run_file import RunConfig, digest, parse
+from gossamer.run.config.user_parts import own_parts
 from gossamer.run.experiments.shared_start import anneal
-from gossamer.run.simulated.simulate import simulate
+from gossamer.run.simulated.simulate import simulate_until_asked
+from gossamer.stop_signals import start_forkserver
 from gossamer.transport.processes.local import end_with_parent
 
 __all__ = ["Apart", "RunEnd"]
@@ -31,6 +35,8 @@ log = logging.getLogger("gossamer")
 
 _ENDING_S = 5.0
 """How long a process without a run may take to end by itself."""
+_LOOK_S = 0.5
+"""How often is looked whether to stop."""
 
 
 class RunEnd(NamedTuple):
@@ -65,8 +71,16 @@ class _Lane:
         with self._there():
             self.link.send((config, folder))
 
-    def result(self) -> RunEnd:
-        """How its run has ended. Raises: GossamerError as `simulate` does; TrainingError for a process that is gone."""
+    def ask_to_stop(self) -> None:
+        """Has its run save after its round and stop there. Raises: TrainingError for a process that is gone."""
+        with self._there():
+            self.link.send(None)
+
+    def result(self) -> RunEnd | None:
+        """How its run has ended; None for one that was stopped.
+
+        Raises: GossamerError as `simulate` does; TrainingError for a process that is gone.
+        """
         with self._there():
             result = self.link.recv()
         if isinstance(result, GossamerError):
@@ -86,22 +100,25 @@ class _Lane:
 
 
 class Apart:
-    """Trains runs, so many at a time; those under way are ended when it is left.
+    """Trains runs, so many at a time; those in progress are ended when it is left.
 
     Args:
         jobs: with one, a run takes place in this process, as `ended` is called.
-        began: is told of each run that begins, by its key; warnings are then shown, of several runs with the same each once.
+        began: called with the key of each run that begins; warnings are then shown, of several runs with the same each once.
+        asked: whether to stop; then the runs in progress save after their round.
     """
 
-    def __init__(self, jobs: int, *, began: Callable[[Any], None] | None = None) -> None:
+    def __init__(
+        self, jobs: int, *, began: Callable[[Any], None] | None = None, asked: Callable[[], bool] = lambda: False
+    ) -> None:
         self._jobs, self._began, self._warned = jobs, began, set[str]()
+        self._asked, self._is_stopping = asked, False
         self._waiting: list[tuple[Hashable, RunConfig, Path, Path | None]] = []
         self._lanes: list[_Lane] = []
 
     def __enter__(self) -> "Apart":
         if self._jobs > 1 and sys.platform == "linux":  # which imports once, and not for each process
-            multiprocessing.set_forkserver_preload([__name__])
-            forkserver.ensure_running()
+            start_forkserver([__name__])
         return self
 
     def __exit__(
@@ -128,7 +145,9 @@ class Apart:
         return bool(self._waiting or self._running)
 
     def add(self, key: Hashable, config: RunConfig, folder: Path, trunk: Path | None = None) -> None:
-        """Adds a run to those that wait; its folder is emptied before it begins.
+        """Adds a run to those that wait.
+
+        One that was stopped in its folder continues from its newest checkpoint; else the folder is emptied before it begins.
 
         Args: `trunk` is the folder of the trunk that it is a branch of; with several jobs each run is trained whole.
         """
@@ -139,20 +158,35 @@ class Apart:
         self._waiting.clear()
 
     def ended(self) -> list[tuple[Any, RunEnd]]:
-        """Waits until a run has ended, or several. Raises GossamerError as `simulate` does, but for a run that diverges."""
+        """Waits until a run has ended, or several.
+
+        Raises: GossamerError as `simulate` does, but for a run that diverges; KeyboardInterrupt once all runs in progress have
+            saved after it was asked to stop.
+        """
         if self._jobs == 1:
+            if self._asked():
+                raise KeyboardInterrupt
             key, config, folder, trunk = self._waiting.pop(0)
             if self._began is not None:
                 self._began(key)
-            return [(key, _trained(config, folder, trunk, warns=self._began is not None))]
-        while self._waiting and len(self._running) < self._jobs:
-            key, config, folder, _ = self._waiting.pop(0)
-            self._start(key, config, folder)
-        done = {*wait([lane.link for lane in self._running])}
-        ended = [lane for lane in self._running if lane.link in done]
-        ends = [(lane.key, lane.result()) for lane in ended]
-        for lane in ended:
-            lane.key = None
+            return [(key, _trained(config, folder, trunk, warns=self._began is not None, asked=self._asked))]
+        ends = list[tuple[Any, RunEnd]]()
+        while not ends:
+            if self._asked() and not self._is_stopping:
+                self._is_stopping = True
+                for lane in self._running:
+                    lane.ask_to_stop()
+            while not self._is_stopping and self._waiting and len(self._running) < self._jobs:
+                key, config, folder, _ = self._waiting.pop(0)
+                self._start(key, config, folder)
+            if not self._running:  # all have saved
+                raise KeyboardInterrupt
+            done = {*wait([lane.link for lane in self._running], _LOOK_S)}
+            ended = [lane for lane in self._running if lane.link in done]
+            results = [(lane.key, lane.result()) for lane in ended]
+            for lane in ended:
+                lane.key = None
+            ends = [(key, end) for key, end in results if end is not None]
         for key, end in ends if self._began is not None else ():
             for sentence in end.warnings:
                 if sentence not in self._warned:
@@ -174,7 +208,9 @@ def _work(link: Connection, lane: int, lanes: int, quiet: bool) -> None:
     """A process that trains what it is sent, until nobody sends any more."""
     end_with_parent()  # also amid a run
     gc.freeze()  # what was imported is shared with the others, and not collected
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends what is under way
+    # Ctrl-C and the hang-up of a terminal reach the parent alone, which has the run save, or ends this process.
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # in Python, which removes what torch's compiler holds
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, _share(sorted(os.sched_getaffinity(0)), lane, lanes))
@@ -183,10 +219,17 @@ def _work(link: Connection, lane: int, lanes: int, quiet: bool) -> None:
     log.propagate = False
     with contextlib.suppress(EOFError), quieted(quiet):
         while True:
-            config, folder = link.recv()
+            if (job := link.recv()) is None:  # it was asked to stop as its run had just ended
+                continue
+            config, folder = job
             kept.sentences.clear()
             try:
-                link.send(_trained(config, folder, warns=True)._replace(warnings=tuple(kept.sentences)))
+                # While a run is in progress, all that the parent sends is that it shall stop.
+                end = _trained(config, folder, warns=True, asked=link.poll)
+                link.send(end._replace(warnings=tuple(kept.sentences)))
+            except KeyboardInterrupt:
+                link.recv()
+                link.send(None)
             except GossamerError as error:
                 link.send(error)
 
@@ -208,9 +251,47 @@ def _share(cores: Sequence[int], lane: int, lanes: int) -> Sequence[int]:
     return cores[lane::lanes] or [cores[lane % len(cores)]]
 
 
-def _trained(config: RunConfig, folder: Path, trunk: Path | None = None, *, warns: bool = False) -> RunEnd:
-    """Trains a run from its start."""
-    if (mark := folder / "run.toml").exists():  # nothing but a run is ours to remove
+def _trained(
+    config: RunConfig,
+    folder: Path,
+    trunk: Path | None = None,
+    *,
+    warns: bool = False,
+    asked: Callable[[], bool] = lambda: False,
+) -> RunEnd:
+    """Trains a run from its start, or from where it was stopped."""
+    if not (resumed := _was_stopped(config, folder)):
+        _empty(folder)
+    began, level = time.perf_counter(), log.level
+    if not warns:
+        log.setLevel(logging.ERROR)  # the same warnings for every run
+    try:
+        if resumed or trunk is None:
+            done = simulate_until_asked(config, own_parts(config), folder, resume=resumed, asked=asked)
+        else:
+            done = anneal(config, folder, trunk, asked=asked)
+    except (TrainingError, PairingError) as error:
+        return RunEnd(None, str(error), round(time.perf_counter() - began, 3))
+    finally:
+        log.setLevel(level)
+    loss = done.loss if math.isfinite(done.loss) else None
+    return RunEnd(loss, "", round(time.perf_counter() - began, 3), done.text)
+
+
+def _was_stopped(config: RunConfig, folder: Path) -> bool:
+    """Whether the folder holds this very run up to a checkpoint."""
+    if not (folder / "run.toml").exists():
+        return False
+    try:
+        alike = digest(parse(load_run(folder))) == digest(config)
+    except (ConfigError, DataError):
+        return False
+    return alike and any(checkpoint.rounds(folder / "checkpoints", settings_of(config).owners[0]))
+
+
+def _empty(folder: Path) -> None:
+    """Removes what another run has left in a folder; nothing but a run is ours to remove."""
+    if (mark := folder / "run.toml").exists():
         # The mark goes last: what a kill leaves of a run without it could neither be removed by the next process nor be resumed.
         for path in sorted(folder.iterdir()):
             if path.is_dir() and not path.is_symlink():
@@ -218,14 +299,3 @@ def _trained(config: RunConfig, folder: Path, trunk: Path | None = None, *, warn
             elif path != mark:
                 path.unlink()
         shutil.rmtree(folder)
-    began, level = time.perf_counter(), log.level
-    if not warns:
-        log.setLevel(logging.ERROR)  # the same warnings for every run
-    try:
-        done = simulate(config, folder) if trunk is None else anneal(config, folder, trunk)
-    except (TrainingError, PairingError) as error:
-        return RunEnd(None, str(error), round(time.perf_counter() - began, 3))
-    finally:
-        log.setLevel(level)
-    loss = done.loss if math.isfinite(done.loss) else None
-    return RunEnd(loss, "", round(time.perf_counter() - began, 3), done.text)

@@ -4,13 +4,14 @@ import dataclasses
 import math
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gossamer.record import checkpoint
 from gossamer.run.config.document import load_run
 from gossamer.run.config.run_file import RunConfig, digest, parse
-from gossamer.run.simulated.simulate import simulate
+from gossamer.run.config.user_parts import own_parts
+from gossamer.run.simulated.simulate import simulate_until_asked
 from gossamer.run.simulated.simulation import Simulation
 
 __all__ = ["anneal", "shared_trunks", "stands_at_its_trunk"]
@@ -30,28 +31,31 @@ def shared_trunks(runs: Sequence[RunConfig]) -> list[str]:
     return [name if many[name] > 1 else "" for name in names]
 
 
-def anneal(config: RunConfig, folder: Path, trunk: Path) -> Simulation:
+def anneal(config: RunConfig, folder: Path, trunk: Path, *, asked: Callable[[], bool] = lambda: False) -> Simulation:
     """Trains a run as a branch of its trunk, which is trained up to the last round before the decay and then copied.
 
     The bits are those of `simulate(config, folder)`. Shorter branches come first: one that leaves a trunk before the round
     where it stands is trained whole.
 
-    Args: `trunk` is the folder of the trunk, which the first branch makes.
-    Raises: as `simulate`.
+    Args:
+        trunk: its folder, which the first branch makes.
+        asked: as in `simulate_until_asked`.
+    Raises: as `simulate_until_asked`.
     Fails when: `record.alignment` is true, as the first round of the decay then has no persistence.
     """
     at, wanted = max(checkpoint.rounds(trunk / "checkpoints", 0), default=0), _plateau(config)
+    parts = own_parts(config)
     if at > wanted:
-        return simulate(config, folder)
+        return simulate_until_asked(config, parts, folder, asked=asked)
     if at < wanted:
         if not at:
             shutil.rmtree(trunk, ignore_errors=True)
-        simulate(_trunk(config), trunk, resume=at > 0, until=wanted)
+        simulate_until_asked(_trunk(config), parts, trunk, resume=at > 0, until=wanted, asked=asked)
     scratch = trunk.with_name("branch")
     shutil.rmtree(scratch, ignore_errors=True)
     shutil.copytree(trunk, scratch)
     scratch.rename(folder)
-    return simulate(config, folder, resume=True)
+    return simulate_until_asked(config, parts, folder, resume=True, asked=asked)
 
 
 def stands_at_its_trunk(config: RunConfig, folder: Path) -> bool:

@@ -6,7 +6,7 @@ them have the same seeds, and with them the same initial parameters, order of da
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -219,12 +219,20 @@ class _Method:
             self.found = end.value
 
 
-def tune(methods: Sequence[Contender], out: Path, *, jobs: int = 1, resume: bool = False) -> list[Tuned]:
+def tune(
+    methods: Sequence[Contender],
+    out: Path,
+    *,
+    jobs: int = 1,
+    resume: bool = False,
+    asked: Callable[[], bool] = lambda: False,
+) -> list[Tuned]:
     """Searches all methods, with so many runs at a time; every run that ends is kept in `outcomes.jsonl` of the folder.
 
     Args:
         jobs: runs at a time, each in its own process with its share of the cores; one runs here.
-        resume: keep the runs that have ended.
+        resume: keep the runs that have ended; those that were stopped continue.
+        asked: whether to stop, once the runs in progress have saved after their round.
     Raises: ConfigError for a budget that is too small, and for a folder that holds outcomes already; as `simulate`, except
         that a run which diverges is a result.
     """
@@ -239,7 +247,7 @@ def tune(methods: Sequence[Contender], out: Path, *, jobs: int = 1, resume: bool
     make_folder(out)
     origin("", None)  # asks which commit this is before the first run
     atomic_write(file, "".join(map(json_line, lines)).encode())  # without what a killed process left of a line
-    with _Outcomes(file) as kept, Apart(jobs) as apart:
+    with _Outcomes(file) as kept, Apart(jobs, asked=asked) as apart:
         while True:
             for label, method in searches.items():
                 for trial, seed in method.ready():

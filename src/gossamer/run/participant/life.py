@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from gossamer.errors import GossamerError
+from gossamer.errors import DataError, GossamerError
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.locks import holding
@@ -31,10 +31,10 @@ from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import prepare, use_recorded_threads
 from gossamer.run.participant.membership_log import say_changes
 from gossamer.run.participant.seat import Brought, Seat, addresses_in, join_run, started
-from gossamer.run.participant.sigterm import Asked, leaving
 from gossamer.run.participant.state_transfer import fetch_state, serve_state
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import Task
+from gossamer.stop_signals import Asked, leaving
 from gossamer.transport.elastic.members import MemberStatus, SlotTakenError
 from gossamer.transport.elastic.newcomer import Handover, Offer
 from gossamer.transport.elastic.transport import ElasticTransport
@@ -65,7 +65,7 @@ class Participant(ABC, Generic[Connections]):
     4. It opens its **record**, once it is known from where on what is there is void.
     5. It trains and exchanges, **phase** by phase. After each one it keeps a copy of its state for newcomers, writes down what it
        did, validates and saves what is due. Its own thread hands the copy on to whoever asks, so that training never stops.
-    6. It **leaves** at the end of the run, or after the phase in which SIGTERM has asked it to: it saves, says so, and closes
+    6. It **leaves** at the end of the run, or after the phase in which a signal has asked it to: it saves, says so, and closes
        its connections. What it has kept is saved at once then: it may be killed before the phase is over.
 
     Args:
@@ -95,13 +95,14 @@ class Participant(ABC, Generic[Connections]):
         """Held by whoever saves: this thread, or the one that saves what is kept."""
         self.saved_after = -1
         """Rounds that are over in the newest checkpoint that this process has written."""
-        asked.who, asked.left_s = f"worker {self.slot}", lambda: self.replica.phase_left_s
+        asked.sentence = f"worker {self.slot} is asked to leave after its round"
+        asked.left_s = lambda: self.replica.phase_left_s
 
     # --- the life, in order -------------------------------------------------------------------------------------------
 
     def live(self) -> None:
         """Trains until the end of the run, or until it is asked to leave."""
-        failed = True
+        failed, unreadable = True, None
         try:
             self.transport = self.connect()
             self.transport.stop = self.asked.is_set
@@ -114,10 +115,18 @@ class Participant(ABC, Generic[Connections]):
                         self.transport.await_company()
                     self.asked.saves = self._save_kept
                     while self.has_more and not self.asked.is_set():
-                        self.phase()
+                        try:
+                            self.replica.read_ahead()
+                        except DataError as error:  # it leaves in order, as nothing of the phase has begun
+                            unreadable = error
+                            self.asked.set()
+                        else:
+                            self.phase()
                     self.leave()
                     self._tell_if_alone()
                 failed = False
+                if unreadable is not None:
+                    raise DataError(f"{unreadable}; this worker has saved and left; resume with --resume {self.folder}")
             except KeyboardInterrupt:
                 failed = not self.asked.is_set()  # the others need not wait for it, and it may come back
                 raise KeyboardInterrupt(self._ended_amid()) from None
@@ -279,7 +288,7 @@ def take_part(
     config: ResolvedRun, folder: Path, kind: type[Participant[Any]], brought: Brought[Any], *, join: str | None,
     resume: Resume,
 ) -> None:  # fmt: skip
-    """This process's part in a run: it takes a seat and lives, until the end or until SIGTERM asks it to leave.
+    """This process's part in a run: it takes a seat and lives, until the end or until a signal asks it to leave.
 
     Args:
         kind: how it trains and exchanges; `brought` goes with it.

@@ -17,7 +17,7 @@ from gossamer.clock.fragment import Push, StartingPoint
 from gossamer.clock.server_worker import ServerWorker
 from gossamer.codecs import Codec, fitted
 from gossamer.codecs.message import encode
-from gossamer.errors import ConfigError, LostConnectionError
+from gossamer.errors import ConfigError, DataError, LostConnectionError
 from gossamer.finite import must_be_finite
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
@@ -42,11 +42,11 @@ from gossamer.run.participant.agreement import (
     use_recorded_threads,
     use_threads,
 )
-from gossamer.run.participant.sigterm import leaving
 from gossamer.run.served.protocol import OWNED, Terms, terms_of
 from gossamer.run.worker.replica import LocalPhase, Replica
 from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.run.worker.task import Task, task_of
+from gossamer.stop_signals import leaving
 from gossamer.transport import wire
 from gossamer.transport.contract import Ticket
 from gossamer.transport.keys import keys_for
@@ -171,8 +171,8 @@ def work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, *
     """Trains one worker of the server at this address until there is nothing left to train.
 
     Both prove that they know the secret of the run, which is in GOSSAMER_SECRET or the run folder. When the connection breaks it
-    tries again for `run.timeout_s`, in which the server may be resumed. SIGTERM asks it to leave: once the server has answered
-    the push of its local phase it saves and returns, or ends at once where there is no server.
+    tries again for `run.timeout_s`, in which the server may be resumed. A signal to stop asks it to leave: once the server has
+    answered the push of its local phase it saves and returns, or ends at once where there is no server.
 
     Args: `resume` lets settings differ from those in the folder, as the server does; with "auto" the run may also start again.
     Raises: ConfigError, DataError, TrainingError; PeerError when the server is gone or refuses it; KeyboardInterrupt when it was
@@ -211,7 +211,7 @@ def _work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, 
         client.channel.wait_at_most(config.run.timeout_s)
         was_asked = False
         try:
-            with leaving(f"worker {worker}") as asked:
+            with leaving(f"worker {worker} is asked to leave after its local phase") as asked:
                 asked.left_s = lambda served=served: served.learner.phase_left_s
                 client.send(Letter(LetterKind.HELLO, worker, body=hello.view(torch.uint8)))
                 try:
@@ -298,6 +298,14 @@ def _train(
         if finished or not terms.go:
             record.log_seconds(stopwatch.round(trained.round))
         # The server has all that this worker has trained, and grants it nothing more as its connection ends.
+        if terms.go:
+            try:
+                served.learner.read_ahead()
+            except DataError as error:
+                served.save()
+                raise DataError(
+                    f"{error}; this worker has saved and left; resume with --resume {record.path}"
+                ) from error
         if terms.go and asked():
             served.save()
             return say(f"worker {served.index} has left after {terms.phases} local phases, as it was asked to")

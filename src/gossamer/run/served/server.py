@@ -33,11 +33,11 @@ from gossamer.run.bookkeeping.resume import Resume, history
 from gossamer.run.bookkeeping.which_round import ended, kept_by, to_go_on
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import limits_of, run_key, run_settings, use_recorded_threads, use_threads
-from gossamer.run.participant.sigterm import leaving
 from gossamer.run.served.protocol import HELLO_BYTES, Terms
 from gossamer.run.served.session import Pushed, Reply, open_session
 from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.run.worker.task import Task, task_of, warn_of_equal_batches
+from gossamer.stop_signals import leaving
 from gossamer.transport import wire
 from gossamer.transport.contract import Ticket
 from gossamer.transport.keys import keys_for
@@ -61,7 +61,7 @@ def serve(config: ResolvedRun, folder: Path, host: str, port: int, *, resume: Re
 
     Args: `resume` goes on from the newest sound checkpoint of the server; "auto" starts where there is none.
     Raises: ConfigError, CheckpointError; PeerError when no worker is left and none comes within `run.timeout_s`;
-        KeyboardInterrupt when SIGTERM has asked it to stop, once the round under way is over and saved, or no worker is there.
+        KeyboardInterrupt when a signal has asked it to stop, once the round under way is over and saved, or no worker is there.
     Cost: the rule's state; one message and one starting point per worker in flight.
     """
     use_threads(config)
@@ -85,7 +85,7 @@ def _serve(config: ResolvedRun, folder: Path, host: str, port: int, resume: Resu
         )
     key, settings = run_key(config, task), run_settings(config, task)
     with (
-        leaving("the server") as asked,
+        leaving("the server is asked to save and to end after its round") as asked,
         open_session(config, folder, probe, start) as session,
         listener_at(host, port) as listener,
     ):

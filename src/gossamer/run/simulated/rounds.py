@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gossamer.errors import DataError
 from gossamer.network.inner_steps import InnerSteps
 from gossamer.network.links import Network, jitter_factors
 from gossamer.network.pacing import PaceNote, links_at, uplinks_bps
@@ -31,7 +32,7 @@ from gossamer.rounds.exchange import Each, finish_all
 from gossamer.rounds.together import Together
 from gossamer.run.bookkeeping.evaluate import Assessment, Probe, Probes, Result, assess, mean_buffers, publish, union_of
 from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
-from gossamer.run.bookkeeping.journal import Journal
+from gossamer.run.bookkeeping.journal import Journal, saved_when_unreadable
 from gossamer.run.bookkeeping.resume import Resume, history
 from gossamer.run.bookkeeping.spent_seconds import priced
 from gossamer.run.bookkeeping.which_round import ended, kept_by, to_go_on
@@ -116,8 +117,16 @@ class Rounds:
             self._cut = self.finished
 
     def advance(self) -> None:
-        """Trains the next round. Raises TrainingError when a number is not finite."""
+        """Trains the next round. Raises TrainingError when a number is not finite; DataError when a stream cannot be read."""
         config, workers, round = self.config, self.workers, self.finished
+        try:
+            for worker in workers:
+                worker.replica.read_ahead()
+        except DataError as error:  # before anything of the round has changed
+            if self.finished == 0:
+                raise
+            self.save()
+            raise DataError(saved_when_unreadable(error, self.finished, self.folder)) from error
         began, finished = time.perf_counter(), round + 1
         self._take_threads()
         reports = train_together(workers, round, self._lanes.each, self._train, self._alignment)

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from tempfile import mkdtemp
@@ -28,7 +28,7 @@ from gossamer.run.bookkeeping.which_round import ended
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.config.run_file import RunConfig
-from gossamer.run.config.user_parts import KEYS
+from gossamer.run.config.user_parts import KEYS, UserParts
 from gossamer.run.simulated.keywords import Keywords, run_and_parts
 from gossamer.run.simulated.rounds import Rounds
 from gossamer.run.simulated.simulation import Engine, Simulation
@@ -36,7 +36,7 @@ from gossamer.run.simulated.virtual_time import Events
 from gossamer.run.worker.task import task_of
 from gossamer.transport.processes.launch import one_device
 
-__all__ = ["engine_of", "recorded_beside", "simulate"]
+__all__ = ["engine_of", "recorded_beside", "simulate", "simulate_until_asked"]
 
 
 @torch.inference_mode(False)  # it trains, wherever it is called
@@ -60,7 +60,8 @@ def simulate(
         progress: show how it goes, on stderr.
         given: see `gossamer.run.simulated.keywords.Keywords`: `model`, `data`, `loss`, `optimizer`, `rule`, `topology`, …
     Raises: ConfigError, PairingError, DataError, CheckpointError; UserCodeError when your code fails; TrainingError when a loss
-        is not finite.
+        is not finite. It sets no handlers of signals: a KeyboardInterrupt ends it at once, and `out` keeps its last checkpoint,
+        from which resume="auto" continues.
     Cost: parameters, gradients, inner and outer state of every worker, and one message per worker in flight.
 
     A run in rounds computes bit for bit what real processes compute: those of `gossamer train` on this machine, and at one thread
@@ -94,6 +95,29 @@ def simulate(
         simulation.go_on(until, is_held=True)
         unless_ended.pop_all()
         return simulation
+
+
+def simulate_until_asked(
+    config: RunConfig,
+    parts: UserParts,
+    folder: Path,
+    *,
+    resume: Resume = False,
+    until: int | None = None,
+    recorded: Path | None = None,
+    asked: Callable[[], bool] = lambda: False,
+) -> Simulation:
+    """Trains all workers of a run in this process, as `simulate`, until it is asked to stop.
+
+    Args:
+        recorded: the folder of a recorded run whose threads the workers take.
+        asked: is called after each round, and says whether to save there and to stop.
+    Raises: as `simulate`; KeyboardInterrupt when it was asked to stop.
+    """
+    # Before the engine is made, which cuts what a run has left behind the round from which it goes on.
+    with holding(folder, None):
+        simulation = Simulation(config, engine_of(resolve(config, parts), folder, resume=resume, recorded=recorded))
+        return simulation.go_on(until, asked=asked, is_held=True)
 
 
 def _must_fit(config: ResolvedRun) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from gossamer.data.tokenizer import load_tokenizer
-from gossamer.errors import CheckpointError, GossamerError
+from gossamer.errors import CheckpointError, DataError, GossamerError
 from gossamer.network.pacing import note_of
 from gossamer.record import checkpoint
 from gossamer.record.fault import Fault
@@ -29,7 +29,7 @@ from gossamer.record.whole_files import atomic_write, make_folder
 from gossamer.rounds.setup import in_sides
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
-from gossamer.run.bookkeeping.journal import Journal, Save
+from gossamer.run.bookkeeping.journal import Journal, Save, saved_when_unreadable
 from gossamer.run.bookkeeping.resume import History, Resume, history
 from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
 from gossamer.run.bookkeeping.which_round import (
@@ -47,7 +47,6 @@ from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.pipeline import stage_in
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.participant.agreement import compare_first_batches, use_equal_threads, use_recorded_threads
-from gossamer.run.participant.sigterm import Asked, leaving
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.shards import Shards
 from gossamer.run.worker.stages.checkpoints import Store, partition_of
@@ -56,6 +55,7 @@ from gossamer.run.worker.stages.recovery import recover_own
 from gossamer.run.worker.stages.timing import pipeline_work
 from gossamer.run.worker.task import Task, found_by_each, on_device, task_of
 from gossamer.run.worker.worker import RoundReport, Worker
+from gossamer.stop_signals import Asked, leaving
 from gossamer.topologies import Topology
 from gossamer.transport.alike import short_settings
 from gossamer.transport.contract import Delivery, Reduce
@@ -70,6 +70,9 @@ __all__ = ["train", "train_member"]
 
 log = logging.getLogger("gossamer")
 
+AHEAD = 3
+"""Rounds whose batches a worker has read when it begins the first of them, of a stream: the one it is in, the next, in which its
+peers may be already when it asks all to stop, and one by which it notices in time that the stream cannot be read."""
 KEPT = 16
 """Most generations that a worker keeps while the store does not answer; who leads the slowest leads it by fewer checkpoints."""
 
@@ -77,7 +80,7 @@ KEPT = 16
 def train(config: ResolvedRun, folder: Path, *, resume: Resume = False) -> None:
     """Joins the other processes by the variables of their launcher, trains to the end and leaves.
 
-    Where a process of the run gets SIGTERM, all end after one and the same round, and save.
+    Where a process of the run is asked to stop, all end after one and the same round, and save.
 
     Raises: ConfigError, DataError, CheckpointError; PeerError naming the worker that failed first; TrainingError;
         KeyboardInterrupt when the run was stopped.
@@ -88,7 +91,7 @@ def train(config: ResolvedRun, folder: Path, *, resume: Resume = False) -> None:
         timeout_s=run.timeout_s, part_is="stage" if run.shards == 1 else "shard",
     )  # fmt: skip
     failed: GossamerError | OSError | KeyboardInterrupt | None = None
-    with leaving(member.name(member.rank)) as asked:
+    with leaving(f"{member.name(member.rank)} is asked to leave after its round") as asked:
         asked.at_once = True
         try:
             with holding(folder, member.worker, member.part, member.parts):
@@ -100,10 +103,11 @@ def train(config: ResolvedRun, folder: Path, *, resume: Resume = False) -> None:
     if not left:
         # A transfer that a dead peer will never finish holds the process group, or a thread is still inside torch and would
         # abort the process when it comes back while Python shuts down.
-        if failed is not None:
-            echo(f"gossamer: {str(failed) or 'stopped'}", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # whatever reads what it prints may be gone
+            if failed is not None:
+                echo(f"gossamer: {str(failed) or 'stopped'}", file=sys.stderr)
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(0 if failed is None else 130 if isinstance(failed, KeyboardInterrupt) else 2)
     if failed is not None:
         raise failed
@@ -153,11 +157,13 @@ def train_member(
         open_.enter_context(quieted(member.part > 0))  # a worker speaks once
         stopwatch = Stopwatch(member.worker, recorded_s(folder, member.worker, choice and choice.round))
         trainer = _trainer(config, task, member, pipe, stopwatch)
-        stopped = _train_rounds(trainer, store, member, past, choice, asked or Asked(), open_)
+        stopped, unreadable = _train_rounds(trainer, store, member, past, choice, asked or Asked(), open_)
     if stopped is not None:
         part(
             member, config.run.timeout_s
         )  # whoever hosts the store must not leave while another still reads when to stop
+        if unreadable is not None:
+            raise DataError(saved_when_unreadable(unreadable, stopped, folder))
         raise _Stopped(f"stopped after round {stopped} of {config.rounds}, and saved; resume with --resume {folder}")
 
 
@@ -202,10 +208,11 @@ def _trainer(
 def _train_rounds(
     trainer: _Trainer, store: Store, member: Member, past: History | None, choice: ChosenRound | None,
     asked: Asked, open_: contextlib.ExitStack,
-) -> int | None:  # fmt: skip
+) -> tuple[int | None, DataError | None]:  # fmt: skip
     """Trains from the round that was chosen to the end, and records it, with files that `open_` closes.
 
-    Returns: after how many rounds all were stopped, with what is there to go on from; None at the end of the run.
+    Returns: after how many rounds all were stopped, with what is there to go on from, None at the end of the run; and why the
+        stream of this worker could not be read, where that was so.
     """
     config, worker, stopwatch, newest = store.config, trainer.worker, trainer.stopwatch, choice and choice.round
     line, first = config.line, newest or 0
@@ -219,11 +226,17 @@ def _train_rounds(
     journal = Journal(config, lambda: record, _validator(config, trainer), save, kind="validation")
     if not first:
         journal.begin(worker=member.worker)
-    stopped: int | None = None
+    stopped, unreadable = None, list[DataError]()
     asked.left_s, asked.at_once = lambda: worker.replica.phase_left_s, False
-    stopping = open_.enter_context(Stopping(member, asked.is_set, first))
+    stopping = open_.enter_context(Stopping(member, lambda: asked.is_set() or bool(unreadable), first))
     stopwatch.start()
     for round in range(first, config.rounds):
+        if not unreadable:
+            try:
+                worker.replica.read_ahead(min(AHEAD, round - first + 1, config.rounds - round))
+            except DataError as error:
+                log.warning("%s; all workers are asked to stop after a round and to save", error)
+                unreadable.append(error)
         report, deliveries = _trained_round(trainer, round, config, log_of_stages)
         journal.enter(worker, round, report)
         if worker.pacer is not None and round + 1 < config.rounds:
@@ -237,7 +250,7 @@ def _train_rounds(
             break
     for transport in trainer.transports:
         transport.close()
-    return stopped
+    return stopped, (unreadable or [None])[0]
 
 
 def _trained_round(

@@ -297,6 +297,14 @@ class Replica:
             losses = self._backward_in_stages(step)
         return sum(losses) / len(losses), len(places) * self.config.step_tokens
 
+    def read_ahead(self, rounds: int = 1) -> None:
+        """Reads the batches of the next rounds where they come from a stream.
+
+        So nothing of a round has begun when one cannot be read. Raises: DataError.
+        """
+        per_step, step = self.config.data.accumulate, self.steps_taken
+        self.task.data.read_ahead(self.index, step * per_step, rounds * self.local_steps * per_step)
+
     def _backward_whole(self, places: Mapping[int, int]) -> list[float]:
         if self.shards is None:
             return self._backward_over(places, range(self.config.data.accumulate))

@@ -71,7 +71,13 @@ def task_of(config: RunSettings, *, scored: bool = False) -> Task:
     Raises: DataError; ConfigError, and UserCodeError when code of the user's fails.
     """
     text = config.data
-    data = OwnBatches(config) if text.own else open_corpus(text, config.workers, config.seed, scored=scored)
+    # Half of it, as others wait for this worker no longer than `run.timeout_s`, and it has a round to train still.
+    patience_s = config.run.timeout_s / 2
+    data = (
+        OwnBatches(config)
+        if text.own
+        else open_corpus(text, config.workers, config.seed, scored=scored, patience_s=patience_s)
+    )
     tokenizer = None if isinstance(data, OwnBatches) else data.tokenizer
     layout: Layout | None = None
     if config.model.own:
@@ -220,6 +226,9 @@ class OwnBatches:
     def fingerprint(self, worker: int) -> str:
         """Sixteen hex digits of the first batch of a worker."""
         return _hash_of(self._sure(worker, 0))
+
+    def read_ahead(self, worker: int, step: int, batches: int) -> None:
+        """Reads nothing: a batch is computed when it is asked for."""
 
     def validation(self, num_batches: int) -> list[Any]:
         """See `Batches.validation`: the user's own, or what would come after the last inner step."""

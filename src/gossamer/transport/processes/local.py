@@ -21,6 +21,7 @@ from typing import NamedTuple, TextIO
 
 import torch
 
+from gossamer.stop_signals import deaf, has_launcher
 from gossamer.transport.processes.launch import intra_op_threads
 from gossamer.transport.processes.member import place_of, sizes_of_workers
 from gossamer.transport.processes.store import Entries, hosted_store, reached_store, report_fallen, shared_part
@@ -31,7 +32,6 @@ __all__ = [
     "STOPPED",
     "Among",
     "end_with_parent",
-    "is_launched",
     "loopback",
     "run_elastic",
     "run_local",
@@ -64,7 +64,6 @@ REPORT_S = 5.0
 """How long a launcher tries to reach the store of another machine."""
 
 log = logging.getLogger("gossamer")
-_launched = threading.Event()
 
 
 def run_local(
@@ -291,19 +290,14 @@ def end_with_parent() -> None:
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def is_launched() -> bool:
-    """Whether a launcher of ours has started this process, and speaks for it."""
-    return _launched.is_set()
-
-
 def _enter(
     work: Work, argv: list[str], prefix: str, environment: dict[str, str], folder: str, out: Connection, err: Connection,
     listener: socket.socket | None,
 ) -> None:  # fmt: skip
     """What a new process does first: it takes its place, environment, folder and output, and then works."""
     gc.freeze()  # else its first collections look at all that was imported, and copy the memory that it shares with the others
-    _launched.set()
-    os.setsid()  # Ctrl-C reaches the launcher alone, which then ends its processes
+    os.setsid()  # Ctrl-C and the hang-up of a terminal reach the launcher alone, which then asks its processes to leave
+    has_launcher()
     end_with_parent()
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(f"gossamer {prefix.strip()}")  # what `top` and `ps -o comm` show
@@ -322,7 +316,7 @@ def _enter(
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # which was read when torch was imported
     code = work(argv)
     # Once one process was stopped, the launcher asks all: the exception of that signal amid Python's shutdown would be code 1.
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    deaf()
     sys.exit(code)
 
 
@@ -414,10 +408,11 @@ def _forward(source: Connection, sink: TextIO, prefix: str) -> threading.Thread:
     def copy() -> None:
         with source, open(source.fileno(), errors="replace", closefd=False) as lines:
             for line in lines:
-                sink.write(prefix + line.rstrip("\n") + "\n")
-                sink.flush()
+                with contextlib.suppress(OSError):
+                    sink.write(prefix + line.rstrip("\n") + "\n")
+                    sink.flush()
 
-    # A pipe that nobody empties stops the process that writes to it.
+    # A pipe that nobody empties stops the process that writes to it, also where nobody reads what is copied any more.
     thread = threading.Thread(target=copy, daemon=True)
     thread.start()
     return thread
