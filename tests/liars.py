@@ -4,7 +4,7 @@ A liar that starts a run is `started_by` its launcher. The others join, and are 
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +27,7 @@ LIAR = 2
 """The worker that sends what cannot be decoded."""
 
 
-def ahead(argv: list[str]) -> int:
+def ahead(argv: Sequence[str]) -> int:
     """Says that it is two rounds further than it is, and shows whoever looks a view with half of a surrogate pair in it."""
     own = Closing._own.fget
     assert own is not None
@@ -37,16 +37,16 @@ def ahead(argv: list[str]) -> int:
         return report._replace(round=report.round + 2, last=None) if report.round >= FROM_ROUND else report
 
     Closing._own = property(lied)  # type: ignore[assignment]
-    ask.membership_update = lambda entries: SimpleNamespace(decode=lambda: "\ud800")  # type: ignore[assignment]
+    ask.membership_update = lambda entries: SimpleNamespace(decode=lambda: "\ud800")
     return main(argv)
 
 
-def no_line(argv: list[str]) -> int:
+def no_line(argv: Sequence[str]) -> int:
     """Gives away states without the hash of the rounds that were closed."""
     return _handing_over(argv, lambda state: {key: value for key, value in state.items() if key != "line"})
 
 
-def bad_inner(argv: list[str]) -> int:
+def bad_inner(argv: Sequence[str]) -> int:
     """Gives away states whose inner optimizer has moments of other shapes, which would be noticed at the next step."""
 
     def spoilt(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,17 +56,17 @@ def bad_inner(argv: list[str]) -> int:
     return _handing_over(argv, spoilt)
 
 
-def _handing_over(argv: list[str], spoilt: Callable[[Mapping[str, Any]], dict[str, Any]]) -> int:
+def _handing_over(argv: Sequence[str], spoilt: Callable[[Mapping[str, Any]], dict[str, Any]]) -> int:
     keep = Participant.keep
 
     def kept(self: Participant[Any], after: int, state: Mapping[str, Any]) -> None:
         keep(self, after, spoilt(state) if after >= FROM_ROUND else state)
 
-    Participant.keep = kept  # type: ignore[method-assign]
+    Participant.keep = kept
     return main(argv)
 
 
-def bytes_of_ones(argv: list[str]) -> int:
+def bytes_of_ones(argv: Sequence[str]) -> int:
     """Worker 2 of a run in rounds: all bytes of what it sends to owners of chunks are 255 from a round on."""
     post = GroupTransport.post
 
@@ -80,7 +80,7 @@ def bytes_of_ones(argv: list[str]) -> int:
     return main(argv)
 
 
-def started_by(liar: Callable[[list[str]], int], argv: list[str]) -> int:
+def started_by(liar: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     """A launcher whose workers are such liars."""
     gossamer.cli.main = liar
     return main(argv)

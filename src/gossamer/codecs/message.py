@@ -51,14 +51,14 @@ def decode_received(codec: Codec, payload: Tree, like: Tree) -> Tree:
     >>> decode_received(exact(), (torch.tensor([torch.nan]),), torch.zeros(1))
     Traceback (most recent call last):
         ...
-    gossamer.errors.TransportError: its numbers are not all finite
+    gossamer.errors.TransportError: its 1 numbers are not all finite
     """
     try:
         message = decode(codec, payload, like)
     except Exception as error:  # a codec, which may be the user's, meets bytes that its `encode` never makes
         raise TransportError(f"codec '{codec.name}' cannot decode it ({first_line(error)})") from error
     if not all_finite(message):
-        raise TransportError("its numbers are not all finite")
+        raise TransportError(f"its {sum(leaf.numel() for leaf in leaves(message))} numbers are not all finite")
     return message
 
 

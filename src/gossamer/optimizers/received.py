@@ -3,20 +3,26 @@
 What `load_state_dict` of torch takes for a state may fail at the next step, or make NaNs of sound parameters there.
 """
 
+import copy
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
+from torch.optim import SGD, AdamW, Muon
 
 from gossamer.optimizers.by_name import inside
 from gossamer.optimizers.contract import InnerOptimizer, Joined
+from gossamer.optimizers.gpa import GPA
 
 __all__ = ["must_be_state_of"]
 
 _CHANGING = {"lr", "largest_lr", "sum_of_weights"}
 """Options of a group that change from step to step."""
-_OURS = ("gossamer.", "torch.optim.")
+_OURS = (AdamW, Muon, SGD)
+"""Optimizers of torch's that the settings name."""
 
 
 def must_be_state_of(optimizer: InnerOptimizer, saved: object) -> None:
@@ -40,18 +46,20 @@ def must_be_state_of(optimizer: InnerOptimizer, saved: object) -> None:
         must_be_state_of(one, saved[key])
     if isinstance(optimizer, Joined):
         return
-    is_ours = type(optimizer).__module__.startswith(_OURS)
+    kind = type(optimizer)
+    is_ours = kind in _OURS or kind.__module__.startswith("gossamer.")
     groups, theirs = own["param_groups"], saved["param_groups"]
     if not isinstance(theirs, list) or len(theirs) != len(groups):
         raise ValueError(f"the inner optimizer has {len(groups)} groups of parameters, and other ones came")
     for group, other in zip(groups, theirs, strict=True):
         _must_be_group(group, other, is_ours)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    places = [(group, p) for group in optimizer.param_groups for p in group["params"]]
     state = saved["state"]
-    if not isinstance(state, dict) or not all(type(k) is int and 0 <= k < len(parameters) for k in state):
-        raise ValueError(f"the inner optimizer has {len(parameters)} parameters, and states of {_keys(state)} came")
+    if not isinstance(state, dict) or not all(type(k) is int and 0 <= k < len(places) for k in state):
+        raise ValueError(f"the inner optimizer has {len(places)} parameters, and states of {_keys(state)} came")
     for k, one in state.items():
-        _must_be_of_parameter(k, one, parameters[k], own["state"].get(k), is_ours)
+        group, p = places[k]
+        _must_be_of_parameter(k, one, p, _kept(optimizer, group, p) if is_ours else own["state"].get(k) or one)
     for key in own.keys() - {"state", "param_groups", *within}:
         if type(saved[key]) is not type(own[key]) or not _is_sound(saved[key]):
             raise ValueError(f"{key} of the inner optimizer is {saved[key]!r:.40}")
@@ -68,28 +76,38 @@ def _must_be_group(own: Mapping[str, Any], theirs: object, is_ours: bool) -> Non
             raise ValueError(f"{name} of a group of the inner optimizer is {value!r:.40} and not {own.get(name)!r:.40}")
 
 
-def _must_be_of_parameter(
-    k: int, theirs: object, p: nn.Parameter, own: Mapping[str, Any] | None, is_ours: bool
-) -> None:
-    if not isinstance(theirs, dict) or (own and is_ours and theirs.keys() != own.keys()):
-        raise ValueError(f"the inner optimizer has {_keys(own)} of parameter {k} and {_keys(theirs)} came")
+def _kept(optimizer: InnerOptimizer, group: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
+    """What an optimizer of ours keeps of a parameter, with tensors on the meta device: as after a step on a single number."""
+    if isinstance(optimizer, GPA):
+        return {name: torch.empty_like(p, device="meta") for name in optimizer.homes}
+    one = torch.zeros((1,) * p.ndim, dtype=p.dtype, device=p.device)
+    one.grad = torch.zeros_like(one)
+    trial: Any = copy.copy(optimizer)
+    trial.param_groups, trial.state = [{**group, "params": [one]}], defaultdict(dict)
+    trial.step()
+    return {
+        name: torch.empty(p.shape if value.shape == one.shape else value.shape, dtype=value.dtype, device="meta")
+        if isinstance(value, Tensor)
+        else value
+        for name, value in trial.state[one].items()
+    }
+
+
+def _must_be_of_parameter(k: int, theirs: object, p: Tensor, like: Mapping[str, Any]) -> None:
+    if not isinstance(theirs, dict) or theirs.keys() != like.keys():
+        raise ValueError(f"the inner optimizer has {_keys(like)} of parameter {k} and {_keys(theirs)} came")
     for name, value in theirs.items():
-        what = f"{name} of parameter {k} is"
-        if not isinstance(value, Tensor):
-            if not _is_sound(value):
+        what, own = f"{name} of parameter {k} is", like[name]
+        if not isinstance(value, Tensor) or not isinstance(own, Tensor):
+            if type(value) is not type(own) or not _is_sound(value):
                 raise ValueError(f"{what} {value!r:.40}")
             continue
-        like = own.get(name) if own else None
-        if isinstance(like, Tensor):
-            fits = (value.shape, value.dtype) == (like.shape, like.dtype)
-        else:
-            fits = not is_ours or value.numel() == 1 or value.shape == p.shape
-        if not fits:
+        if (value.shape, value.dtype) != (own.shape, own.dtype):
             raise ValueError(f"{what} a tensor of {tuple(value.shape)} {value.dtype}")
         if value.is_floating_point() and value.numel():
             low, high = (end.item() for end in value.float().aminmax())
             # An infinite second moment only stops a parameter; below zero it would make a NaN of it.
-            ends = (low >= 0.0) if name == "exp_avg_sq" else (math.isfinite(low) and math.isfinite(high))
+            ends = low >= 0.0 if name == "exp_avg_sq" else math.isfinite(low) and math.isfinite(high)
             if not ends or (name == "step" and low < 0):
                 raise ValueError(f"{what} between {low} and {high}")
 

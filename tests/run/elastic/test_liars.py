@@ -3,7 +3,7 @@
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ class Machines:
         self.keys = [folder / f"{name}.pem" for name in NAMES]
         self.commands = dict[int, Command]()
 
-    def start(self, worker: int, work: Callable[[list[str]], int] | None = None) -> None:
+    def start(self, worker: int, work: Callable[[Sequence[str]], int] | None = None) -> None:
         words: list[object] = ["train", self.file, "--out", self.folder, "--key", self.keys[worker]]
         words += ["--local", 1, "--listen", self.address] if worker == 0 else ["--join", self.address]
         self.commands[worker] = Command(*words, work=work)
@@ -113,7 +113,7 @@ def test_who_says_that_it_is_ahead_is_left_out_and_named_and_the_others_keep_the
 
 @pytest.mark.parametrize("liar", [liars.no_line, liars.bad_inner], ids=["no line", "bad inner"])
 def test_a_newcomer_does_not_take_a_state_that_does_not_fit_and_asks_another(
-    machines: Callable[..., Machines], liar: Callable[[list[str]], int], request: pytest.FixtureRequest
+    machines: Callable[..., Machines], liar: Callable[[Sequence[str]], int], request: pytest.FixtureRequest
 ) -> None:
     if liar is liars.no_line and not request.config.getoption("--full"):
         pytest.skip("the other one is tried in CI, and both with --full")
@@ -123,6 +123,7 @@ def test_a_newcomer_does_not_take_a_state_that_does_not_fit_and_asks_another(
     some.start(1)
     some.until_round(1, liars.FROM_ROUND + 2)
     some.start(2)
+    code, said = 0, ""
     for worker in range(3):
         code, said = some.commands[worker].finish(120)
         assert code == 0 and "Traceback" not in said, said

@@ -4,15 +4,18 @@ import contextlib
 import socket
 import threading
 import time
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gossamer.errors import PeerError
+from gossamer.errors import CheckpointError, PeerError
 from gossamer.record import checkpoint
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import read_metrics
 from gossamer.record.logs.outcomes import Begun, Ended, OutcomeWriter, RoundOutcome
+from gossamer.record.packed import packed, unpacked
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.elastic import elastic_rounds as elastic
@@ -38,6 +41,75 @@ FEEDBACK = [
 ]
 IDS = ["sparseloco", "weighted", "dilocox"]
 NOBODY = frozenset[int]()
+
+
+SPOILT = {
+    "no dict": lambda state: [1, 2],
+    "no line": lambda state: {key: one for key, one in state.items() if key != "line"},
+    "a line that is no number": lambda state: {**state, "line": "7"},
+    "a line out of bounds": lambda state: {**state, "line": 1 << 64},
+    "no parameters": lambda state: {key: one for key, one in state.items() if key != "x"},
+    "parameters of another shape": lambda state: {**state, "x": state["x"][1:]},
+    "parameters of another dtype": lambda state: {**state, "x": state["x"].double()},
+    "parameters that are not finite": lambda state: {**state, "x": state["x"] / 0},
+    "outer state of another shape": lambda state: {**state, "outer": [one[1:] for one in state["outer"]]},
+    "no list of outer state": lambda state: {**state, "outer": 3},
+    "no inner optimizer": lambda state: {key: one for key, one in state.items() if key != "inner"},
+    "an inner optimizer that is no dict": lambda state: {**state, "inner": 3},
+    "groups of another optimizer": lambda state: {**state, "inner": {**state["inner"], "param_groups": []}},
+    "an option of another run": lambda state: with_option(state, "weight_decay", 5.0),
+    "an option that is not finite": lambda state: with_option(state, "lr", float("nan")),
+    "moments of another shape": lambda state: with_moment(state, "exp_avg", torch.zeros(3)),
+    "moments that are no numbers": lambda state: with_moment(state, "exp_avg", "x"),
+    "moments that are not finite": lambda state: with_moment(state, "exp_avg", torch.tensor(torch.nan)),
+    "second moments below zero": lambda state: with_moment(state, "exp_avg_sq", torch.tensor(-1.0)),
+    "steps below zero": lambda state: with_moment(state, "step", torch.tensor(-1.0)),
+    "moments of no parameter": lambda state: {**state, "inner": {**state["inner"], "state": {999: {}}}},
+}
+"""What a donor may hand over in place of a state."""
+
+
+def with_option(state, name, value):
+    groups = [{**group, name: value} for group in state["inner"]["param_groups"]]
+    return {**state, "inner": {**state["inner"], "param_groups": groups}}
+
+
+def with_moment(state, name, value):
+    """Its tensors of this name with others in their place, in their shape where that is a scalar."""
+
+    def put(one):
+        fits = isinstance(value, torch.Tensor) and value.ndim == 0
+        return {**one, name: torch.full_like(one[name], value.item()) if fits else value}
+
+    moments = {k: put(one) for k, one in state["inner"]["state"].items()}
+    return {**state, "inner": {**state["inner"], "state": moments}}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Two workers of an elastic mean after a round, and a third that has not trained."""
+    config = resolve(run_of(rule__name="diloco"), real=True)
+    task, method, network = task_of(config), config.in_rounds, MemoryNetwork(3)
+    crew = [Worker(Replica(i, config, task, torch.device("cpu")), method, network.transport(i)) for i in range(3)]
+    train_together(crew, 0, lambda act, some: [act(one) for one in some])
+    fresh = Worker(Replica(1, config, task, torch.device("cpu")), method, MemoryNetwork(3).transport(1))
+    return crew[0], crew[1], fresh
+
+
+@pytest.mark.parametrize("spoilt", SPOILT.values(), ids=SPOILT)
+@pytest.mark.parametrize("warm", [True, False], ids=["trained", "new"])
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(trained, spoilt, warm):
+    donor, *others = trained
+    receiver = others[0 if warm else 1]
+    lives = SimpleNamespace(_fresh=receiver.replica.task.data.state(), _worker=receiver)
+    accepted = partial(elastic.ElasticRounds._accepted, lives, None, steps=4)
+    sound = unpacked(packed({**donor.state(), "line": 7, "under_way": []}))
+    assert accepted(sound)["steps_taken"] == 4
+    before = packed(receiver.state())
+    with pytest.raises(CheckpointError) as error:
+        accepted(spoilt(sound))
+    assert "remove the checkpoint" not in str(error.value)
+    assert packed(receiver.state()) == before
 
 
 def run_of(**settings):
