@@ -53,7 +53,13 @@ def test_a_run_folder_holds_configuration_metrics_and_trace(tmp_path: Path) -> N
     with RunFolder(tmp_path / "run", "seed = 1\n", PLAIN) as run:
         fill(run, range(2))
         run.write_text("sample.txt", "héllo")
-    assert sorted(contents(tmp_path / "run")) == ["machines.jsonl", "metrics.jsonl", "run.toml", "sample.txt", "trace.jsonl"]
+    assert sorted(contents(tmp_path / "run")) == [
+        "machines.jsonl",
+        "metrics.jsonl",
+        "run.toml",
+        "sample.txt",
+        "trace.jsonl",
+    ]
     assert (tmp_path / "run" / "run.toml").read_text() == "seed = 1\n"
     assert (tmp_path / "run" / "sample.txt").read_text("utf-8") == "héllo"
     assert [(m["kind"], m["round"]) for m in read_metrics(tmp_path / "run")] == [
