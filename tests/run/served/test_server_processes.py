@@ -26,6 +26,7 @@ from gossamer.record.folder import read_metrics
 from gossamer.record.logs.arrivals import read_arrivals
 from gossamer.record.logs.events import read_events
 from gossamer.record.logs.seconds import read_seconds
+from gossamer.record.machines import Threads
 from gossamer.run.bookkeeping.evaluate import Probe, evaluate
 from gossamer.run.config.resolve import resolve, settings_of
 from gossamer.run.config.run_file import digest, dump
@@ -680,14 +681,14 @@ def test_a_server_answers_before_it_has_validated_and_saved_and_records_the_same
     config = served(workers=2, server__name="heloco", run__eval_every=2, run__checkpoint_every=1)
     pushes = torch.randn(2 * config.rounds, PARAMETERS, generator=torch.Generator().manual_seed(1)) / 100
     said = {}
-    for where, replays in (("replay", True), ("real", False)):
+    for where, replays in (("replay", Threads(1)), ("real", None)):
         made = resolve(config, real=True)
         probe = _Slow(made, task_of(made), torch.device("cpu"))
         probe.may = threading.Event()
         probe.may.set()
         with open_session(made, tmp_path / where, probe, None, replays=replays) as session:
             assert eventually(lambda: evals(tmp_path / where)), "the initial values are validated first"  # noqa: B023
-            if not replays:
+            if replays is None:
                 probe.may.clear()
             greeted = [reply for i in range(2) for reply in session.join(i, [], 0.0)]
             assert len(greeted) == 2
