@@ -145,7 +145,7 @@ def hash_of_code(module: str) -> str:
     if file is None:
         return hashlib.sha256(b"").hexdigest()
     # The folder in which an import of the top package looks.
-    root = file.parents[module.count(".") + (file.stem == "__init__")]
+    root = [*file.parents][: module.count(".") + (file.stem == "__init__") + 1][-1]
     is_installed = module.partition(".")[0] == "gossamer" or {"site-packages", "dist-packages"} & {*file.parts}
     files = [file] if is_installed else sorted(_with_imports(file, root))
     found = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
@@ -169,14 +169,19 @@ def _imports(file: Path, root: Path) -> Iterator[Path]:
     """The files below a folder that the statements of a file import."""
     try:
         statements = [*ast.walk(ast.parse(file.read_bytes()))]
-    except (SyntaxError, ValueError):  # a library in machine code, or what no import will take
+    except (
+        SyntaxError,
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ):  # a library in machine code, or what no import will take
         return
     for one in statements:
         if isinstance(one, ast.Import):
             for alias in one.names:
                 yield from _files_of(root, alias.name.split("."))
         elif isinstance(one, ast.ImportFrom):
-            base = root if not one.level else file.parents[one.level - 1]
+            base = root if not one.level else [*file.parents][: one.level][-1]
             path = one.module.split(".") if one.module else []
             if base.is_relative_to(root):
                 for alias in one.names:

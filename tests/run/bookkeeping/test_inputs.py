@@ -372,7 +372,7 @@ def test_files_of_tokens_that_changed_where_a_checkpoint_does_not_look_are_named
     tokens = np.random.default_rng(0).integers(0, 256, 400_000).astype("<u2")
     tokens.tofile("tokens.bin")
     done("simulate", run_file(data__source="tokens.bin"), "--out", "k", "--quiet")
-    tokens[150_000] ^= 1  # beyond the samples from its beginning, middle and end
+    tokens[100_000] ^= 1  # beyond the samples from its beginning, middle and end
     tokens.tofile("tokens.bin")
     for words in (["evaluate", "k"], ["audit", "k"], ["simulate", "--resume", "k", *STEPS]):
         assert "the content of the token files of data.source 'tokens.bin' is not the one" in refused(*words)
