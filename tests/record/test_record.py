@@ -26,6 +26,8 @@ from gossamer.record.folder import RecordConfig, RunFolder, read_metrics
 from gossamer.record.logs.seconds import RoundSeconds
 from gossamer.record.logs.trace import Entry, Operation, read_trace
 from gossamer.record.whole_files import atomic_write
+from gossamer.run.config.run_file import dump
+from tiny import single
 
 PLAIN = RecordConfig(tensorboard=False)
 BOARD = RecordConfig(tensorboard=True)
@@ -550,3 +552,95 @@ def test_a_record_that_is_removed_while_a_run_writes_it_ends_the_run_with_a_sent
         (tmp_path / "run" / "metrics.jsonl").unlink()
         with pytest.raises(DiskError, match=r"metrics.jsonl' was removed while the run was writing it"):
             run.log("train", round=1, worker=0, step=2, loss=2.0)
+
+
+STAND_IN = """
+import time
+
+class Run:
+    id, step, rows = "one", 0, 0
+
+    def define_metric(self, *names, **options): pass
+
+    def log(self, values, step):
+        Run.rows += 1
+        if Run.rows == 3: {log}
+
+    def finish(self): {finish}
+
+def init(**options):
+    print("where it logs")
+    {init}
+    return Run()
+"""
+FAULTS = {
+    "init raises": {"init": "raise RuntimeError('Run initialization has timed out after 90.0 sec')"},
+    "init hangs": {"init": "time.sleep(1000)"},
+    "log raises": {"log": "raise ConnectionError('503')"},
+    "finish raises": {"finish": "raise TimeoutError('finish')"},
+}
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_whatever_a_dashboard_does_a_simulation_trains_all_rounds_and_warns_once(tmp_path: Path, package: str) -> None:
+    (tmp_path / "run.toml").write_text(dump(single(run__steps=12, run__eval_every=0)))
+    started = {}
+    for name, fault in FAULTS.items() if package == "wandb" else [("log raises", FAULTS["log raises"])]:
+        modules = tmp_path / name
+        modules.mkdir()
+        (modules / f"{package}.py").write_text(
+            STAND_IN.format(**{"init": "pass", "log": "pass", "finish": "pass", **fault})
+        )
+        words = ["simulate", "run.toml", "--out", f"{name}-run", "--set", f"record.{package}_project=p", "--json"]
+        environment = {**os.environ, "PYTHONPATH": str(modules), "OMP_NUM_THREADS": "1"}
+        started[name] = subprocess.Popen(
+            [sys.executable, "-m", "gossamer", *words],
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+    for name, process in started.items():
+        out, errors = process.communicate()
+        assert process.returncode == 0 and "Traceback" not in errors, errors
+        assert errors.count("training continues") == 1 and errors.count("where it logs") >= 1, errors
+        assert json.loads(out)["runs"], "stdout has the result alone"
+        rounds = {line["round"] for line in read_metrics(tmp_path / f"{name}-run") if line["kind"] == "train"}
+        assert rounds == {*range(6)}
+
+
+@pytest.mark.timeout(200)
+def test_real_workers_train_all_rounds_whatever_becomes_of_their_dashboards(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(dump(single(workers=2, run__steps=12, run__eval_every=0)))
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    (modules / "wandb.py").write_text(STAND_IN.format(init="raise OSError('no route')", log="pass", finish="pass"))
+    words = ["train", "run.toml", "--out", "out", "--local", "2", "--set", "record.wandb_project=p"]
+    environment = {**os.environ, "PYTHONPATH": str(modules), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "gossamer", *words], cwd=tmp_path, env=environment, text=True, capture_output=True
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.count("Weights & Biases failed (no route); training continues") == 2, "one for each worker"
+    lines = read_metrics(tmp_path / "out")
+    assert {(line["round"], line["worker"]) for line in lines if line["kind"] == "train"} == {
+        (r, w) for r in range(6) for w in range(2)
+    }
+
+
+def test_tensorboard_whose_disk_is_full_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", full)
+    with RunFolder(tmp_path, "", BOARD) as run:
+        fill(run, range(3))
+    (warned,) = caplog.messages
+    assert "TensorBoard failed ([Errno 28] No space left on device); training continues" in warned
+    assert len(read_metrics(tmp_path)) == 9
