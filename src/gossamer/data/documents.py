@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gossamer.errors import DataError, require
+from gossamer.errors import DataError, first_line, require
 
 __all__ = [
     "Document",
@@ -149,7 +149,9 @@ def _opened_parquet(path: Path, text_field: str) -> Iterator[Any]:
                 raise DataError(_no_field(f"'{path}'", text_field, names, texts))
             yield file
     except (ArrowException, OSError) as error:
-        raise DataError(f"'{path}' cannot be read as parquet ({error}); write it again, or leave it out") from error
+        raise DataError(
+            f"'{path}' cannot be read as parquet ({first_line(error)}); write it again, or leave it out"
+        ) from error
 
 
 def field(row: Mapping[str, Any], text_field: str, name: str) -> str:
@@ -178,11 +180,17 @@ def _texts(row: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 
 def _no_field(name: str, text_field: str, fields: Iterable[str], texts: Iterable[str]) -> str:
-    return f"{name} has no field '{text_field}'; it has: {', '.join(fields) or 'none'}; {_choose(texts)}"
+    return f"{name} has no field '{text_field}'; it has: {_listed(fields) or 'none'}; {_choose(texts)}"
+
+
+def _listed(fields: Iterable[str]) -> str:
+    """As many as a sentence has room for."""
+    first = [f"{field:.60}" for field in itertools.islice(fields, 41)]
+    return ", ".join(first if len(first) <= 40 else [*first[:40], "..."])
 
 
 def _choose(texts: Iterable[str]) -> str:
-    fit = ", ".join(texts)
+    fit = _listed(texts)
     return (
         f"set data.text_field to one that is text, of: {fit}" if fit else "none of its fields is text: write it as text"
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 from gossamer.data.documents import Document, field, held_out, utf8
 from gossamer.data.settings import DataConfig, must_fit_memory
 from gossamer.data.tokenizer import Tokenizer
-from gossamer.errors import DataError, require
+from gossamer.errors import DataError, first_line, require
 from gossamer.rng import numpy_rng
 
 __all__ = ["StreamCorpus"]
@@ -211,8 +211,8 @@ class _Packed:
                 self._ahead = self._stream.state_dict()
             except Exception as error:  # file systems and formats behind datasets each raise their own
                 raise DataError(
-                    f"the stream '{self._config.source}' broke off ({error}); resume from the last checkpoint when it "
-                    "can be read"
+                    f"the stream '{self._config.source}' broke off ({first_line(error)}); resume from the last checkpoint when "
+                    "it can be read"
                 ) from error
             if row is None:
                 if texts:
@@ -306,7 +306,7 @@ def _open_stream(source: str) -> Callable[[int, int], Any]:
         stream = load_dataset(name, subset or None, split="train", streaming=True)
     except Exception as error:  # the hub, the network and the data set's own configuration each raise their own
         raise DataError(
-            f"data.source '{source}' cannot be opened as a data set with a split 'train' ({error}); give "
+            f"data.source '{source}' cannot be opened as a data set with a split 'train' ({first_line(error)}); give "
             "'hf:NAME' or 'hf:NAME:CONFIG' of one that this machine can reach, or a folder of its files"
         ) from error
     return lambda worker, workers: split_dataset_by_node(stream, rank=worker, world_size=workers)

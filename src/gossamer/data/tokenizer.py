@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gossamer.errors import DataError, require
+from gossamer.errors import DataError, first_line, require
 
 __all__ = ["Tokenizer", "load_tokenizer", "local_file", "local_tokenizer", "vocabulary"]
 
@@ -17,6 +17,7 @@ __all__ = ["Tokenizer", "load_tokenizer", "local_file", "local_tokenizer", "voca
 END_TOKENS = (
     "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>", "<|eos|>", "<EOS>", "[EOS]", "<|end|>",
 )  # fmt: skip
+_MOST_IDS = 1 << 24  # the widest vocabularies have a million
 PAD_TOKENS = ("<pad>", "<|pad|>", "<|padding|>", "<PAD>", "[PAD]")
 
 
@@ -99,8 +100,8 @@ def load_tokenizer(name: str) -> Tokenizer:
         named = _named(name, path)
     except Exception as error:  # the library raises nothing narrower
         raise DataError(
-            f"data.tokenizer is '{name}', which cannot be opened as a tokenizer ({error}); give 'bytes', the path of a "
-            "tokenizers JSON file, or a name on the Hugging Face Hub that this machine can reach"
+            f"data.tokenizer is '{name}', which cannot be opened as a tokenizer ({first_line(error)}); give 'bytes', the path of "
+            "a tokenizers JSON file, or a name on the Hugging Face Hub that this machine can reach"
         ) from error
     padding = library.padding or {}
     library.no_truncation()
@@ -108,6 +109,11 @@ def load_tokenizer(name: str) -> Tokenizer:
     vocabulary = library.get_vocab(with_added_tokens=True)
     if not vocabulary:
         raise DataError(f"the tokenizer '{name}' has a vocabulary of 0 tokens; train it before it is used")
+    if (widest := max(vocabulary.values())) >= _MOST_IDS:  # the library would list each id below it that no token has
+        raise DataError(
+            f"the tokenizer '{name}' gives a token the id {widest:,}, and ids are below {_MOST_IDS:,}; repair its file, or give "
+            "data.tokenizer another"
+        )
 
     def first(*tokens: str | None) -> int | None:
         return next((vocabulary[token] for token in tokens if token in vocabulary), None)
@@ -121,7 +127,8 @@ def load_tokenizer(name: str) -> Tokenizer:
             found = library.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises nothing narrower
             raise DataError(
-                f"the tokenizer '{name}' cannot encode a text ({error}); repair its file, or give data.tokenizer another"
+                f"the tokenizer '{name}' cannot encode a text ({first_line(error)}); repair its file, or give data.tokenizer "
+                "another"
             ) from error
         return [np.array(encoding.ids, np.uint32) for encoding in found]
 
@@ -129,7 +136,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         before, after = _added(library, vocabulary)
     except Exception as error:  # as above
         raise DataError(
-            f"the tokenizer '{name}' cannot encode a text ({error}); repair its file, or give data.tokenizer another"
+            f"the tokenizer '{name}' cannot encode a text ({first_line(error)}); repair its file, or give data.tokenizer another"
         ) from error
     end = first(named.get("eos_token"), *END_TOKENS)
     after = after or (() if end is None else (end,))
