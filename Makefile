@@ -27,7 +27,7 @@ tests: .venv/.installed
 
 WITH_FULL := run/synchronous/test_parity transport/test_faults transport/test_elastic_fuzz rounds/test_exchange rules/test_rules rounds/test_lossy_codecs docs/test_experiments run/simulated/test_simulate boundaries/test_boundary_product
 
-parity: .venv/.installed  ## simulator against real processes, bit for bit, over every allowed pairing; and all else that CI samples
+parity: .venv/.installed  ## simulator against real processes, bit for bit, over every allowed pairing; and all else that CI samples; WITH_FULL=FILE: a part
 	$(BIN)/pytest $(WITH_FULL:%=tests/%.py) --full
 
 bench: .venv/.installed  ## the benchmarks, as ratios against a limit or a peer; writes docs/results/benchmarks.md; an hour

@@ -912,6 +912,7 @@ def main() -> int:
         found.append(one)
         with given.outcome.open("a") as file:
             file.write(json.dumps(one._asdict()) + "\n")
+        given.page.write_text(page(found) + "\n")  # as it may be stopped
     given.page.write_text(page(found) + "\n")
     return any(one.wrong for one in found)
 

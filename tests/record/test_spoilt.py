@@ -8,6 +8,7 @@ import json
 import math
 import re
 import resource
+import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -198,6 +199,7 @@ def test_a_disk_that_refuses_is_named_by_whatever_writes_there(tmp_path: Path) -
 
 def main_on_a_small_disk(argv: Sequence[str]) -> int:
     """`gossamer` where no file may have more bytes than its run file and some rounds need."""
+    sys.dont_write_bytecode = True  # what is imported from here on would be kept, cut short, for every later process
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
     return main(argv)
 
