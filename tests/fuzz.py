@@ -152,7 +152,7 @@ class Decoder(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """What came of the inputs of a decoder: a line of the outcome that a call goes on from."""
+    """What came of the inputs of a decoder: a line of the outcome, which later calls skip."""
 
     decoder: str
     seed: int
@@ -340,7 +340,7 @@ def tried(name: str, decoder: Decoder, seed: int, share: float = 1.0) -> Tried:
 
 
 def _fit(raw: bytes, size: int) -> bytes:
-    """Bytes of the size that whoever reads them from a connection asks for."""
+    """Bytes of the size that a receiver reads from a connection."""
     return raw[:size].ljust(size, b"\0")
 
 
@@ -349,7 +349,7 @@ def _tensor(raw: bytes, size: int) -> torch.Tensor:
 
 
 def _of_codec(name: str, folder: Path) -> Decoder:
-    """A payload of another worker, as what waits for nobody and, by the same functions, a round reads it."""
+    """A payload of another worker, as asynchronous workers and rounds decode it."""
     model = torch.nn.Linear(31, 32)
     x, layout = torch.randn(1024, generator=torch.Generator().manual_seed(1)), layout_of(model)
     form = MessageForm(VARIANTS[name], layout, x, seed=1, worker=0, device=torch.device("cpu"))
@@ -890,7 +890,7 @@ def main() -> int:
     words.add_argument("--share", type=float, default=1.0, help="of the inputs")
     words.add_argument("--parts", nargs="*", help="only decoders whose names have one of these words in them")
     words.add_argument(
-        "--minutes", type=float, default=600.0, help="begin no decoder after these; a call again goes on"
+        "--minutes", type=float, default=600.0, help="begin no decoder after these; the next call continues"
     )
     words.add_argument("--page", type=Path, default=ROOT / "docs" / "results" / "fuzz.md")
     words.add_argument("--outcome", type=Path, default=ROOT / "docs" / "results" / "house" / "fuzz.jsonl")
