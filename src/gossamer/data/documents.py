@@ -242,13 +242,14 @@ def found_at(sources: Sequence[str]) -> list[SourceFiles]:
 def _files_at(source: str) -> tuple[list[Path], Mapping[str, int]]:
     path, left_out = Path(source).expanduser(), Counter[str]()
     if path.is_dir():
-        there = _by_path(path.rglob("*"))
+        # What an editor or a download keeps in hidden folders, such as .ipynb_checkpoints, is an older copy of the same text.
+        there = [p for p in _by_path(path.rglob("*")) if not _hidden(p.relative_to(path))]
         inside = [p for p in there if _kind(p) in SUFFIXES]
         cards = [p for p in inside if p.name.lower() == "readme.md"]
         if any(_kind(p) in (".jsonl", ".parquet") for p in inside):
             inside = [p for p in inside if p not in cards]
             left_out.update(p.name for p in cards)
-        left_out.update(_ending(p) for p in there if _kind(p) not in SUFFIXES and not _hidden(p.relative_to(path)))
+        left_out.update(_ending(p) for p in there if _kind(p) not in SUFFIXES)
         if left_out and all(p.stem.lower() == "readme" for p in inside):
             names = f"only {inside[0].name} to read" if inside else "no readable file"
             raise DataError(
