@@ -6,7 +6,7 @@ PROCESSES ?= 6  # two cores have idle time for twice as many: tests wait for dis
 
 export PYTHONDONTWRITEBYTECODE :=  # tests start many processes, each of which would compile the package anew
 
-.PHONY: help demo test types tests parity bench chaos survival injuries methods results pictures docs release titan gpu
+.PHONY: help demo test types tests parity bench chaos survival injuries fuzz methods results pictures docs release titan gpu
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile | expand -t 10
@@ -27,7 +27,7 @@ tests: .venv/.installed
 
 WITH_FULL := run/synchronous/test_parity transport/test_faults transport/test_elastic_fuzz rounds/test_exchange rules/test_rules rounds/test_lossy_codecs docs/test_experiments run/simulated/test_simulate boundaries/test_boundary_product
 
-parity: .venv/.installed  ## simulator against real processes, bit for bit, over every allowed pairing; and all else that CI samples
+parity: .venv/.installed  ## simulator against real processes, bit for bit, over every allowed pairing; and all else that CI samples; WITH_FULL=FILE: a part
 	$(BIN)/pytest $(WITH_FULL:%=tests/%.py) --full
 
 bench: .venv/.installed  ## the benchmarks, as ratios against a limit or a peer; writes docs/results/benchmarks.md; an hour
@@ -43,6 +43,9 @@ chaos: .venv/.installed  ## kill, stop and cut off workers of elastic runs; an h
 
 injuries: .venv/.installed  ## hurt a thousand run folders and try every verb on each; two hours; writes docs/results/injuries.md
 	$(BIN)/python tests/injuries.py --page docs/results/injuries.md
+
+fuzz: .venv/.installed  ## give spoilt bytes to all that decodes any; an hour, and a call goes on from the last; writes docs/results/fuzz.md
+	$(BIN)/python tests/fuzz.py
 
 survival: .venv/.installed  ## goodput under failures, replaced workers, elastic runs in calm; two hours on two idle cores; writes docs/results/survival.md, churn.md and calm.md
 	$(BIN)/python benchmarks/survival.py --seeds 3

@@ -29,6 +29,7 @@ from fleet import Fleet, Network, Place, Process, network, sh
 from verdict import Fault, Seen, final_hashes, joins, pauses, problems
 
 from gossamer.record import checkpoint
+from gossamer.record.origin import origin
 from gossamer.run.config.run_file import digest, parse
 from gossamer.run.simulated.simulate import simulate
 
@@ -411,7 +412,7 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         try:
-            line = attempt(trial, folder)
+            line = {**attempt(trial, folder), "commit": origin("", None)["commit"]}
         except PermissionError as error:
             print(f"{trial.kind} is not possible here: {error}", flush=True)
             continue

@@ -32,6 +32,8 @@ def page(
     sound = sum(not line["problems"] for line in lines)
     deaths, silences = _pauses(lines, "kill", "leave"), _pauses(lines, "stop", "partition")
     joins, limit = _all(lines, "join_s"), f"{timeout_s:g} s"
+    at = sorted({line["commit"] for line in lines if line.get("commit")})  # older lines have none
+    code = f"The code was that of commit {', '.join(at)}.\n" if at else ""
     rows = [
         ("hangs: processes that outlived their deadline by 10 s", sum(line["hangs"] for line in lines), 0),
         (f"from a death ({len(deaths)}) to the next inner step of another worker: median, worst", _two(deaths), limit),
@@ -54,7 +56,7 @@ def page(
 {len(lines)} trials, of which {sound} had no problem. In a trial {_sizes(lines)} workers train a tiny model as processes of one
 machine for {rounds} rounds of {local_steps} inner steps, paced to {pace_s:g} s (`run.pace_s`); `run.timeout_s` is {timeout_s:g}.
 What happens to them is drawn from the trial's seed. Newcomers are started by `gossamer train FILE --out RUN --join auto`.
-{note}
+{code}{note}
 | | found | aim |
 |---|---:|---:|
 {chr(10).join(f"| {what} | {found} | {aim} |" for what, found, aim in rows)}

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from commands import run
 from gossamer.record import checkpoint
+from gossamer.record.origin import origin
 from gossamer.run.config.resolve import settings_of
 from gossamer.run.config.run_file import RunConfig, dump
 from gossamer.run.simulated.simulate import simulate
@@ -366,6 +367,8 @@ class Trial(NamedTuple):
     what: str
     verbs: int
     wrong: list[str]
+    commit: str = ""
+    """Of the code; empty for those from before it was written down."""
 
 
 def tried_before(path: Path) -> list[Trial]:
@@ -396,7 +399,7 @@ def main() -> int:
                 for problem in problems(folders, injury, verb):
                     wrong.append(f"{injury}: {verb}: {problem}")
                     print(wrong[-1], file=sys.stderr, flush=True)
-            trials.append(Trial(*injury, len(verbs), wrong))
+            trials.append(Trial(*injury, len(verbs), wrong, origin("", None)["commit"]))
             file.write(json.dumps(trials[-1]._asdict()) + "\n")
             file.flush()
     given.page.write_text(page(trials) + "\n")
@@ -407,6 +410,7 @@ def page(trials: Sequence[Trial]) -> str:
     """The outcome as Markdown."""
     wrong = [problem for one in trials for problem in one.wrong]
     verbs = ", ".join((*GOING_ON, *READERS))
+    at = sorted({one.commit for one in trials} - {""})
     head = (
         f"`make injuries` has hurt a file of a run folder {len(trials)} times and let each verb ({verbs}) work on a copy: "
         f"{sum(one.verbs for one in trials)} trials, of which {len(wrong)} went wrong. Half of the injuries hurt a checkpoint, "
@@ -414,6 +418,7 @@ def page(trials: Sequence[Trial]) -> str:
         "there is a traceback; if no sentence names the file (or worker and round) and what is wrong with it, although the verb "
         "does anything else than without the injury; if any other file changes while a run does not go on; or if a run that goes "
         "on, and whose bits are determined, has other bits than one that nobody injured."
+        + (f" At commit {', '.join(at)}." if at else "")
     )
     groups = ("checkpoints", "run.toml", "branches.json", "logs of events", "other logs")
     counted = collections.Counter((one.run, _group(one.file)) for one in trials)

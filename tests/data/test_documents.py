@@ -56,6 +56,16 @@ def test_a_folder_says_how_many_files_of_which_endings_it_leaves_out_but_not_of_
     assert read.in_words().endswith("; left out: 1 .html, 1 .json, 2 .jsonl.zst, 1 LICENSE")
 
 
+def test_copies_in_hidden_folders_are_not_read_where_a_folder_is_searched(tmp_path: Path) -> None:
+    folder = write_txt(tmp_path / ".texts", documents(3))
+    before = found_at([str(folder)])
+    for name in (".ipynb_checkpoints/0-checkpoint.txt", ".cache/huggingface/a.md", "__pycache__/b.py", ".c.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("an older copy")
+    assert found_at([str(folder)]) == before and len(before[0].files) == 3
+    assert len(found_at([str(folder / ".ipynb_checkpoints")])[0].files) == 1, "as it is named"
+
+
 def test_the_card_of_a_data_set_is_no_text_but_a_readme_among_texts_is(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     write_jsonl(tmp_path / "data" / "train.jsonl", documents())

@@ -170,6 +170,18 @@ def test_a_tokenizer_that_lacks_its_unknown_token_is_refused_in_a_sentence(tmp_p
         load_tokenizer(str(tmp_path))
 
 
+def test_a_tokenizer_with_an_id_that_no_vocabulary_has_is_refused_before_memory_is_taken_for_all_below_it(
+    tmp_path: Path,
+) -> None:
+    from tokenizers import Tokenizer, models
+
+    made = json.loads(Tokenizer(models.WordLevel({"a": 0, "cat": 1}, unk_token="a")).to_str())
+    made["model"]["vocab"]["cat"] = 1 << 31
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    with pytest.raises(DataError, match="gives a token the id 2,147,483,648, and ids are below 16,777,216"):
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
+
+
 def test_a_tokenizer_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
     name = trained(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[]")

@@ -6,7 +6,9 @@ import datetime
 import io
 import json
 import math
+import re
 import resource
+import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossamer.cli import main
-from gossamer.errors import ConfigError, DiskError, GossamerError
+from gossamer.data.documents import read_documents
+from gossamer.errors import ConfigError, DataError, DiskError, GossamerError
 from gossamer.network.links import from_toml
 from gossamer.record.branches import read_branches
 from gossamer.record.folder import read_metrics
@@ -25,8 +28,11 @@ from gossamer.record.logs.arrivals import ArrivalWriter, ServerInput, read_arriv
 from gossamer.record.logs.events import EventWriter, read_events
 from gossamer.record.logs.pipeline_work import read_pipeline, write_pipeline
 from gossamer.record.logs.seconds import read_seconds
+from gossamer.record.logs.stage_seconds import read_stages
 from gossamer.record.logs.trace import read_trace
+from gossamer.record.machines import read_machines
 from gossamer.record.whole_files import Appender, atomic_write, make_folder
+from gossamer.report.results import read_results
 from gossamer.run.bookkeeping.resume import history
 from gossamer.run.config.document import load_document
 from gossamer.run.config.document import parse_overrides as words_as_settings
@@ -193,6 +199,7 @@ def test_a_disk_that_refuses_is_named_by_whatever_writes_there(tmp_path: Path) -
 
 def main_on_a_small_disk(argv: Sequence[str]) -> int:
     """`gossamer` where no file may have more bytes than its run file and some rounds need."""
+    sys.dont_write_bytecode = True  # what is imported from here on would be kept, cut short, for every later process
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
     return main(argv)
 
@@ -218,3 +225,27 @@ def test_a_file_that_may_not_be_read_is_a_sentence_of_the_command(
     assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "page.html")]) == 2
     said = capsys.readouterr().err
     assert said.startswith("gossamer: [Errno 21] Is a directory") and said.count("\n") == 1, said
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "read", "sentence"),
+    [
+        ("machines.jsonl", f'{{"{"a" * 20_000}": 0}}\n', read_machines, "and 'round' is needed too"),
+        ("stages.jsonl", '{"round": 0, "worker": 0}\n', lambda folder: [*read_stages(folder)], "'stage' is needed too"),
+        ("results.jsonl", '{"method": "m", "at": {}, "seed": 1, "row": {"loss_at_round": 3}}\n',
+         lambda folder: read_results(folder / "results.jsonl"), "row.loss_at_round is 3 but must be a list"),
+        ("results.jsonl", '{"method": "m", "at": {}, "seed": 1, "row": {"loss_at_s": "x"}}\n',
+         lambda folder: read_results(folder / "results.jsonl"), "row.loss_at_s is 'x' but must be"),
+        ("a.jsonl", f'{{"{"a" * 20_000}": "the cat"}}\n',
+         lambda folder: [*read_documents(folder / "a.jsonl", "text")], "has no field 'text'"),
+        ("a.parquet", "PAR1" + "x" * 60 + "PAR1",
+         lambda folder: [*read_documents(folder / "a.parquet", "text")], "cannot be read as parquet"),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_a_spoilt_file_is_one_short_line(
+    name: str, content: str, read: Callable[[Path], object], sentence: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=re.escape(sentence)) as refused:
+        read(tmp_path)
+    assert len(str(refused.value)) < 1000 and "\n" not in str(refused.value)

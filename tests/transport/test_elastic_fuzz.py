@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from fuzz import changed, swapped
 from gossamer.errors import CheckpointError, GossamerError, PeerError, RefusedError
 from gossamer.record.addresses import read_addresses
 from gossamer.record.jsonl import json_from_peer
@@ -42,28 +43,6 @@ from gossamer.transport.sockets.header import HEADER_BYTES, LetterKind, Limits
 from gossamer.transport.sockets.letter import Letter, body_of, receive_letter
 from tiny import limits, tiny
 
-JUNK = [
-    None,
-    True,
-    -1,
-    0,
-    1,
-    3,
-    1 << 31,
-    1 << 62,
-    1 << 64,
-    1.5,
-    "",
-    "x",
-    "host:1",
-    "é:1",
-    "\ud800",
-    [],
-    [1],
-    {},
-    {"slot": 1},
-    "a" * 300,
-]
 NEWS = membership_update(
     {i: SlotEntry(i, 0, i, MemberStatus.ALIVE, 0, f"127.0.0.1:{4000 + i}", 7, 105) for i in range(3)}
 )
@@ -77,35 +56,6 @@ SURROGATES = [b'"\\ud800"', b'{"\\udfff": 1}', b'["x", ["\\ud83d"]]', b'"\xed\xa
 def count(request: pytest.FixtureRequest) -> int:
     """How many times something is spoilt in a test: ten thousand with `--full`."""
     return 10_000 if request.config.getoption("--full") else 2_000
-
-
-def changed(raw: bytes, draw: random.Random) -> bytes:
-    """Bytes with some of them replaced, removed or repeated."""
-    out = bytearray(raw)
-    for _ in range(draw.randint(1, 3)):
-        at = draw.randrange(len(out) + 1)
-        way = draw.randrange(4)
-        if way == 0 and at < len(out):
-            out[at] = draw.randrange(256)
-        elif way == 1:
-            del out[at : at + draw.choice([1, 1, 8, len(out)])]
-        elif way == 2:
-            out[at:at] = out[: draw.randint(1, 9)]
-        else:
-            out[at:at] = draw.choice([b"9" * 30, b"[" * 40, b"NaN", b"-", b'"', b"\xff", b"1e999", b"null"])
-    return bytes(out)
-
-
-def swapped(value: object, draw: random.Random) -> object:
-    """A JSON value with one part replaced by junk, added or removed."""
-    if draw.random() < 0.3 or not isinstance(value, (list, dict)) or not value:
-        return draw.choice(JUNK)
-    if isinstance(value, list):
-        at = draw.randrange(len(value))
-        return [*value[:at], *([swapped(value[at], draw)] if draw.random() < 0.9 else []), *value[at + 1 :]]
-    name = draw.choice([*value])
-    rest = {key: one for key, one in value.items() if key != name}
-    return rest | ({name: swapped(value[name], draw)} if draw.random() < 0.9 else {})
 
 
 def planned(call: Callable[[], object]) -> None:

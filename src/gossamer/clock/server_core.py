@@ -276,7 +276,7 @@ class ServerCore:
                 raise ValueError(f"steps = {self.absorbed_steps}, time_s = {state['time_s']}")
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"the checkpoint of the server does not fit this run: {error!r}; resume with the run file that wrote it"
+                f"the checkpoint of the server does not fit this run: {error!r:.200}; resume with the run file that wrote it"
             ) from None
         if self._budget is not None:
             self._budget.begun = self.absorbed_steps

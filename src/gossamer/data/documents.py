@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gossamer.errors import DataError, require
+from gossamer.errors import DataError, first_line, require
 
 __all__ = [
     "Document",
@@ -149,7 +149,9 @@ def _opened_parquet(path: Path, text_field: str) -> Iterator[Any]:
                 raise DataError(_no_field(f"'{path}'", text_field, names, texts))
             yield file
     except (ArrowException, OSError) as error:
-        raise DataError(f"'{path}' cannot be read as parquet ({error}); write it again, or leave it out") from error
+        raise DataError(
+            f"'{path}' cannot be read as parquet ({first_line(error)}); write it again, or leave it out"
+        ) from error
 
 
 def field(row: Mapping[str, Any], text_field: str, name: str) -> str:
@@ -178,11 +180,17 @@ def _texts(row: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 
 def _no_field(name: str, text_field: str, fields: Iterable[str], texts: Iterable[str]) -> str:
-    return f"{name} has no field '{text_field}'; it has: {', '.join(fields) or 'none'}; {_choose(texts)}"
+    return f"{name} has no field '{text_field}'; it has: {_listed(fields) or 'none'}; {_choose(texts)}"
+
+
+def _listed(fields: Iterable[str]) -> str:
+    """As many as a sentence has room for."""
+    first = [f"{field:.60}" for field in itertools.islice(fields, 41)]
+    return ", ".join(first if len(first) <= 40 else [*first[:40], "..."])
 
 
 def _choose(texts: Iterable[str]) -> str:
-    fit = ", ".join(texts)
+    fit = _listed(texts)
     return (
         f"set data.text_field to one that is text, of: {fit}" if fit else "none of its fields is text: write it as text"
     )
@@ -234,13 +242,14 @@ def found_at(sources: Sequence[str]) -> list[SourceFiles]:
 def _files_at(source: str) -> tuple[list[Path], Mapping[str, int]]:
     path, left_out = Path(source).expanduser(), Counter[str]()
     if path.is_dir():
-        there = _by_path(path.rglob("*"))
+        # What an editor or a download keeps in hidden folders, such as .ipynb_checkpoints, is an older copy of the same text.
+        there = [p for p in _by_path(path.rglob("*")) if not _hidden(p.relative_to(path))]
         inside = [p for p in there if _kind(p) in SUFFIXES]
         cards = [p for p in inside if p.name.lower() == "readme.md"]
         if any(_kind(p) in (".jsonl", ".parquet") for p in inside):
             inside = [p for p in inside if p not in cards]
             left_out.update(p.name for p in cards)
-        left_out.update(_ending(p) for p in there if _kind(p) not in SUFFIXES and not _hidden(p.relative_to(path)))
+        left_out.update(_ending(p) for p in there if _kind(p) not in SUFFIXES)
         if left_out and all(p.stem.lower() == "readme" for p in inside):
             names = f"only {inside[0].name} to read" if inside else "no readable file"
             raise DataError(

@@ -387,7 +387,7 @@ def _open_stream(source: str) -> Callable[[int, int], Any]:
         stream = load_dataset(name, subset or None, split="train", streaming=True)
     except Exception as error:  # the hub, the network and the data set's own configuration each raise their own
         raise DataError(
-            f"data.source '{source}' cannot be opened as a data set with a split 'train' ({error}); give "
+            f"data.source '{source}' cannot be opened as a data set with a split 'train' ({first_line(error)}); give "
             "'hf:NAME' or 'hf:NAME:CONFIG' of one that this machine can reach, or a folder of its files"
         ) from error
     return lambda worker, workers: split_dataset_by_node(stream, rank=worker, world_size=workers)

@@ -250,7 +250,7 @@ def _cached_tokens(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[S
         return _tokens(sources, train, val, _Written(ends, read, str(manifest["fingerprint"])))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
-            f"the token cache '{folder}' is damaged ({error!r}); remove that folder, and it will be written again"
+            f"the token cache '{folder}' is damaged ({error!r:.200}); remove that folder, and it will be written again"
         ) from None
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gossamer.errors import DataError, require
+from gossamer.errors import DataError, first_line, require
 
 __all__ = ["Tokenizer", "load_tokenizer", "local_file", "local_tokenizer", "tokenizer_fingerprint", "vocabulary"]
 
@@ -18,6 +18,7 @@ __all__ = ["Tokenizer", "load_tokenizer", "local_file", "local_tokenizer", "toke
 END_TOKENS = (
     "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>", "<|eos|>", "<EOS>", "[EOS]", "<|end|>",
 )  # fmt: skip
+_MOST_IDS = 1 << 24  # the widest vocabularies have a million
 _TRIED = (
     "The quick brown fox isn't 12,345.678 metres from (the) lazy dog's kennel: \"why?\" -- e-mail it; 100% of A/B_tests!",
     "def f(x):\n\treturn [2 ** k for k in range(x) if k != 0]  # ünïcode, ΑΒΓ, 漢字, \U0001f642\r\n\n   indented",
@@ -116,8 +117,8 @@ def load_tokenizer(name: str) -> Tokenizer:
         named = _named(name, path)
     except Exception as error:  # the library raises nothing narrower
         raise DataError(
-            f"data.tokenizer is '{name}', which cannot be opened as a tokenizer ({error}); give 'bytes', the path of a "
-            "tokenizers JSON file, or a name on the Hugging Face Hub that this machine can reach"
+            f"data.tokenizer is '{name}', which cannot be opened as a tokenizer ({first_line(error)}); give 'bytes', the path of "
+            "a tokenizers JSON file, or a name on the Hugging Face Hub that this machine can reach"
         ) from error
     padding = library.padding or {}
     library.no_truncation()
@@ -125,6 +126,11 @@ def load_tokenizer(name: str) -> Tokenizer:
     vocabulary = library.get_vocab(with_added_tokens=True)
     if not vocabulary:
         raise DataError(f"the tokenizer '{name}' has a vocabulary of 0 tokens; train it before it is used")
+    if (widest := max(vocabulary.values())) >= _MOST_IDS:  # the library would list each id below it that no token has
+        raise DataError(
+            f"the tokenizer '{name}' gives a token the id {widest:,}, and ids are below {_MOST_IDS:,}; repair its file, or give "
+            "data.tokenizer another"
+        )
 
     def first(*tokens: str | None) -> int | None:
         return next((vocabulary[token] for token in tokens if token in vocabulary), None)
@@ -138,7 +144,8 @@ def load_tokenizer(name: str) -> Tokenizer:
             found = library.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises nothing narrower
             raise DataError(
-                f"the tokenizer '{name}' cannot encode a text ({error}); repair its file, or give data.tokenizer another"
+                f"the tokenizer '{name}' cannot encode a text ({first_line(error)}); repair its file, or give data.tokenizer "
+                "another"
             ) from error
         return [np.array(encoding.ids, np.uint32) for encoding in found]
 
@@ -146,7 +153,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         before, after = _added(library, vocabulary)
     except Exception as error:  # as above
         raise DataError(
-            f"the tokenizer '{name}' cannot encode a text ({error}); repair its file, or give data.tokenizer another"
+            f"the tokenizer '{name}' cannot encode a text ({first_line(error)}); repair its file, or give data.tokenizer another"
         ) from error
     end = first(named.get("eos_token"), *END_TOKENS)
     after = after or (() if end is None else (end,))

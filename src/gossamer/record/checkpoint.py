@@ -179,7 +179,7 @@ def load(folder: Path, round: int, worker: int, digest: str | Lineage) -> Any:
     if size != content["bytes"]:
         raise CheckpointError(f"{where} {_of_another_size(size, content['bytes'])}; {instead}")
     if sha256 != content["sha256"]:
-        raise CheckpointError(f"{where} has changed: its sha256 was {content['sha256']} and is {sha256}; {instead}")
+        raise CheckpointError(f"{where} has changed: its sha256 was {content['sha256']:.64} and is {sha256}; {instead}")
     try:
         tensors = load_file(tensor_file)
         check_finite(tensors, where)
@@ -187,7 +187,9 @@ def load(folder: Path, round: int, worker: int, digest: str | Lineage) -> Any:
     except TrainingError as error:
         raise CheckpointError(f"{error}; {instead}") from None
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where} does not hold what its manifest describes ({error!r}); {instead}") from error
+        raise CheckpointError(
+            f"{where} does not hold what its manifest describes ({error!r:.200}); {instead}"
+        ) from error
 
 
 def fault(folder: Path, round: int, worker: int, digest: str | Lineage) -> Fault | None:

@@ -29,12 +29,22 @@ class PointResult(NamedTuple):
     """By what it was computed; None if that was not recorded."""
 
 
+_Curve = list[tuple[int | float, int | float | None]]
+
+
+@with_config({**RECORD, "extra": "allow"})
+class _Row(TypedDict):
+    loss_at_round: NotRequired[_Curve]
+    loss_at_bytes: NotRequired[_Curve]
+    loss_at_s: NotRequired[dict[str, _Curve]]
+
+
 @with_config(RECORD)
 class _Line(TypedDict):
     method: str
     at: dict[str, Any]
     seed: int
-    row: dict[str, Any]
+    row: _Row
     origin: NotRequired[Origin | None]
 
 
@@ -58,7 +68,7 @@ def read_results(file: Path) -> list[PointResult]:
 
 
 def _result(line: _Line) -> PointResult:
-    row = line["row"]
+    row: dict[str, Any] = {**line["row"]}
     row |= {key: _with_gaps(row[key]) for key in _CURVES if key in row}
     row["loss_at_s"] = {name: _with_gaps(curve) for name, curve in row.get("loss_at_s", {}).items()}
     return PointResult(line["method"], line["at"], line["seed"], row, line.get("origin"))

@@ -16,7 +16,7 @@ import textwrap
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, NotRequired, TypeVar, dataclass_transform, get_args, get_origin
@@ -61,6 +61,7 @@ RECORD = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 _DEEPEST = 32  # tables in tables; a run file has four
+_MOST_KEYS = 40  # that a sentence names
 _MOST_DROPPED = 8  # times that faults come to light when others are gone
 
 
@@ -474,9 +475,9 @@ def _sentence(items: list[ErrorDetails], place: _Place, where: str, root: Any) -
         return choose(what, key, known) + "; correct the name"
     if first["type"] == "missing" and first["loc"][-1:] == path[-1:]:
         key, near = path[-1], nearest(str(path[-1]), {*map(str, given)} - {*_hints(table), *_also(table)})
-        add = f"write '{near}' as '{key}'" if near else "add it"
+        add = f"write '{near:.60}' as '{key}'" if near else "add it"
         return (
-            f"{owner or 'this'} has the keys {sorted(given)} and '{key}' is needed too; {add}: {words_of(hint, name)}"
+            f"{owner or 'this'} has the keys {_shown(given)} and '{key}' is needed too; {add}: {words_of(hint, name)}"
         )
     if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
         key = first["ctx"]["discriminator"].strip("'")  # pyright: ignore[reportTypedDictNotRequiredAccess]
@@ -491,6 +492,13 @@ def _sentence(items: list[ErrorDetails], place: _Place, where: str, root: Any) -
             break
     shown = "an empty list" if given in ((), []) else f"{given!r:.60}"
     return f"{name or 'this'} is {shown} but must be {words_of(hint, name)}"
+
+
+def _shown(given: Iterable[object]) -> str:
+    """The keys of a table, as far as a sentence has room: those of a damaged file may be thousands, or as long as the file."""
+    keys = sorted(str(key) for key in given)
+    more = f", and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
+    return f"[{', '.join(f'{key!r:.60}' for key in keys[:_MOST_KEYS])}{more}]"
 
 
 def _within(path: tuple[Any, ...], location: tuple[int | str, ...]) -> list[int]:
@@ -610,5 +618,5 @@ def _extras(hint: Any) -> list[Any]:
 
 def _dotted(where: str, path: tuple[Any, ...]) -> str:
     """The name of a field: "network.wan.routes[0].latency_s"."""
-    parts = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
+    parts = (f"[{key}]" if isinstance(key, int) else f".{key:.60}" for key in path)
     return (where + "".join(parts)).removeprefix(".")

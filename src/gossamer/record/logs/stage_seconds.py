@@ -14,16 +14,41 @@ their seconds are priced, and without the outer bytes, which its trace has of wh
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from shlex import quote
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, NotRequired
+
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
 
 from gossamer.errors import ConfigError
-from gossamer.record.jsonl import json_line, json_lines, keep_before
+from gossamer.record.jsonl import json_line, keep_before, records
 from gossamer.record.whole_files import LineWriter, make_folder, worker_suffix
+from gossamer.settings.schema import RECORD, Records
 
 __all__ = ["STAGES_FILE", "StageLog", "StageSeconds", "end_logs_of_others", "read_stages", "stage_lines", "stage_log"]
 
 STAGES_FILE = "stages.jsonl"
 """That of a simulation."""
+
+
+_Whole = Annotated[int, Field(ge=0, lt=2**31)]
+_Bytes = Annotated[int, Field(ge=0, lt=2**63)]
+_Seconds = Annotated[float, Field(ge=0, lt=1e12)]
+
+
+@with_config(RECORD)
+class _Line(TypedDict):
+    round: _Whole
+    worker: _Whole
+    stage: _Whole
+    compute_s: _Seconds
+    wait_s: _Seconds
+    forward_bytes: _Bytes
+    backward_bytes: _Bytes
+    outer_bytes: NotRequired[_Bytes]
+    network: NotRequired[str]
+
+
+_LINES = Records[_Line](_Line)
 
 
 class StageSeconds(NamedTuple):
@@ -81,8 +106,7 @@ def end_logs_of_others(folder: Path, worker: int, parts: int, resume_round: int)
 
 
 def read_stages(folder: Path) -> Iterator[StageSeconds]:
-    """The lines of all stages of a run. Raises DataError for a line that is no JSON object."""
+    """The lines of all stages of a run. Raises: DataError for one that is none."""
     for path in sorted(folder.glob("stages*.jsonl")):
-        for _, line in json_lines(path):
-            known = {"outer_bytes": None, **line}
-            yield StageSeconds(**{name: known[name] for name in StageSeconds._fields if name in known})
+        for _, line in records(path, _LINES):
+            yield StageSeconds(**{"outer_bytes": None, **line})

@@ -144,7 +144,7 @@ class Store(NamedTuple):
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"the checkpoints of worker {worker} from {source.stages} stages do not fit this model and inner optimizer "
-                f"({error!r}); use the run file that wrote them, or remove them"
+                f"({error!r:.200}); use the run file that wrote them, or remove them"
             ) from None
 
     def take_over(self, worker: int, round: int, state: dict[str, Any], line: Lineage, new: Lineage) -> None:
