@@ -244,7 +244,7 @@ def test_auto_starts_again_when_some_never_had_a_checkpoint_and_not_when_one_has
         else:
             with pytest.raises(
                 CheckpointError,
-                match=r"for all 3 workers \(round 5: worker 1 has no checkpoint of it; round 4: .*--set run.elastic=true",
+                match=r"for all 3 workers \(round 5: worker 1 has no checkpoint of it; round 4: .*; bring sound files back, or",
             ):
                 simulate(config, folder, resume="auto")
 
