@@ -135,6 +135,7 @@ class RunFolder:
         void: whether a line of metrics of an earlier round is dropped too.
         threads: those of all workers where one process computes for them, and how many workers there are; None for one worker,
             with the threads of the calling thread.
+        computes: whether rounds are still to come, by this machine.
     Raises: ConfigError when a new run would mix with an old one, or a package that the config asks for is missing; DiskError,
         wherever it writes.
     """
@@ -150,6 +151,7 @@ class RunFolder:
         traced_per_round: int = 1,
         void: Callable[[Mapping[str, Any]], bool] = lambda line: False,
         threads: tuple[Threads, int] | None = None,
+        computes: bool = True,
     ) -> None:
         self.path = Path(path)
         self._traced_per_round, self._void = traced_per_round, void
@@ -170,6 +172,8 @@ class RunFolder:
         self._seconds: Appender | None = None
         self._prometheus: Exporter | None = None
         self._open(None if resume_round is None else self._cut(resume_round))
+        if not computes:
+            return
         since, here = resume_round or 0, this_machine()
         with closing(Appender(self._machines_path)) as machines:
             machines.write(machine_line(since, here) if threads is None else threads[0].lines(since, here, threads[1]))

@@ -1,6 +1,7 @@
 """Threads and kernels decide last digits, so a run is simulated with the threads of its workers and with kernels that repeat."""
 
 import os
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -69,6 +70,7 @@ def wide(tmp_path, monkeypatch):
     """Makes run files of a model with sums that threads share."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wide_sums", raising=False)  # that of an earlier test
     (tmp_path / "wide_sums.py").write_text(WIDE)
 
     def file(**settings):

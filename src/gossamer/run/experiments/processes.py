@@ -279,14 +279,18 @@ def _trained(
 
 
 def _was_stopped(config: RunConfig, folder: Path) -> bool:
-    """Whether the folder holds this very run up to a checkpoint."""
+    """Whether the folder holds this very run up to a checkpoint before its end."""
     if not (folder / "run.toml").exists():
         return False
     try:
         alike = digest(parse(load_run(folder))) == digest(config)
     except (ConfigError, DataError):
         return False
-    return alike and any(checkpoint.rounds(folder / "checkpoints", settings_of(config).owners[0]))
+    # One with a checkpoint of its end has no outcome, so its record is not whole.
+    return (
+        alike
+        and 0 < max(checkpoint.rounds(folder / "checkpoints", settings_of(config).owners[0]), default=0) < config.rounds
+    )
 
 
 def _empty(folder: Path) -> None:

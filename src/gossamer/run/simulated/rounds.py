@@ -107,6 +107,7 @@ class Rounds:
                 resume_round=self._cut,
                 traced_per_round=self._sends_per_round,
                 threads=(self._threads, config.owners.stop),
+                computes=self.finished < config.rounds,
             ) as self._record,
         ):
             note_inputs(config, self.task, self.folder, None)

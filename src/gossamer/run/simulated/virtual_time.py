@@ -101,6 +101,7 @@ class Events:
                 config.record,
                 resume_round=cut,
                 threads=(self._threads, config.owners.stop),
+                computes=self.finished < config.rounds,
             ) as self._record,
             EventWriter(self.folder, network=self._name, workers=config.workers, resume_round=cut) as self._log,
             self._lanes.opened(),
