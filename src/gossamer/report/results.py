@@ -1,11 +1,11 @@
 """The runs of an experiment that have ended, as `outcomes.jsonl` keeps them, a line each."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, NotRequired
+from typing import Annotated, Any, NamedTuple, NotRequired
 
-from pydantic import with_config
+from pydantic import Field, WrapValidator, with_config
 from typing_extensions import TypedDict
 
 from gossamer.record.folder import finite
@@ -29,14 +29,19 @@ class PointResult(NamedTuple):
     """By what it was computed; None if that was not recorded."""
 
 
-_Curve = list[tuple[int | float, int | float | None]]
+_Point = Annotated[list[int | float | None], Field(min_length=2, max_length=2)]
 
 
 @with_config({**RECORD, "extra": "allow"})
-class _Row(TypedDict):
-    loss_at_round: NotRequired[_Curve]
-    loss_at_bytes: NotRequired[_Curve]
-    loss_at_s: NotRequired[dict[str, _Curve]]
+class _Curves(TypedDict):
+    loss_at_round: NotRequired[list[_Point]]
+    loss_at_bytes: NotRequired[list[_Point]]
+    loss_at_s: NotRequired[dict[str, list[_Point]]]
+
+
+def _as_it_is(row: dict[str, Any], validate: Callable[[Any], Any]) -> dict[str, Any]:
+    validate(row)
+    return row  # with its keys in their order: a line that is written again is the same line
 
 
 @with_config(RECORD)
@@ -44,7 +49,7 @@ class _Line(TypedDict):
     method: str
     at: dict[str, Any]
     seed: int
-    row: _Row
+    row: Annotated[_Curves, WrapValidator(_as_it_is)]
     origin: NotRequired[Origin | None]
 
 
