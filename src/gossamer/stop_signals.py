@@ -32,9 +32,8 @@ __all__ = [
     "without_lost_terminal",
 ]
 
-STOP_SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
-)  # Windows has no SIGHUP
+# Windows has no SIGHUP.
+STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 ONE_WISH_S = 1.0
 """Signals within so long after the first are part of it: shells, launchers and impatient hands send several for one wish."""
 _asked_s = -math.inf

@@ -100,9 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         # A terminal or a locale without some character shows another in its place: that must not end a command.
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
-            with contextlib.suppress(
-                OSError
-            ):  # a worker's stream may be a pipe by now; it is reconfigured nevertheless
+            # A worker's stream may be a pipe by now; it is reconfigured nevertheless.
+            with contextlib.suppress(OSError):
                 stream.reconfigure(errors="replace")
     try:
         return _code_of(argv)

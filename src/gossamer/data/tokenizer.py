@@ -143,18 +143,13 @@ def load_tokenizer(name: str) -> Tokenizer:
         try:
             found = library.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises nothing narrower
-            raise DataError(
-                f"the tokenizer '{name}' cannot encode a text ({first_line(error)}); repair its file, or give data.tokenizer "
-                "another"
-            ) from error
+            raise _cannot_encode(name, error) from error
         return [np.array(encoding.ids, np.uint32) for encoding in found]
 
     try:
         before, after = _added(library, vocabulary)
     except Exception as error:  # as above
-        raise DataError(
-            f"the tokenizer '{name}' cannot encode a text ({first_line(error)}); repair its file, or give data.tokenizer another"
-        ) from error
+        raise _cannot_encode(name, error) from error
     end = first(named.get("eos_token"), *END_TOKENS)
     after = after or (() if end is None else (end,))
     pad = first(named.get("pad_token"), padding.get("pad_token"), *PAD_TOKENS)
@@ -168,6 +163,12 @@ def load_tokenizer(name: str) -> Tokenizer:
         token=library.id_to_token,
         json=as_json,
         special=special,
+    )
+
+
+def _cannot_encode(name: str, error: Exception) -> DataError:
+    return DataError(
+        f"the tokenizer '{name}' cannot encode a text ({first_line(error)}); repair its file, or give data.tokenizer another"
     )
 
 

@@ -233,13 +233,8 @@ def saved_text(store: Path) -> str:
         try:
             round, worker = (int(match[1]) for match in numbers if match)
             data = dict(dict(_manifest(path, round, worker, None)["state"]["dict"])["data"]["dict"])
-        except (
-            CheckpointError,
-            KeyError,
-            TypeError,
-            ValueError,
-        ):  # what is damaged, or has no text of its own, says nothing
-            continue
+        except (CheckpointError, KeyError, TypeError, ValueError):
+            continue  # what is damaged, or has no text, says nothing
         if isinstance(found := data.get("fingerprint"), str):
             return found
     return ""

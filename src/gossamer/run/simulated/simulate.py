@@ -66,9 +66,8 @@ def simulate(
 
     A run in rounds computes bit for bit what real processes compute: those of `gossamer train` on this machine, and at one thread
     those of your own loop with `gossamer.Outer` and the same functions, if it calls `torch.manual_seed(seed)` before it makes its
-    model. Where
-    a forward pass draws random numbers, your loop must take them from `outer.drawing()`. A run whose local steps adapt
-    (`run.adapt`) follows the clock there, and the seconds of the declared network here. An asynchronous run takes place in
+    model. Where a forward pass draws random numbers, your loop must take them from `outer.drawing()`. A run whose local steps
+    adapt (`run.adapt`) follows the clock there, and the seconds of the declared network here. An asynchronous run takes place in
     virtual time.
 
     >>> import gossamer, torch

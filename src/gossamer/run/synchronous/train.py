@@ -226,17 +226,18 @@ def _train_rounds(
     journal = Journal(config, lambda: record, _validator(config, trainer), save, kind="validation")
     if not first:
         journal.begin(worker=member.worker)
-    stopped, unreadable = None, list[DataError]()
+    stopped: int | None = None
+    unreadable: DataError | None = None
     asked.left_s, asked.at_once = lambda: worker.replica.phase_left_s, False
-    stopping = open_.enter_context(Stopping(member, lambda: asked.is_set() or bool(unreadable), first))
+    stopping = open_.enter_context(Stopping(member, lambda: asked.is_set() or unreadable is not None, first))
     stopwatch.start()
     for round in range(first, config.rounds):
-        if not unreadable:
+        if unreadable is None:
             try:
                 worker.replica.read_ahead(min(AHEAD, round - first + 1, config.rounds - round))
             except DataError as error:
                 log.warning("%s; all workers are asked to stop after a round and to save", error)
-                unreadable.append(error)
+                unreadable = error
         report, deliveries = _trained_round(trainer, round, config, log_of_stages)
         journal.enter(worker, round, report)
         if worker.pacer is not None and round + 1 < config.rounds:
@@ -250,7 +251,7 @@ def _train_rounds(
             break
     for transport in trainer.transports:
         transport.close()
-    return stopped, (unreadable or [None])[0]
+    return stopped, unreadable
 
 
 def _trained_round(
