@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-from silent_relay import SilentRelay, silent_relay
 
 from commands import Command, free_port
 from gossamer.cli import main
@@ -22,6 +21,7 @@ from gossamer.transport.elastic.transport import ElasticTransport
 from gossamer.transport.secret import folder_secret
 from gossamer.transport.sockets.connection import Endpoint
 from gossamer.transport.sockets.header import Limits
+from silent_relay import SilentRelay, silent_relay
 from tiny import single as tiny
 
 pytestmark = pytest.mark.usefixtures("forks")
