@@ -67,16 +67,26 @@ def document(method: str, seed: int, *, defended: bool, options: Mapping[str, An
     rule, topology, defence = METHODS[method]
     defence = dict(defence if options is None else options)
     return {
-        "name": "attacks", "workers": WORKERS, "seed": seed, "rule": {**rule, **(defence if defended else {})},
-        "topology": topology, "model": {"size": "0.2m", "layers": 2},
+        "name": "attacks",
+        "workers": WORKERS,
+        "seed": seed,
+        "rule": {**rule, **(defence if defended else {})},
+        "topology": topology,
+        "model": {"size": "0.2m", "layers": 2},
         "data": {"source": "stdlib", "seq_len": 64, "batch_size": 4},
         "inner": {"lr": 2e-3, "clip": 1.0, "schedule": "cosine", "warmup_steps": 15},
         "run": {
-            "steps": ROUNDS * LOCAL_STEPS, "local_steps": LOCAL_STEPS, "eval_every": 0, "eval_batches": 64,
-            "checkpoint_every": 0, "batched": WORKERS, "device": "cpu", "threads": 1,
+            "steps": ROUNDS * LOCAL_STEPS,
+            "local_steps": LOCAL_STEPS,
+            "eval_every": 0,
+            "eval_batches": 64,
+            "checkpoint_every": 0,
+            "batched": WORKERS,
+            "device": "cpu",
+            "threads": 1,
         },
         "record": {"export": False, "tensorboard": False},
-    }  # fmt: skip
+    }
 
 
 def made(case: Case, options: Mapping[str, Any] | None = None) -> Line:
@@ -111,9 +121,13 @@ def made(case: Case, options: Mapping[str, Any] | None = None) -> Line:
     distrusts = config.in_rounds.rule.distrusts
     told = sum(distrusts(one.part.s) for one in counts).tolist() if distrusts is not None else None
     return {
-        **case._asdict(), "loss": None if found is None else found.loss, "ended": ended, "counted": told,
-        "disagreement": None if found is None else found.disagreement, "cpu_s": round(time.process_time() - began, 1),
-    }  # fmt: skip
+        **case._asdict(),
+        "loss": None if found is None else found.loss,
+        "ended": ended,
+        "counted": told,
+        "disagreement": None if found is None else found.disagreement,
+        "cpu_s": round(time.process_time() - began, 1),
+    }
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
@@ -133,9 +147,12 @@ def page(lines: Sequence[Line]) -> str:
         for kind in ("none", *ATTACKS):
             against = (lambda seed: Case(method, False, "none", seed)) if kind == "none" else None  # noqa: B023
             pairs = [
-                (loss[Case(method, True, kind, seed)], loss[against(seed) if against else Case(method, False, "alone", seed)])
+                (
+                    loss[Case(method, True, kind, seed)],
+                    loss[against(seed) if against else Case(method, False, "alone", seed)],
+                )
                 for seed in seeds
-            ]  # fmt: skip
+            ]
             if any(one is None for one, _ in pairs):
                 cells.append("ended")
                 beyond.append(f"{method}, {kind}: {sum(one is None for one, _ in pairs)} of {len(pairs)} runs ended")

@@ -21,8 +21,21 @@ COMMANDS = {
     "simulator": ("simulator.py", "--steps", "24", "--repeats", "5"),
     "own": ("simulator.py", "--steps", "24", "--repeats", "5", "--own"),
     "batched": (
-        "simulator.py", "--size", "0.2m", "--layers", "2", "--sequences", "4", "--seq-len", "64", "--batched", "8", "--steps",
-        "240", "--repeats", "5",
+        "simulator.py",
+        "--size",
+        "0.2m",
+        "--layers",
+        "2",
+        "--sequences",
+        "4",
+        "--seq-len",
+        "64",
+        "--batched",
+        "8",
+        "--steps",
+        "240",
+        "--repeats",
+        "5",
     ),
     "many_workers": ("many_workers.py",),
     "prices": ("prices.py",),
@@ -39,7 +52,7 @@ COMMANDS = {
     "checks": ("checks.py",),
     "finite": ("finite.py",),
     "peers": ("peers.py",),
-}  # fmt: skip
+}
 BETWEEN = {
     "simulator / (cores": "not profiled; single runs reached 0.87 to 0.94",
     "compiled in bf16 / simulator": "not profiled: the optimizer's step and the outer update are not in bf16",

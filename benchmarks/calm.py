@@ -33,14 +33,23 @@ Line = Mapping[str, Any]
 def document(workers: int, rounds: int, *, elastic: bool) -> dict[str, Any]:
     """The run file."""
     return {
-        "name": "calm", "method": "gasloc", "workers": workers, "model": {"size": "1m"},
+        "name": "calm",
+        "method": "gasloc",
+        "workers": workers,
+        "model": {"size": "1m"},
         "data": {"source": str(ROOT / "docs" / "adr"), "seq_len": 64, "batch_size": 4},
         "run": {
-            "steps": rounds * LOCAL_STEPS, "local_steps": LOCAL_STEPS, "elastic": elastic, "eval_every": 0, "eval_batches": 1,
-            "checkpoint_every": 0, "threads": 1, "device": "cpu",
+            "steps": rounds * LOCAL_STEPS,
+            "local_steps": LOCAL_STEPS,
+            "elastic": elastic,
+            "eval_every": 0,
+            "eval_batches": 1,
+            "checkpoint_every": 0,
+            "threads": 1,
+            "device": "cpu",
         },
         "record": {"export": False, "tensorboard": False},
-    }  # fmt: skip
+    }
 
 
 def made(pair: int, workers: int, rounds: int, folder: Path, *, elastic: bool) -> Line:
@@ -53,9 +62,13 @@ def made(pair: int, workers: int, rounds: int, folder: Path, *, elastic: bool) -
     rows = [one for one in read_seconds(folder / "run") if 0 < one.round < rounds - 1]
     shutil.rmtree(folder)
     return {
-        "pair": pair, "elastic": elastic, "workers": workers, "rounds": rounds,
-        "round_s": median(row.total_s for row in rows), **{part: median(seconds(row, part) for row in rows) for part in PARTS},
-    }  # fmt: skip
+        "pair": pair,
+        "elastic": elastic,
+        "workers": workers,
+        "rounds": rounds,
+        "round_s": median(row.total_s for row in rows),
+        **{part: median(seconds(row, part) for row in rows) for part in PARTS},
+    }
 
 
 def seconds(row: RoundSeconds, part: str) -> float:
@@ -74,9 +87,7 @@ def interval(values: Sequence[float], confidence: float = 0.9) -> tuple[float, f
 
 def page(lines: Sequence[Line], note: str) -> str:
     """The page of results."""
-    pairs = [
-        (a, b) for a in lines if not a["elastic"] for b in lines if b["elastic"] and a["pair"] == b["pair"]
-    ]  # fmt: skip
+    pairs = [(a, b) for a in lines if not a["elastic"] for b in lines if b["elastic"] and a["pair"] == b["pair"]]
     ratios = [b["round_s"] / a["round_s"] - 1 for a, b in pairs]
     low, high = interval(ratios)
     rows = [

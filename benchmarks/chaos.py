@@ -149,12 +149,20 @@ def document(trial: Trial) -> dict[str, Any]:
         "model": {"hidden_size": 16, "layers": 2, "heads": 2, "kv_heads": 2, "intermediate_size": 32},
         "data": {"source": str(ROOT / "docs" / "adr"), "seq_len": 16, "batch_size": 2},
         "run": {
-            "steps": rounds * LOCAL_STEPS, "local_steps": LOCAL_STEPS, "eval_every": 0, "eval_batches": 1,
-            "checkpoint_every": 8 * LOCAL_STEPS, "threads": 1, "device": "cpu", "elastic": True, "timeout_s": TIMEOUT_S,
-            "pace_s": PACE_S, "rejoin_rounds": ROUNDS if trial.seed % 4 > 1 else 2,
+            "steps": rounds * LOCAL_STEPS,
+            "local_steps": LOCAL_STEPS,
+            "eval_every": 0,
+            "eval_batches": 1,
+            "checkpoint_every": 8 * LOCAL_STEPS,
+            "threads": 1,
+            "device": "cpu",
+            "elastic": True,
+            "timeout_s": TIMEOUT_S,
+            "pace_s": PACE_S,
+            "rejoin_rounds": ROUNDS if trial.seed % 4 > 1 else 2,
         },
         "record": {"tensorboard": False, "export": False},
-    }  # fmt: skip
+    }
 
 
 # --- kinds of trials --------------------------------------------------------------------------------------------------
@@ -279,9 +287,16 @@ def mixed(run: Running) -> None:
 
 
 KINDS: dict[str, Callable[..., None]] = {
-    "kill": kill, "leader": leader, "three": three, "pause": pause, "leave": leave, "disk": disk, "partition": partition,
-    "stop": stop, "mixed": mixed,
-}  # fmt: skip
+    "kill": kill,
+    "leader": leader,
+    "three": three,
+    "pause": pause,
+    "leave": leave,
+    "disk": disk,
+    "partition": partition,
+    "stop": stop,
+    "mixed": mixed,
+}
 
 
 def trials(kinds: Sequence[str], seeds: int) -> Iterator[Trial]:
@@ -339,10 +354,13 @@ def measured(trial: Trial, seen: Seen, values: dict[str, Any], out: Path) -> dic
     line: dict[str, Any] = {
         "faults": [f.what for f in seen.faults for _ in (f.numbers if f.what != "partition" else "1")],
         "pause_s": [max(pauses(seen, fault), default=0.0) for fault in seen.faults if fault.what != "disk"],
-        "join_s": [one.ready_s for one in came], "start_s": [one.start_s for one in came],
-        "own": sum(one.own for one in came), "hashes": sum(one.hash_is_donors for one in came), "problems": problems(seen),
+        "join_s": [one.ready_s for one in came],
+        "start_s": [one.start_s for one in came],
+        "own": sum(one.own for one in came),
+        "hashes": sum(one.hash_is_donors for one in came),
+        "problems": problems(seen),
         **values,
-    }  # fmt: skip
+    }
     line["problems"] += [
         "a newcomer trained on other parameters than its donor's" for one in came if not (one.own or one.hash_is_donors)
     ]

@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-__all__ = ["page"]
-
 Line = Mapping[str, Any]
 
 WHAT = {
@@ -24,7 +22,7 @@ NAMES = {"gossip": "GASLoC", "mean": "DiLoCo"}
 
 def page(
     lines: Sequence[Line], *, timeout_s: float, pace_s: float, local_steps: int, rounds: int, note: str = ""
-) -> str:  # fmt: skip
+) -> str:
     """The results file.
 
     Args: `note` says on what machine, if it matters; the seconds and steps are those of the trials.

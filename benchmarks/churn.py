@@ -46,14 +46,23 @@ Lines = Mapping[tuple[str, int, str], Mapping[str, Any]]
 def document(method: str, seed: int, rounds: int) -> dict[str, Any]:
     """The run of one seed."""
     return {
-        "name": "churn", "method": method, "workers": WORKERS, "seed": seed, "model": {"size": "0.2m"},
-        "data": {"source": "stdlib", "seq_len": 64, "batch_size": 4}, "inner": {"lr": 2e-3, "clip": 1.0, "warmup_steps": 20},
+        "name": "churn",
+        "method": method,
+        "workers": WORKERS,
+        "seed": seed,
+        "model": {"size": "0.2m"},
+        "data": {"source": "stdlib", "seq_len": 64, "batch_size": 4},
+        "inner": {"lr": 2e-3, "clip": 1.0, "warmup_steps": 20},
         "run": {
-            "steps": rounds * LOCAL_STEPS, "local_steps": LOCAL_STEPS, "elastic": True, "eval_every": 0, "eval_batches": 256,
+            "steps": rounds * LOCAL_STEPS,
+            "local_steps": LOCAL_STEPS,
+            "elastic": True,
+            "eval_every": 0,
+            "eval_batches": 256,
             "checkpoint_every": 0,
         },
         "record": {"export": False, "tensorboard": False},
-    }  # fmt: skip
+    }
 
 
 def write_log(config: RunConfig, folder: Path, kind: str) -> int:
@@ -85,8 +94,11 @@ def write_log(config: RunConfig, folder: Path, kind: str) -> int:
             lives[slot] += 1
             donor = draw.choice(sorted(everyone - hit))
             donor, after = {
-                "calm": (slot, round + 1), "churn": (donor, round), "fresh": (donor, round + 1), "own": (slot, round)
-            }[kind]  # fmt: skip
+                "calm": (slot, round + 1),
+                "churn": (donor, round),
+                "fresh": (donor, round + 1),
+                "own": (slot, round),
+            }[kind]
             logs[slot].begin(Begun(round + 1, after, donor, steps[slot], lives[slot]))
     (folder / "run.toml").write_text(dump(config))
     for log in logs:

@@ -81,10 +81,16 @@ def main() -> None:
         sent = nbytes(payload)
         pays_below = 8 * (size - sent) / (encode_s + decode_s)
         row = (
-            f"{8 * sent / args.numel:.4f}", f"{size / sent:.1f}", f"{copy_s * 1e3:.1f}", f"{encode_s * 1e3:.1f}",
+            f"{8 * sent / args.numel:.4f}",
+            f"{size / sent:.1f}",
+            f"{copy_s * 1e3:.1f}",
+            f"{encode_s * 1e3:.1f}",
             f"{decode_s * 1e3:.1f}",
-            f"{size / (encode_s + decode_s) / 1e9:.2f}", f"{of_copy:.3f}", f"{pays_below / 1e9:.2f} Gb/s", f"{error:.4f}",
-        )  # fmt: skip
+            f"{size / (encode_s + decode_s) / 1e9:.2f}",
+            f"{of_copy:.3f}",
+            f"{pays_below / 1e9:.2f} Gb/s",
+            f"{error:.4f}",
+        )
         print(("{:<18}" + "{:>12}" * 9).format(name, *row), flush=True)
     for name, aim in AIMS.items():
         print(f"{name}, encoded and decoded, of a copy's speed = {reached[name]:.3f}   (aim {aim})")

@@ -39,10 +39,14 @@ def run_of(method: dict[str, str]) -> RunConfig:
     """Two workers with a model of 1M parameters."""
     return parse(
         {
-            "workers": 2, **method, "model": {"size": "1m"}, "data": {"seq_len": 64, "batch_size": 4, "max_bytes": 1_000_000},
-            "run": {"steps": 2 * LOCAL_STEPS, "local_steps": LOCAL_STEPS, "device": "cpu"}, "record": {"export": False},
+            "workers": 2,
+            **method,
+            "model": {"size": "1m"},
+            "data": {"seq_len": 64, "batch_size": 4, "max_bytes": 1_000_000},
+            "run": {"steps": 2 * LOCAL_STEPS, "local_steps": LOCAL_STEPS, "device": "cpu"},
+            "record": {"export": False},
         }
-    )  # fmt: skip
+    )
 
 
 def workers_of(config: RunConfig) -> list[Worker]:

@@ -30,8 +30,6 @@ from gossamer.cli.train import import_early
 from gossamer.transport.processes.store import hosted_store
 from gossamer.transport.secret import SECRET
 
-__all__ = ["Fleet", "Mark", "Place", "Process", "network", "sh"]
-
 
 class Place(NamedTuple):
     """Where a worker runs."""
@@ -138,9 +136,12 @@ class Fleet:
         """Starts all workers of a run."""
         self._store = hosted_store(self._address, 0)
         here = {
-            "MASTER_ADDR": self._address, "MASTER_PORT": str(self._store.port), "WORLD_SIZE": str(len(places)),
-            "LOCAL_WORLD_SIZE": str(len(places)), "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }  # fmt: skip
+            "MASTER_ADDR": self._address,
+            "MASTER_PORT": str(self._store.port),
+            "WORLD_SIZE": str(len(places)),
+            "LOCAL_WORLD_SIZE": str(len(places)),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
         return [self._one(words, place, {**here, "RANK": str(i), "LOCAL_RANK": "0"}) for i, place in enumerate(places)]
 
     def join(self, words: list[str], place: Place) -> Process:
@@ -219,7 +220,7 @@ def _take_notes(path: Path) -> None:
 
     def training(
         self: Replica, round: int, start: int, stop: int, after_step: Callable[[], None] = lambda: None
-    ) -> LocalPhase:  # fmt: skip
+    ) -> LocalPhase:
         note("train", self.index, round, self.evaluated)
         try:
             return train(self, round, start, stop, after_step)

@@ -90,8 +90,9 @@ def codecs(numel: int, copied: float) -> None:
         ratio = 8 * numel / (encode_s + decode_s) / copied
         print(
             f"{name}: encode {encode_s * 1e3:.2f} ms, decode {decode_s * 1e3:.2f} ms, {8 * nbytes(payload) / numel:.2f} bits a "
-            f"number, together {ratio:.3f} of a copy's speed", flush=True,
-        )  # fmt: skip
+            f"number, together {ratio:.3f} of a copy's speed",
+            flush=True,
+        )
 
 
 def exchange(argv: Sequence[str]) -> int:
@@ -140,16 +141,25 @@ def exchange(argv: Sequence[str]) -> int:
 def training(steps: int, compile: bool = False) -> None:
     """Tokens per second of a simulation of two workers beside a plain loop."""
     sequences, seq_len = 16, 1024
-    config = parse({
-        "workers": 2, "rule": {"name": "gasloc"}, "topology": {"name": "random"}, "model": {"size": "134m"},
-        "data": {"batch_size": sequences, "seq_len": seq_len},
-        "inner": {"clip": 1.0, "autocast": "bf16", "compile": compile},
-        "run": {
-            "steps": steps, "local_steps": steps // 2, "eval_every": 0, "eval_batches": 1, "checkpoint_every": 0,
-            "device": "cuda",
-        },
-        "record": {"tensorboard": False, "export": False},
-    })  # fmt: skip
+    config = parse(
+        {
+            "workers": 2,
+            "rule": {"name": "gasloc"},
+            "topology": {"name": "random"},
+            "model": {"size": "134m"},
+            "data": {"batch_size": sequences, "seq_len": seq_len},
+            "inner": {"clip": 1.0, "autocast": "bf16", "compile": compile},
+            "run": {
+                "steps": steps,
+                "local_steps": steps // 2,
+                "eval_every": 0,
+                "eval_batches": 1,
+                "checkpoint_every": 0,
+                "device": "cuda",
+            },
+            "record": {"tensorboard": False, "export": False},
+        }
+    )
     with tempfile.TemporaryDirectory() as folder:
         seconds = simulate(config, Path(folder) / "run").trace.compute_s[-1].sum()  # of a round in which nothing is new
     simulated = config.workers * config.full_steps * sequences * seq_len / seconds
@@ -173,8 +183,9 @@ def training(steps: int, compile: bool = False) -> None:
     how = ", compiled" if compile else ""
     print(
         f"training{how}: plain loop {ahead:,.0f} tokens/s, {plain:,.0f} where each step is waited for, simulation "
-        f"{simulated:,.0f}, ratio = {simulated / ahead:.2f}", flush=True,
-    )  # fmt: skip
+        f"{simulated:,.0f}, ratio = {simulated / ahead:.2f}",
+        flush=True,
+    )
 
 
 def main() -> None:

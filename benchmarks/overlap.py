@@ -94,11 +94,18 @@ def run(case: Case, places: list[str], pace_s: float) -> tuple[Trace, float]:
         "model": {"size": SIZE},
         "data": {"seq_len": 64, "batch_size": 2, "max_bytes": 2_000_000},
         "run": {
-            "steps": ROUNDS * LOCAL_STEPS, "local_steps": LOCAL_STEPS, "eval_every": 0, "eval_batches": 1,
-            "checkpoint_every": 0, "device": "cpu", "backend": "gloo", "threads": 1, "pace_s": pace_s,
+            "steps": ROUNDS * LOCAL_STEPS,
+            "local_steps": LOCAL_STEPS,
+            "eval_every": 0,
+            "eval_batches": 1,
+            "checkpoint_every": 0,
+            "device": "cpu",
+            "backend": "gloo",
+            "threads": 1,
+            "pace_s": pace_s,
         },
         "record": {"tensorboard": False, "export": False},
-    }  # fmt: skip
+    }
     fragments = case.schedule.get("fragments", 1)
     with tempfile.TemporaryDirectory() as folder:
         file, out = Path(folder) / "run.toml", Path(folder) / "run"

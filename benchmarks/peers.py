@@ -69,10 +69,14 @@ def measured(side: str, python: str) -> dict[str, Any]:
     started = [
         subprocess.Popen(
             [python, str(ROOT / "benchmarks" / "peers_sides.py"), side, str(rank), str(port), str(ROUNDS)],
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment, start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+            start_new_session=True,
         )
         for rank in range(1 if side in ALONE else WORKERS)
-    ]  # fmt: skip
+    ]
     try:
         while any(one.poll() is None for one in started):
             if time.perf_counter() > began + LIMIT_S or any(one.poll() for one in started):
@@ -248,8 +252,9 @@ def draw(runs: Sequence[Run], file: Path) -> None:
         axes.barh(
             [row + 0.27 * (place - 1) for row in range(len(found))],
             [times * one[number] / 1e3 for one in found.values()],
-            0.25, label=label,
-        )  # fmt: skip
+            0.25,
+            label=label,
+        )
     axes.set_yticks(range(len(found)), list(found))
     axes.invert_yaxis()
     axes.set_xlabel("thousand tokens per second, all workers together")

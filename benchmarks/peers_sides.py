@@ -92,11 +92,25 @@ def simulated(rounds: int) -> None:
     model, batch, loss = torch_parts(clock)
     with tempfile.TemporaryDirectory() as folder:
         gossamer.simulate(
-            model=model, data=batch, loss=loss, optimizer=lambda p: torch.optim.AdamW(p, LR), method="diloco",
-            validation=lambda k: batch(0, 1), workers=WORKERS, local_steps=LOCAL_STEPS, rounds=rounds, out=folder + "/run",
-            settings={"run.eval_every": 0, "run.eval_batches": 1, "run.checkpoint_every": 0, "record.tensorboard": False,
-                      "record.export": False, "run.device": "cpu"},
-        )  # fmt: skip
+            model=model,
+            data=batch,
+            loss=loss,
+            optimizer=lambda p: torch.optim.AdamW(p, LR),
+            method="diloco",
+            validation=lambda k: batch(0, 1),
+            workers=WORKERS,
+            local_steps=LOCAL_STEPS,
+            rounds=rounds,
+            out=folder + "/run",
+            settings={
+                "run.eval_every": 0,
+                "run.eval_batches": 1,
+                "run.checkpoint_every": 0,
+                "record.tensorboard": False,
+                "record.export": False,
+                "run.device": "cpu",
+            },
+        )
     clock.say(None, "torch", "gossamer")
 
 
@@ -229,10 +243,21 @@ def _torchft(model: Any, inner: Any, rank: int, port: int) -> None:
     dist.barrier()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=timeout), load_state_dict=None, state_dict=None, min_replica_size=WORKERS,
-        use_async_quorum=False, init_sync=False, replica_id=f"replica{rank}", lighthouse_addr=f"http://{address}",
-        timeout=timeout, hostname="127.0.0.1", rank=0, world_size=1, store_addr="127.0.0.1", store_port=store.port,
-    )  # fmt: skip
+        pg=ProcessGroupGloo(timeout=timeout),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=WORKERS,
+        use_async_quorum=False,
+        init_sync=False,
+        replica_id=f"replica{rank}",
+        lighthouse_addr=f"http://{address}",
+        timeout=timeout,
+        hostname="127.0.0.1",
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+    )
     outer = torch.optim.SGD(model.parameters(), OUTER_LR, momentum=MOMENTUM, nesterov=True)
     DiLoCo(manager, [model], inner, outer, sync_every=LOCAL_STEPS).__enter__()
     model.kept = (house, store, manager)  # as long as the model
@@ -256,12 +281,22 @@ def vmapped(rounds: int) -> None:
         for own in jax.random.split(key, LAYERS):
             a, b, c, d = jax.random.split(own, 4)
             blocks.append(
-                {"before": norm(), "qkv": dense(a, WIDTH, 3 * WIDTH), "out": dense(b, WIDTH, WIDTH), "between": norm(),
-                 "up": dense(c, WIDTH, 4 * WIDTH), "down": dense(d, 4 * WIDTH, WIDTH)}
-            )  # fmt: skip
+                {
+                    "before": norm(),
+                    "qkv": dense(a, WIDTH, 3 * WIDTH),
+                    "out": dense(b, WIDTH, WIDTH),
+                    "between": norm(),
+                    "up": dense(c, WIDTH, 4 * WIDTH),
+                    "down": dense(d, 4 * WIDTH, WIDTH),
+                }
+            )
         tokens, places = jax.random.split(jax.random.fold_in(key, 1))
-        return {"tokens": jax.random.normal(tokens, (VOCABULARY, WIDTH)), "blocks": blocks, "last": norm(),
-                "places": jax.random.normal(places, (LENGTH, WIDTH))}  # fmt: skip
+        return {
+            "tokens": jax.random.normal(tokens, (VOCABULARY, WIDTH)),
+            "blocks": blocks,
+            "last": norm(),
+            "places": jax.random.normal(places, (LENGTH, WIDTH)),
+        }
 
     def apply(layer: dict[str, Any], x: Any) -> Any:
         return x @ layer["w"] + layer["b"]

@@ -30,20 +30,43 @@ ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
 WORKERS, ROUNDS = 16, 10
 RUN = {
-    "name": "gossip", "workers": WORKERS, "seed": 4, "rule": {"name": "gasloc"}, "topology": {"name": "random", "peers": 1},
-    "model": {"size": "0.2m"}, "data": {"source": str(ROOT / "docs" / "adr"), "seq_len": 32, "batch_size": 4},
+    "name": "gossip",
+    "workers": WORKERS,
+    "seed": 4,
+    "rule": {"name": "gasloc"},
+    "topology": {"name": "random", "peers": 1},
+    "model": {"size": "0.2m"},
+    "data": {"source": str(ROOT / "docs" / "adr"), "seq_len": 32, "batch_size": 4},
     "inner": {"lr": 3e-3, "warmup_steps": 20},
     "run": {"steps": 5 * ROUNDS, "local_steps": 5, "eval_every": 5, "eval_batches": 2, "threads": 1},
-    "record": {"export": False}, "network": {"home": {
-        "uplink_bps": [*[2e7] * (WORKERS - 1), 2e6], "downlink_bps": 1e8, "latency_s": 0.03, "step_s": 0.2,
-    }},
-}  # fmt: skip
+    "record": {"export": False},
+    "network": {
+        "home": {
+            "uplink_bps": [*[2e7] * (WORKERS - 1), 2e6],
+            "downlink_bps": 1e8,
+            "latency_s": 0.03,
+            "step_s": 0.2,
+        }
+    },
+}
 PLAYED = {
-    8: [["slow", 7]], 13: [["method", "gasloc"]], 22: [["mend", 7]], 30: [["kill", 3]], 38: [["revive", 3]], 44: [["cut"]],
-    62: [["method", "diloco"]], 70: [["heal"]], 77: [["local_steps", 1]], 90: [["local_steps", 40]],
-    95: [["local_steps", 10], ["method", "gasloc"], ["momentum", 0.95]], 120: [["momentum", 0.3]], 136: [["method", "gossip"]],
-    142: [["kill", 1], ["kill", 4], ["kill", 6]], 150: [["revive", 1], ["revive", 4], ["revive", 6]], 158: [["method", "diloco"]],
-}  # fmt: skip
+    8: [["slow", 7]],
+    13: [["method", "gasloc"]],
+    22: [["mend", 7]],
+    30: [["kill", 3]],
+    38: [["revive", 3]],
+    44: [["cut"]],
+    62: [["method", "diloco"]],
+    70: [["heal"]],
+    77: [["local_steps", 1]],
+    90: [["local_steps", 40]],
+    95: [["local_steps", 10], ["method", "gasloc"], ["momentum", 0.95]],
+    120: [["momentum", 0.3]],
+    136: [["method", "gossip"]],
+    142: [["kill", 1], ["kill", 4], ["kill", 6]],
+    150: [["revive", 1], ["revive", 4], ["revive", 6]],
+    158: [["method", "diloco"]],
+}
 """What is done before which rounds of the film of the site."""
 PLAYED_ROUNDS = 166
 SEEN = 57
@@ -147,8 +170,10 @@ def photographs(report: Path, calculator: Path, film: Path) -> None:
     with sync_playwright() as playwright:
         browser: Any = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for name, page, width, height, scheme in (
-            ("phone", report, 400, 1000, "dark"), ("plan", calculator, 1100, 830, "light"), ("play", film, 1180, 1010, "light"),
-        ):  # fmt: skip
+            ("phone", report, 400, 1000, "dark"),
+            ("plan", calculator, 1100, 830, "light"),
+            ("play", film, 1180, 1010, "light"),
+        ):
             opened = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
             opened.goto(page.as_uri())
             opened.wait_for_timeout(1500)

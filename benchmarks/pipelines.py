@@ -99,17 +99,26 @@ def document(arm: str, steps: int) -> dict[str, Any]:
         "topology": {"name": "complete"},
         "model": {"hidden_size": HIDDEN, "layers": LAYERS, **model},
         "data": {
-            "batch_size": BATCH, "seq_len": LENGTH, "accumulate": MICRO_BATCHES, "max_bytes": 2_000_000,
+            "batch_size": BATCH,
+            "seq_len": LENGTH,
+            "accumulate": MICRO_BATCHES,
+            "max_bytes": 2_000_000,
             **({"windows": BATCH * MICRO_BATCHES} if arm == "AQ-SGD" else {}),
         },
         "inner": {"schedule": "constant"},
         "pipeline": {"stages": STAGES, "cuts": [LAYERS // STAGES], "schedule": "1f1b", **pipeline},
         "run": {
-            "steps": steps + 1, "local_steps": 1, "checkpoint_every": 0, "eval_every": 0, "eval_batches": 1,
-            "device": "cpu", "backend": "gloo", "threads": 1,
+            "steps": steps + 1,
+            "local_steps": 1,
+            "checkpoint_every": 0,
+            "eval_every": 0,
+            "eval_batches": 1,
+            "device": "cpu",
+            "backend": "gloo",
+            "threads": 1,
         },
         "record": {"tensorboard": False, "export": False},
-    }  # fmt: skip
+    }
 
 
 def measure(arm: str, rate_mbps: float, steps: int, places: list[str]) -> Line:
@@ -133,9 +142,14 @@ def measure(arm: str, rate_mbps: float, steps: int, places: list[str]) -> Line:
     tokens = config.step_tokens
     there, back = np.mean(crossed, axis=0) / tokens
     return Line(
-        arm, rate_mbps, float(there), float(back), sum(own_s), tokens * steps / elapsed_s(np.array(seen), steps),
+        arm,
+        rate_mbps,
+        float(there),
+        float(back),
+        sum(own_s),
+        tokens * steps / elapsed_s(np.array(seen), steps),
         tokens * steps / priced_s,
-    )  # fmt: skip
+    )
 
 
 def row(line: Line) -> str:

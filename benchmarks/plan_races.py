@@ -41,9 +41,13 @@ OUTCOMES = ROOT / "docs" / "results" / "races" / "outcomes.jsonl"
 OWN_SIZE = OUTCOMES.with_name("own_size.jsonl")
 PAGE = ROOT / "docs" / "results" / "races.md"
 NETWORKS = {
-    "even_1g": "even, 1 Gbit/s", "even_10m": "even, 10 Mbit/s", "slow_in_turn": "slow in turn",
-    "two_sites": "two sites, 100 Mbit/s", "slow_uplink": "one uplink at a tenth", "strangers": "eight strangers at home",
-}  # fmt: skip
+    "even_1g": "even, 1 Gbit/s",
+    "even_10m": "even, 10 Mbit/s",
+    "slow_in_turn": "slow in turn",
+    "two_sites": "two sites, 100 Mbit/s",
+    "slow_uplink": "one uplink at a tenth",
+    "strangers": "eight strangers at home",
+}
 MODELS = {"1m": 256, "134m": 32_000}
 """Sizes with their vocabularies: 869,504 and 134,105,856 parameters. The networks say what an inner step takes, for both."""
 CELLS = [(network, size) for size in MODELS for network in NETWORKS]
@@ -144,12 +148,21 @@ def _outcome(cell: Cell, run: tuple[str, str, str, int], ended: RunEnd, of_confi
     network, size, method, seed = run
     entrant = next(entrant for entrant in cell.course.entrants if entrant.label == method)
     return {
-        "network": network, "size": size, "label": method, "seed": seed, "loss": ended.loss, "error": ended.error,
-        "chosen": method == cell.choice, "second": method == cell.second,
-        "round_s": entrant.candidate.round_s, "rounds": entrant.rounds, "tokens": cell.course.tokens_of(entrant),
-        "horizon_s": cell.course.horizon_s, "core_s": ended.seconds,
+        "network": network,
+        "size": size,
+        "label": method,
+        "seed": seed,
+        "loss": ended.loss,
+        "error": ended.error,
+        "chosen": method == cell.choice,
+        "second": method == cell.second,
+        "round_s": entrant.candidate.round_s,
+        "rounds": entrant.rounds,
+        "tokens": cell.course.tokens_of(entrant),
+        "horizon_s": cell.course.horizon_s,
+        "core_s": ended.seconds,
         "origin": origin(of_config, ended.seconds, ended.text),
-    }  # fmt: skip
+    }
 
 
 def seeds_of(network: str, size: str) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ import numpy as np
 from gossamer.network.links import Network
 from gossamer.network.pricing import price
 from gossamer.record.logs.trace import from_targets
-from gossamer.topologies.matching import random_matchings
+from gossamer.topologies.sequences import random_matchings
 
 
 def drawn(n: int, rounds: int, peers: int) -> np.ndarray:

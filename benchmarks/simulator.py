@@ -38,12 +38,17 @@ def config_of(args: argparse.Namespace):
             "inner": {"clip": 1.0, "optimizer": args.optimizer}
             | ({"autocast": "bf16", "compile": True} if args.side == "compiled" else {}),
             "run": {
-                "steps": args.steps, "local_steps": args.steps // 3, "eval_every": 0, "eval_batches": 1, "checkpoint_every": 0,
-                "device": "cpu", "batched": args.batched if args.side in ("batched", "compiled") else 1,
+                "steps": args.steps,
+                "local_steps": args.steps // 3,
+                "eval_every": 0,
+                "eval_batches": 1,
+                "checkpoint_every": 0,
+                "device": "cpu",
+                "batched": args.batched if args.side in ("batched", "compiled") else 1,
             },
             "record": {"tensorboard": False, "export": False},
         }
-    )  # fmt: skip
+    )
 
 
 def peak_bytes() -> int:

@@ -377,10 +377,15 @@ def measure(setting: Setting, cell: Cell, places: list[str], simulated: dict[Any
     ends_s = np.array(seen).max(axis=0)
     ran_s = elapsed_s(ends_s, ran)
     return Result(
-        cell, steps[-1], target, rounds, priced_s,
+        cell,
+        steps[-1],
+        target,
+        rounds,
+        priced_s,
         elapsed_s(ends_s, asked) if asked <= ran else ran_s * asked / ran,
-        ran, ran_s / elapsed_s(price(trace, replace(network, step_s=None)).end_s.max(axis=1), ran),
-    )  # fmt: skip
+        ran,
+        ran_s / elapsed_s(price(trace, replace(network, step_s=None)).end_s.max(axis=1), ran),
+    )
 
 
 def elapsed_s(ends_s: Floats, rounds: float) -> float:

@@ -120,12 +120,19 @@ def document(system: str, round_s: float) -> dict[str, Any]:
         "model": {"hidden_size": 16, "layers": 2, "heads": 2, "kv_heads": 2, "intermediate_size": 32},
         "data": {"source": str(ROOT / "docs" / "adr"), "seq_len": 16, "batch_size": 2},
         "run": {
-            "steps": 10_000 * LOCAL_STEPS, "local_steps": LOCAL_STEPS, "eval_every": 0, "eval_batches": 1,
-            "checkpoint_every": 0 if elastic else LOCAL_STEPS, "threads": 1, "device": "cpu", "elastic": elastic,
-            "timeout_s": 60.0, "pace_s": round_s / LOCAL_STEPS,
+            "steps": 10_000 * LOCAL_STEPS,
+            "local_steps": LOCAL_STEPS,
+            "eval_every": 0,
+            "eval_batches": 1,
+            "checkpoint_every": 0 if elastic else LOCAL_STEPS,
+            "threads": 1,
+            "device": "cpu",
+            "elastic": elastic,
+            "timeout_s": 60.0,
+            "pace_s": round_s / LOCAL_STEPS,
         },
         "record": {"tensorboard": False, "export": False},
-    }  # fmt: skip
+    }
 
 
 def attempt(trial: Trial, folder: Path, options: argparse.Namespace) -> Line:
@@ -146,11 +153,18 @@ def attempt(trial: Trial, folder: Path, options: argparse.Namespace) -> Line:
     finally:
         machines.fleet.end()
     return {
-        **trial._asdict(), "mtbf": None if trial.mtbf == math.inf else trial.mtbf, "rounds": options.rounds,
-        "round_s": options.round_s, "useful": useful, "by_weight": by_weight, "restarts_s": machines.restarts_s,
-        "real_round_s": real_round_s(machines.fleet.processes), "failures": len(failures),
-        "unplanned": machines.unplanned, "problem": problem,
-    }  # fmt: skip
+        **trial._asdict(),
+        "mtbf": None if trial.mtbf == math.inf else trial.mtbf,
+        "rounds": options.rounds,
+        "round_s": options.round_s,
+        "useful": useful,
+        "by_weight": by_weight,
+        "restarts_s": machines.restarts_s,
+        "real_round_s": real_round_s(machines.fleet.processes),
+        "failures": len(failures),
+        "unplanned": machines.unplanned,
+        "problem": problem,
+    }
 
 
 def _until(done: Callable[[], bool], end_s: float, look: Callable[[], None]) -> None:
@@ -192,8 +206,13 @@ def real_round_s(processes: Sequence[Process]) -> float | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--mtbf", type=lambda text: [float(x) for x in text.split(",")], default=list(ALL_MTBF), metavar="A,B",
-                        help="mean rounds between two failures of a machine; inf for none")  # fmt: skip
+    parser.add_argument(
+        "--mtbf",
+        type=lambda text: [float(x) for x in text.split(",")],
+        default=list(ALL_MTBF),
+        metavar="A,B",
+        help="mean rounds between two failures of a machine; inf for none",
+    )
     parser.add_argument(
         "--systems", type=lambda text: text.split(","), default=["elastic", "restarting"], metavar="A,B"
     )

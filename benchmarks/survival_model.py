@@ -19,8 +19,6 @@ from gossamer.run.replay.script import script_of
 from gossamer.topologies import Topology
 from gossamer.topologies.mixing import without
 
-__all__ = ["Counted", "Failure", "Setting", "counted", "draw_failures", "elastic_run", "restarting_run"]
-
 
 class Setting(NamedTuple):
     """What a run is like, in seconds."""

@@ -12,8 +12,6 @@ from survival_model import Failure, Setting, counted, draw_failures, elastic_run
 from gossamer.network.estimates.utilisation import plot_curves
 from gossamer.topologies import make_topology
 
-__all__ = ["Line", "draw", "page"]
-
 Line = Mapping[str, Any]
 
 WORKERS, HORIZON, NOTICED_S, TRIES = 8, 150, 0.5, 8
@@ -129,7 +127,7 @@ def draw(lines: Sequence[Line], file: Path, *, draws: int) -> None:
     }
     plot_curves(
         curves, file, x_label="rounds between two failures of a machine", y_label="goodput", unit=1.0, marks=marks
-    )  # fmt: skip
+    )
 
 
 def page(lines: Sequence[Line], *, draws: int, note: str = "") -> str:
@@ -198,7 +196,7 @@ def _curve(restart: float, draws: int) -> str:
     rows = [
         "| rounds between two failures of a machine | elastic GASLoC | by weight | DiLoCo that restarts |",
         "|---:|---:|---:|---:|",
-    ]  # fmt: skip
+    ]
     for mtbf in MTBF:
         both = (*elastic_shares(mtbf, restart, draws), restarting_shares(mtbf, restart, draws))
         cells = [_percent(values) for values in both]

@@ -32,8 +32,12 @@ ROWS = {
 
 
 CALLED = {name: name for name in ROWS} | {
-    "gasloc": "GASLoC", "gasloc eta=1": "GASLoC, η = 1", "noloco": "NoLoCo", "diloco": "DiLoCo", "local_sgd": "local SGD",
-}  # fmt: skip
+    "gasloc": "GASLoC",
+    "gasloc eta=1": "GASLoC, η = 1",
+    "noloco": "NoLoCo",
+    "diloco": "DiLoCo",
+    "local_sgd": "local SGD",
+}
 
 
 def update(rule: Rule, kernel: Kernel, numel: int, device: str = "cpu") -> tuple[Callable[[], None], int]:

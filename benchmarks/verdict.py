@@ -14,8 +14,6 @@ from gossamer.rounds.compatibility.combine import Method
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import RunConfig, digest
 
-__all__ = ["Fault", "Join", "Seen", "final_hashes", "joins", "pauses", "problems"]
-
 
 class Fault(NamedTuple):
     """Something that was done to processes."""
@@ -89,8 +87,11 @@ def problems(seen: Seen) -> list[str]:
         if not own or own[-1].ended is None or own[-1].ended.why != "finished":
             continue
         try:
-            states = [checkpoint.load(f / "checkpoints", seen.config.rounds, slot, digest(seen.config))
-                      for f in seen.folders if seen.config.rounds in checkpoint.rounds(f / "checkpoints", slot)]  # fmt: skip
+            states = [
+                checkpoint.load(f / "checkpoints", seen.config.rounds, slot, digest(seen.config))
+                for f in seen.folders
+                if seen.config.rounds in checkpoint.rounds(f / "checkpoints", slot)
+            ]
         except CheckpointError as error:
             found.append(f"the last checkpoint of slot {slot} cannot be read: {error}")
             continue

@@ -192,14 +192,22 @@ def long(root: Path, rounds: int) -> list[Measured]:
 def document(workers: int, rounds: int) -> dict[str, Any]:
     """The run file of the run that is watched."""
     return {
-        "name": "watched", "method": "gasloc", "workers": workers, "model": {"size": "1m"},
+        "name": "watched",
+        "method": "gasloc",
+        "workers": workers,
+        "model": {"size": "1m"},
         "data": {"source": str(ROOT / "docs" / "adr"), "seq_len": 64, "batch_size": 4},
         "run": {
-            "steps": rounds * LOCAL_STEPS, "local_steps": LOCAL_STEPS, "eval_every": 0, "eval_batches": 1, "checkpoint_every": 0,
-            "threads": 1, "device": "cpu",
+            "steps": rounds * LOCAL_STEPS,
+            "local_steps": LOCAL_STEPS,
+            "eval_every": 0,
+            "eval_batches": 1,
+            "checkpoint_every": 0,
+            "threads": 1,
+            "device": "cpu",
         },
         "record": {"export": False, "tensorboard": False},
-    }  # fmt: skip
+    }
 
 
 @contextmanager
@@ -269,7 +277,7 @@ def pairs(root: Path, count: int, workers: int, rounds: int) -> list[Measured]:
             Measured(f"share of one core that the {who} takes meanwhile", 100 * statistics.median(some), INF, "%")
             for who, some in zip(("page's server", "browser"), zip(*shares, strict=True), strict=True)
         ),
-    ]  # fmt: skip
+    ]
 
 
 def page_of(found: Sequence[Measured], words: str, load: float) -> str:
@@ -316,9 +324,10 @@ def main() -> None:
     load, found = os.getloadavg()[0], list[Measured]()
     with tempfile.TemporaryDirectory() as made:
         for part in (
-            lambda root: wide(root, options.workers, options.rounds), lambda root: long(root, options.long),
+            lambda root: wide(root, options.workers, options.rounds),
+            lambda root: long(root, options.long),
             lambda root: pairs(root, options.pairs, 2, PAIRED) if options.pairs else [],
-        ):  # fmt: skip
+        ):
             for one in part(Path(made)):
                 found.append(one)
                 print(f"{one.what}: {one.found:.3g} {one.unit}", flush=True)

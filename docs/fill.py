@@ -8,8 +8,6 @@ import logging
 from generators import bound, casts, experiments, leaderboard, measured_losses, prices, sources
 from gossamer.report.results import read_results
 
-__all__ = ["write"]
-
 
 def write() -> None:
     """Writes all of it."""

@@ -20,20 +20,32 @@ from gossamer.report.page.assets import whole_page
 from gossamer.run.planning.calculator import frozen_contents, short_lists
 from gossamer.run.play.film import film_contents, read_film
 
-__all__ = ["write"]
-
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 HOW_TO = [
-    "how-to/own-loop.md", "how-to/real-processes.md", "how-to/slow-links.md", "how-to/slow-machine.md",
-    "how-to/when-a-machine-dies.md", "how-to/compare-my-own.md", "how-to/own-parts.md", "how-to/pipelines.md",
+    "how-to/own-loop.md",
+    "how-to/real-processes.md",
+    "how-to/slow-links.md",
+    "how-to/slow-machine.md",
+    "how-to/when-a-machine-dies.md",
+    "how-to/compare-my-own.md",
+    "how-to/own-parts.md",
+    "how-to/pipelines.md",
     "how-to/experts.md",
-]  # fmt: skip
+]
 """The order of the first pages; the others of the folder follow them."""
 EVIDENCE = [
-    "momentum", "gossip", "slow-worker", "size-and-rounds", "compression-and-systems", "pipelines", "leaderboard", "claims",
-    "method", "registered",
-]  # fmt: skip
+    "momentum",
+    "gossip",
+    "slow-worker",
+    "size-and-rounds",
+    "compression-and-systems",
+    "pipelines",
+    "leaderboard",
+    "claims",
+    "method",
+    "registered",
+]
 """The pages behind the first one, in the order of its answers."""
 _DECISIONS = (
     "Each page has the context of a decision, what was decided, the evidence and the consequences. Number 24 was set aside for a "

@@ -2,8 +2,6 @@
 
 from gossamer.codecs import CODECS, Codec, cocktail, dct_topk, fp4, int4, int8, randomk, sign, topk, topk2bit
 
-__all__ = ["VARIANTS"]
-
 VARIANTS: dict[str, Codec] = {
     **{name: factory() for name, factory in CODECS.items()},
     "int8 short blocks": int8(block=8),

@@ -11,13 +11,11 @@ from gossamer.rounds.exchange import Each, Exchange, finish_all
 from gossamer.rounds.kernel import PLAIN, Kernel
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Context, Rule
-from gossamer.testing.drifted_workers import Drift, random_drift, random_vectors, simulated_workers
+from gossamer.testing.drifted_workers import Drift, simulated_workers
 from gossamer.testing.drifted_workers import flat_layout as layout
 from gossamer.topologies import Topology
 from gossamer.topologies.mixing import Mixing
 from gossamer.tree import Tree
-
-__all__ = ["Drift", "context", "drive", "layout", "play", "random_drift", "random_vectors", "serially"]
 
 
 def context(worker: int, round: int, mixing: Mixing, x: Tensor) -> Context:

@@ -48,8 +48,8 @@ from gossamer.network.links import Network, read_network, to_toml
 from gossamer.network.pacing import PaceNote, note_of
 from gossamer.record import checkpoint
 from gossamer.record.addresses import Address, read_addresses, write_address
-from gossamer.record.branches import read_branches, write_branches
 from gossamer.record.folder import read_metrics
+from gossamer.record.lineage import read_branches, write_branches
 from gossamer.record.logs.arrivals import ArrivalWriter, ServerInput, read_arrivals
 from gossamer.record.logs.events import read_events
 from gossamer.record.logs.order import Entered, Finished, Mixed, OrderWriter, Published, read_order
@@ -129,14 +129,43 @@ JUNK = [
 ]
 _NUMBER = re.compile(rb"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _NUMBERS = (
-    b"0", b"-1", b"1", b"2147483648", b"9223372036854775808", b"18446744073709551616", b"9" * 400, b"1e999", b"-1e999",
-    b"1e-320", b"1.5", b"-0.0", b"NaN", b"Infinity", b"nan", b"inf", b"true", b"null", b'"1"', b"[]", b"{}",
-)  # fmt: skip
+    b"0",
+    b"-1",
+    b"1",
+    b"2147483648",
+    b"9223372036854775808",
+    b"18446744073709551616",
+    b"9" * 400,
+    b"1e999",
+    b"-1e999",
+    b"1e-320",
+    b"1.5",
+    b"-0.0",
+    b"NaN",
+    b"Infinity",
+    b"nan",
+    b"inf",
+    b"true",
+    b"null",
+    b'"1"',
+    b"[]",
+    b"{}",
+)
 _STRING = re.compile(rb'"[^"\n]{0,200}"')
 _STRINGS = (
-    b'""', rb'"\ud800"', rb'"\u001b[2J\u0007"', rb'"\u0000"', rb'"\u202e\r"', b'"' + b"a" * 20_000 + b'"', b'"\xff"',
-    b'"\x1b[31m"',    '"é\u2028"'.encode(), b'"../../x"', b"[" * 2_000, b'"9"',
-)  # fmt: skip
+    b'""',
+    rb'"\ud800"',
+    rb'"\u001b[2J\u0007"',
+    rb'"\u0000"',
+    rb'"\u202e\r"',
+    b'"' + b"a" * 20_000 + b'"',
+    b'"\xff"',
+    b'"\x1b[31m"',
+    '"é\u2028"'.encode(),
+    b'"../../x"',
+    b"[" * 2_000,
+    b'"9"',
+)
 _FIELDS = (0, 1, 24, 1 << 31, 1 << 40, 1 << 63, (1 << 64) - 1)
 _FORMATS = ("<Q", ">Q", "<I", "<H", "<d", "<f")
 
@@ -274,9 +303,18 @@ def _with_lines_moved(raw: bytes, examples: Sequence[bytes], draw: random.Random
 
 
 _WAYS = (
-    _changed, _flipped, _spliced, _with_number, _with_number, _with_string, _with_string, _with_field, _with_value, _with_value,
+    _changed,
+    _flipped,
+    _spliced,
+    _with_number,
+    _with_number,
+    _with_string,
+    _with_string,
+    _with_field,
+    _with_value,
+    _with_value,
     _with_lines_moved,
-)  # fmt: skip
+)
 
 
 def _must_be_one_line(sentence: str) -> None:
@@ -559,9 +597,15 @@ def _run_folder(kind: str) -> Path:
     """A run that has been simulated once for all that read its files."""
     there = Path(_SCRATCH.name) / kind / "run"
     given: dict[str, Any] = {
-        "workers": 2, "topology__name": "complete", "model__hidden_size": 16, "model__intermediate_size": 32, "run__steps": 4,
-        "run__eval_every": 2, "run__checkpoint_every": 2, "data__max_bytes": 30_000,
-    }  # fmt: skip
+        "workers": 2,
+        "topology__name": "complete",
+        "model__hidden_size": 16,
+        "model__intermediate_size": 32,
+        "run__steps": 4,
+        "run__eval_every": 2,
+        "run__checkpoint_every": 2,
+        "data__max_bytes": 30_000,
+    }
     if kind == "server":
         del given["topology__name"]
         given |= {
@@ -622,23 +666,57 @@ def _results(folder: Path) -> None:
 
 
 def _pipeline(folder: Path) -> None:
-    write_pipeline(folder, {
-        "stages": 2, "chunks": 1, "schedule": "1f1b", "micro_batches": 2, "shares": [0.5, 0.5], "forward_bytes": [8],
-        "backward_bytes": [8], "again_bytes": [8], "first": 0.5, "cut": None,
-    })  # fmt: skip
+    write_pipeline(
+        folder,
+        {
+            "stages": 2,
+            "chunks": 1,
+            "schedule": "1f1b",
+            "micro_batches": 2,
+            "shares": [0.5, 0.5],
+            "forward_bytes": [8],
+            "backward_bytes": [8],
+            "again_bytes": [8],
+            "first": 0.5,
+            "cut": None,
+        },
+    )
 
 
 def _film(folder: Path) -> None:
     head = {
-        "film": 1, "seed": 3, "gossamer": "0.2", "torch": "2.9", "text": "f", "parameters": 9, "payload_bytes": 36,
-        "uplink_bps": 1e8, "step_s": 0.1,
-    }  # fmt: skip
+        "film": 1,
+        "seed": 3,
+        "gossamer": "0.2",
+        "torch": "2.9",
+        "text": "f",
+        "parameters": 9,
+        "payload_bytes": 36,
+        "uplink_bps": 1e8,
+        "step_s": 0.1,
+    }
     frame = {
-        "round": 0, "actions": [["kill", 3], ["local_steps", 20]], "told": ["a"], "method": "diloco", "local_steps": 10,
-        "momentum": 0.5, "alive": [0, 1], "slow": [], "cut": False, "there": [0, 1], "mean": [0, 1], "pairs": [[0, 1]],
-        "sent_bytes": 3, "seconds": [[0, 1, 2, 1, 3], *[None] * 7], "clock_s": 1.0, "loss": 2.0,
-        "losses": [2.0, *[None] * 7], "disagreement": 0.1, "places": [[0.0, 1.0]] * 8, "says": "b",
-    }  # fmt: skip
+        "round": 0,
+        "actions": [["kill", 3], ["local_steps", 20]],
+        "told": ["a"],
+        "method": "diloco",
+        "local_steps": 10,
+        "momentum": 0.5,
+        "alive": [0, 1],
+        "slow": [],
+        "cut": False,
+        "there": [0, 1],
+        "mean": [0, 1],
+        "pairs": [[0, 1]],
+        "sent_bytes": 3,
+        "seconds": [[0, 1, 2, 1, 3], *[None] * 7],
+        "clock_s": 1.0,
+        "loss": 2.0,
+        "losses": [2.0, *[None] * 7],
+        "disagreement": 0.1,
+        "places": [[0.0, 1.0]] * 8,
+        "says": "b",
+    }
     (folder / "film.jsonl").write_text(json.dumps(head) + "\n" + json.dumps(frame) + "\n")
 
 

@@ -47,9 +47,16 @@ OF_CHECKPOINTS = ("truncated", "zeroed", "missing", "swapped", "of another round
 READERS = ("evaluate", "audit", "report", "status", "replay")
 GOING_ON = ("resume", "resume auto")
 SMALL = {
-    "workers": 2, "topology__name": "complete", "model__hidden_size": 16, "model__intermediate_size": 32, "run__steps": 12,
-    "run__eval_every": 0, "run__checkpoint_every": 4, "run__timeout_s": 20.0, "inner__schedule": "constant",
-}  # fmt: skip
+    "workers": 2,
+    "topology__name": "complete",
+    "model__hidden_size": 16,
+    "model__intermediate_size": 32,
+    "run__steps": 12,
+    "run__eval_every": 0,
+    "run__checkpoint_every": 4,
+    "run__timeout_s": 20.0,
+    "inner__schedule": "constant",
+}
 REAL: dict[str, dict[str, Any]] = {
     "rounds": {"record__hash": True},
     "elastic": {"run__elastic": True, "record__hash": True},

@@ -19,8 +19,6 @@ from gossamer.transport.elastic import ask
 from gossamer.transport.elastic.closing import Closing
 from gossamer.transport.processes.group import GroupTransport
 
-__all__ = ["FROM_ROUND", "LIAR", "ahead", "bad_inner", "bytes_of_ones", "no_line", "started_by"]
-
 FROM_ROUND = 5
 """A liar behaves until it is in this round."""
 LIAR = 2

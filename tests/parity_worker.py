@@ -36,9 +36,7 @@ def train_cases(argv: Sequence[str]) -> int:
             if rank >= n:
                 return 0
             store = PrefixStore(f"workers/{n}", first.store)
-            dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=n, timeout=timedelta(seconds=TIMEOUT_S)
-            )  # fmt: skip
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=timedelta(seconds=TIMEOUT_S))
         for folder, document, resume in some:
             member = Member.at(rank, n, first.device, PrefixStore(folder, first.store))
             train_member(resolve(parse(document), real=True), Path(folder), member, resume=resume)

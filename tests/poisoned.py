@@ -8,8 +8,6 @@ import torch
 from gossamer.cli import main
 from gossamer.run.worker.replica import Replica
 
-__all__ = ["WORKER", "poison", "poisoned_main"]
-
 WORKER = 1
 UNSEEN = 255
 """A byte that is in no text."""

@@ -5,8 +5,6 @@ import socket
 import threading
 from collections.abc import Iterator
 
-__all__ = ["SilentRelay", "silent_relay"]
-
 PIECE_BYTES = 1 << 16
 
 

@@ -16,7 +16,9 @@ from gossamer import errors
 from gossamer.errors import GossamerError, RefusedError, choose
 
 SOURCE = Path(gossamer.__file__).parent
-ERRORS = {name: kind for name in errors.__all__ if inspect.isclass(kind := getattr(errors, name))}
+ERRORS = {
+    name: kind for name, kind in vars(errors).items() if inspect.isclass(kind) and kind.__module__ == errors.__name__
+}
 
 WITHOUT_A_VALUE = {  # beginning of the sentence: why it has none to show
     "no run file was given": "nothing was given",

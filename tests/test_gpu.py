@@ -13,7 +13,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from codecs_in_use import VARIANTS
 from commands import free_port, run
-from drifted_rounds import play, random_drift, random_vectors
+from drifted_rounds import play
 from gossamer.codecs import CODECS
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
@@ -22,6 +22,7 @@ from gossamer.rounds.compatibility.incompatibilities import combination_faults
 from gossamer.rounds.kernel import PLAIN, compiled
 from gossamer.rules import RULES, Rule
 from gossamer.run.config.run_file import digest, dump
+from gossamer.testing.drifted_workers import random_drift, random_vectors
 from gossamer.topologies import Topology, make_topology
 from gossamer.transport.processes.backend import backend_of, nccl_group, poll
 from gossamer.transport.processes.local import loopback
@@ -123,14 +124,20 @@ def test_two_sites_of_fsdp2_with_nccl_inside_and_gloo_between_train_on_a_gpu(tmp
     sites = [
         subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--master-port", str(port), str(tmp_path / "train.py")],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
             env={
-                **os.environ, "SITE": str(site), "FIRST": f"127.0.0.1:{first}", "GOSSAMER_SECRET": 2 * "of-one-test-of-two-sites",
-                "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback(),
+                **os.environ,
+                "SITE": str(site),
+                "FIRST": f"127.0.0.1:{first}",
+                "GOSSAMER_SECRET": 2 * "of-one-test-of-two-sites",
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": loopback(),
             },
         )
         for site, port in enumerate(ports)
-    ]  # fmt: skip
+    ]
     ends = [(one.communicate(timeout=150)[0], one.returncode) for one in sites]
     assert all(code == 0 and f"site {site}: 3 rounds, loss" in said for site, (said, code) in enumerate(ends)), ends
 

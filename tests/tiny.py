@@ -38,7 +38,7 @@ def document(**overrides: Any) -> dict[str, Any]:
             "device": DEVICE,
         },
         "record": {"tensorboard": False, "export": False},
-    }  # fmt: skip
+    }
     if "model__size" in overrides:
         base["model"] = {}
     return with_settings(base, {key.replace("__", "."): value for key, value in overrides.items()})

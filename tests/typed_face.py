@@ -39,7 +39,7 @@ _topologies: int = gossamer.topologies  # pyright: ignore[reportAssignmentType]
 assert_type(gossamer.gasloc(lr=0.5, momentum=0.3), gossamer.Rule)
 gossamer.gasloc(lr="oops")  # pyright: ignore[reportArgumentType]
 gossamer.gasloc(momentun=0.3)  # pyright: ignore[reportCallIssue]
-assert_type(gossamer.rules.slowmo(), gossamer.Rule)
+assert_type(gossamer.rules.diloco(), gossamer.Rule)
 gossamer.rules.no_such_rule()  # pyright: ignore[reportAttributeAccessIssue]
 gossamer.codecs.int8(block=1024)
 gossamer.codecs.int8(block="many")  # pyright: ignore[reportArgumentType]

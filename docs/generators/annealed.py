@@ -5,12 +5,10 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gossamer.report.charts import chart_style, line_style, plain_axes, svg
+from gossamer.report.figures import chart_style, line_style, plain_axes, svg
 from gossamer.report.results import PointResult
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.run.config.experiment_file import Point, place_in_experiment
-
-__all__ = ["Branch", "annealed_page", "branches", "drawn_branches", "shares_between", "time_shares"]
 
 
 class Branch(NamedTuple):
@@ -40,13 +38,17 @@ def branches(
     ends = {one.seed: one for own, one in known if one.method == target and own == length}
     return [
         Branch(
-            one.method, network, one.seed, own, one.row["wall_s"][network] / ends[one.seed].row["wall_s"][network],
+            one.method,
+            network,
+            one.seed,
+            own,
+            one.row["wall_s"][network] / ends[one.seed].row["wall_s"][network],
             one.row["loss"] - ends[one.seed].row["loss"],
         )
         for own, one in known
         if one.seed in ends and one.row["loss"] is not None and ends[one.seed].row["loss"] is not None
         for network in one.row["wall_s"]
-    ]  # fmt: skip
+    ]
 
 
 def time_shares(found: Sequence[Branch], method: str, network: str) -> dict[int, float | None]:

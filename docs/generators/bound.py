@@ -64,8 +64,6 @@ from gossamer.report.results import read_results
 from gossamer.run.config.document import load_document
 from gossamer.run.config.experiment_file import figure
 
-__all__ = ["Numbers", "filled", "marked", "numbers_of", "pages", "unbound", "with_sources"]
-
 _REGISTERED = "docs/evidence/registered.md"
 """What was expected, as it was written before the runs."""
 _WRITTEN = re.compile(
@@ -105,9 +103,11 @@ _MEASURED = (
     r"|(?<![\d.])[+−-]?\d+\.\d+ ?%|[+−-]\d+ ?%"
 )
 _SCALED: dict[str, Callable[[float], float]] = {
-    "in %": lambda x: 100 * x, "less in %": lambda x: 100 * (1 - x), "change in %": lambda x: 100 * (x - 1),
+    "in %": lambda x: 100 * x,
+    "less in %": lambda x: 100 * (1 - x),
+    "change in %": lambda x: 100 * (x - 1),
     "squared": lambda x: x * x,
-}  # fmt: skip
+}
 _TAKEN = ("each", "min", "max", "count", "low", "high", "lowest mean", "highest mean")
 _RELATED: dict[str, Callable[[float, float], float]] = {
     " above ": lambda x, y: x - y,

@@ -8,8 +8,6 @@ from gossamer.report.table import markdown_lines
 from gossamer.run.config.experiment_file import open_experiment, points
 from gossamer.run.planning.check import examine_run
 
-__all__ = ["casts_page"]
-
 _FILE = "experiments/evidence/straggler_steps.toml"
 _FIFTH = "uplink_20"
 _MEAN: Mapping[str, Mapping[str, Any]] = {
@@ -21,8 +19,11 @@ _MEAN: Mapping[str, Mapping[str, Any]] = {
 _GOSSIP: Mapping[str, Mapping[str, Any]] = {"fp32": {}, "bf16": {"codec.name": "bf16"}, "int8": {"codec.name": "int8"}}
 """Of whole parameters: four bits are too coarse for them, which `gossamer check` says."""
 _METHODS = {
-    "DiLoCo": _MEAN, "DiLoCo without the slow worker": _MEAN, "GASLoC 2-Peer": _GOSSIP, "GASLoC 1-Peer": _GOSSIP,
-}  # fmt: skip
+    "DiLoCo": _MEAN,
+    "DiLoCo without the slow worker": _MEAN,
+    "GASLoC 2-Peer": _GOSSIP,
+    "GASLoC 1-Peer": _GOSSIP,
+}
 """Variants of the file, at 30 local steps, and their messages."""
 _HEAD = f"""# What a cast saves beside a slow uplink
 
@@ -47,9 +48,12 @@ def casts_page() -> str:
                 prices.setdefault((method, name), []).append(_round_s(method, codec, scale))
     whole = prices["DiLoCo", "fp32"]
     rows = [
-        [f"{method}, {name}", *(cell for one, of in zip(each, whole, strict=True) for cell in (f"{one:.2f}", f"{one / of:.3f}"))]
+        [
+            f"{method}, {name}",
+            *(cell for one, of in zip(each, whole, strict=True) for cell in (f"{one:.2f}", f"{one / of:.3f}")),
+        ]
         for (method, name), each in prices.items()
-    ]  # fmt: skip
+    ]
     heads = ["method, messages", "s a round, a tenth", "share, a tenth", "s a round, a fifth", "share, a fifth"]
     return _HEAD + markdown_lines([heads, ["---", *["---:"] * 4], *rows])
 

@@ -21,8 +21,6 @@ from gossamer.report.table import DASH, markdown_lines
 from gossamer.run.config.document import load_document
 from gossamer.run.config.experiment_file import Point, place_in_experiment, points
 
-__all__ = ["CHECKS", "NOT_RUN", "READ_AGAIN", "Check", "Outcomes", "claims_page", "committed", "registered"]
-
 NOT_RUN = "not run yet"
 READ_AGAIN: Mapping[int, str] = {
     1: "open",  # one arm of fourteen, whose three seeds happen to lie close together

@@ -10,8 +10,6 @@ from rich.console import Console
 from generators.prose import escaped, table
 from gossamer.cli import VERBS, app
 
-__all__ = ["page"]
-
 _HEAD = """# Command line
 
 ```

@@ -9,8 +9,6 @@ from typing import Any
 
 import griffe
 
-__all__ = ["LABEL", "Ours", "block", "capital", "is_equation", "to_google", "under"]
-
 LABEL = re.compile(r"(Args|Cost|Source|Differs|Fails when|Raises|Returns|Shapes|Units): ?(.*)")
 
 

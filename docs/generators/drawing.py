@@ -5,8 +5,6 @@ from collections.abc import Sequence
 
 from gossamer.topologies import Topology
 
-__all__ = ["hub", "rounds"]
-
 _SIZE, _RADIUS, _DOT = 150, 56, 9
 Edge = tuple[int, int]
 

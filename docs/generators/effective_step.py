@@ -10,17 +10,6 @@ from gossamer.report.paired import effect_cells, effect_heads
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines
 
-__all__ = [
-    "EFFECTIVE_STEP",
-    "GRAPHS",
-    "by_arm",
-    "committed_arms",
-    "compared",
-    "effective_step_page",
-    "losses_table",
-    "verdict",
-]
-
 EFFECTIVE_STEP = "effective_step"
 """The stem of the file."""
 GRAPHS = ("everyone", "two peers")

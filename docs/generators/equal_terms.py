@@ -6,18 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from generators.annealed import Branch, branches, shares_between
 from generators.claims import committed
-from gossamer.report.charts import chart_style, line_style, plain_axes, svg
+from gossamer.report.figures import chart_style, line_style, plain_axes, svg
 from gossamer.report.paired import effect, holm
 from gossamer.report.table import DASH, markdown_lines
-
-__all__ = [
-    "STRAGGLER_CODECS",
-    "committed_branches",
-    "costs_table",
-    "drawn_shares",
-    "equal_terms_page",
-    "shares_table",
-]
 
 STRAGGLER_CODECS = "straggler_codecs"
 """The stem of the file."""
@@ -109,10 +100,15 @@ def drawn_shares(found: Sequence[Branch]) -> bytes:
                     if (of, on) == (codec, network) and None not in own
                 }
                 axes.errorbar(
-                    [mean for mean, _ in known.values()], [row + 0.15 * (place - 1) for row in known],
-                    xerr=[half for _, half in known.values()], fmt="o", markersize=4, elinewidth=1, color=line_style(place)[0],
+                    [mean for mean, _ in known.values()],
+                    [row + 0.15 * (place - 1) for row in known],
+                    xerr=[half for _, half in known.values()],
+                    fmt="o",
+                    markersize=4,
+                    elinewidth=1,
+                    color=line_style(place)[0],
                     label=codec,
-                )  # fmt: skip
+                )
             for row, name in enumerate(names):
                 if not any(key[0] == name and key[2] == network and None not in own for key, own in shares.items()):
                     axes.text(0.03, row, "never as low", transform=axes.get_yaxis_transform(), va="center")

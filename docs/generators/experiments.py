@@ -27,8 +27,6 @@ from gossamer.run.config.document import load_document
 from gossamer.run.config.experiment_file import Point, figure, place_in_experiment, points
 from gossamer.run.experiments.tune import contenders, searched
 
-__all__ = ["FOLDERS", "drawn", "outcome_files", "page"]
-
 FOLDERS = ("", "paper", "evidence")
 _COMPARED = {FRESH: fresh_table, LONG: long_table, EFFECTIVE_STEP: effective_step_page, PENALTY: surface_page}
 """What a page says of those that compare as they were registered."""
@@ -153,11 +151,14 @@ def _seeds_table(found: Sequence[PointResult]) -> str:
         losses = [one.row["loss"] for one in some]
         lines.append(
             [
-                some[0].method, *(str(swept(some[0].at.get(key, DASH))) for key in keys), mean_and_deviation(losses),
-                *(_each(losses, ".4f") for _ in several), *(_each([one.row[name] for one in some], ".2g") for name in apart),
+                some[0].method,
+                *(str(swept(some[0].at.get(key, DASH))) for key in keys),
+                mean_and_deviation(losses),
+                *(_each(losses, ".4f") for _ in several),
+                *(_each([one.row[name] for one in some], ".2g") for name in apart),
                 *(line[k] for k in others),
             ]
-        )  # fmt: skip
+        )
     return markdown_lines(lines)
 
 

@@ -8,8 +8,6 @@ from gossamer.report.paired import effect_cells, effect_heads
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import markdown_lines
 
-__all__ = ["COMPARED", "COMPARED_LONG", "FRESH", "LONG", "fresh_page", "fresh_table", "long_page", "long_table"]
-
 FRESH, LONG = "fresh", "long_tuned"
 """The stems of the files."""
 COMPARED = {

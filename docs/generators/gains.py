@@ -10,14 +10,12 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
-from gossamer.report.charts import chart_style, plain_axes, svg
+from gossamer.report.figures import chart_style, plain_axes, svg
 from gossamer.report.paired import effect, effect_cells, effect_heads
 from gossamer.report.results import PointResult
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.run.config.experiment_file import Point, place_in_experiment
 from gossamer.run.config.run_file import RunConfig, decisive
-
-__all__ = ["MARGIN", "Gain", "drawn_gains", "gains", "gains_page", "is_map", "rank_correlation"]
 
 MARGIN = 0.01
 """Of all stages, in nats (docs/evidence/registered.md)."""
@@ -58,9 +56,10 @@ def gains(runs: Sequence[Point], ended: Iterable[PointResult]) -> list[Gain]:
             if plain is not None and not _is_plain(own[0].config):
                 base = {run.seed: found.get(place_in_experiment(run)) for run in arms[plain]}
                 both = [
-                    (one, other) for run in own
+                    (one, other)
+                    for run in own
                     if (one := _ended(found.get(place_in_experiment(run)))) and (other := _ended(base.get(run.seed)))
-                ]  # fmt: skip
+                ]
                 if both:
                     made.append(_gain(name, plain, own[0].config, both))
     return made
@@ -140,8 +139,12 @@ def _gain(name: str, plain: str, config: RunConfig, both: Sequence[tuple[PointRe
     peers = topology.options.get("peers", 1)
     graph = _GRAPHS.get(topology.name) or (f"{peers} random" if topology.name == "random" else topology.name)
     where = {
-        "shards": config.data.shards, "graph": graph, "workers": config.workers, "H": config.full_steps, "rounds": config.rounds,
-    }  # fmt: skip
+        "shards": config.data.shards,
+        "graph": graph,
+        "workers": config.workers,
+        "H": config.full_steps,
+        "rounds": config.rounds,
+    }
     return Gain(name, plain, where, pairs, statistics.fmean(aligned) if aligned else None)
 
 
@@ -152,9 +155,10 @@ def _is_plain(config: RunConfig) -> bool:
 def _cell(config: RunConfig) -> str:
     """All that decides a run but its outer step, its tuned learning rate and its seed."""
     kept = {
-        key: value for key, value in decisive(config).items()
+        key: value
+        for key, value in decisive(config).items()
         if not key.startswith("rule.") and key not in ("inner.lr", "seed")
-    }  # fmt: skip
+    }
     return json.dumps(kept, sort_keys=True)
 
 

@@ -8,22 +8,10 @@ from typing import Any, NamedTuple
 
 from generators.claims import NOT_RUN
 from generators.sources import RESULTS, ROOT
-from gossamer.report.charts import chart_style, line_style, plain_axes, svg
-from gossamer.report.figures import mean_and_deviation
+from gossamer.report.figures import chart_style, line_style, mean_and_deviation, plain_axes, svg
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.run.config.document import load_document
-
-__all__ = [
-    "LEADERBOARD",
-    "OVER_TIME_FILE",
-    "Standing",
-    "drawn_over_time",
-    "drawn_standings",
-    "leaderboard_page",
-    "leaderboard_table",
-    "standings",
-]
 
 LEADERBOARD = "leaderboard_tuned"
 """The stem of its outcomes."""
@@ -31,10 +19,15 @@ OVER_TIME_FILE = ROOT / "docs" / "pictures" / "slow_uplink.svg"
 _MEGA, _MINUTE = 1e6, 60
 _SLOW = "slow-uplink"
 _OVER_TIME = {
-    "data_parallel": "data parallel, fp32", "diloco": "DiLoCo, fp32", "muloco": "DiLoCo with Muon, fp32",
-    "streaming_diloco": "streaming DiLoCo, 4 bits", "sparseloco": "SparseLoCo, 3 % of 2 bits", "gossip": "gossip, one peer, fp32",
-    "gasloc": "GASLoC, one peer, fp32", "gasloc_2peer": "GASLoC, two peers, fp32",
-}  # fmt: skip
+    "data_parallel": "data parallel, fp32",
+    "diloco": "DiLoCo, fp32",
+    "muloco": "DiLoCo with Muon, fp32",
+    "streaming_diloco": "streaming DiLoCo, 4 bits",
+    "sparseloco": "SparseLoCo, 3 % of 2 bits",
+    "gossip": "gossip, one peer, fp32",
+    "gasloc": "GASLoC, one peer, fp32",
+    "gasloc_2peer": "GASLoC, two peers, fp32",
+}
 """What is drawn over time, with what it sends."""
 
 
@@ -61,11 +54,13 @@ def standings(ended: Iterable[PointResult]) -> list[Standing]:
     networks = list(dict.fromkeys(name for own in runs.values() for name in own[seeds[0]].row["wall_s"]))
     found = [
         Standing(
-            method, [own[seed].row["loss"] for seed in seeds], statistics.fmean(own[seed].row["sent_bytes"] for seed in seeds),
+            method,
+            [own[seed].row["loss"] for seed in seeds],
+            statistics.fmean(own[seed].row["sent_bytes"] for seed in seeds),
             {name: _mean_minutes([own[seed].row["wall_s"].get(name) for seed in seeds]) for name in networks},
         )
         for method, own in runs.items()
-    ]  # fmt: skip
+    ]
     return sorted(found, key=lambda one: statistics.fmean(one.loss))
 
 
@@ -78,11 +73,13 @@ def leaderboard_table(found: Sequence[Standing], asked: Sequence[str] = ()) -> s
     heads = ["method", "loss at equal tokens", "MB sent", *(f"minutes, {name}" for name in networks)]
     rows = [
         [
-            one.method, mean_and_deviation(one.loss), f"{one.sent_bytes / _MEGA:.1f}",
+            one.method,
+            mean_and_deviation(one.loss),
+            f"{one.sent_bytes / _MEGA:.1f}",
             *(DASH if (minutes := one.minutes[name]) is None else f"{minutes:.1f}" for name in networks),
         ]
         for one in found
-    ]  # fmt: skip
+    ]
     missing = [name for name in asked if name not in {one.method for one in found}]
     rows += [[name, NOT_RUN, *[DASH] * (len(heads) - 2)] for name in missing]
     return markdown_lines([heads, ["---", *["---:"] * (len(heads) - 1)], *rows])
@@ -134,8 +131,10 @@ def drawn_over_time(ended: Iterable[PointResult]) -> bytes:
             if method not in runs:
                 continue
             curves = runs[method]
-            points = [(statistics.fmean(s for s, _ in some) / _MINUTE, statistics.fmean(loss for _, loss in some))
-                      for some in zip(*curves, strict=True)]  # fmt: skip
+            points = [
+                (statistics.fmean(s for s, _ in some) / _MINUTE, statistics.fmean(loss for _, loss in some))
+                for some in zip(*curves, strict=True)
+            ]
             colour, line = line_style(place)
             axes.plot(*zip(*points, strict=True), color=colour, linestyle=line, linewidth=1.4, label=label)
             axes.plot(*points[-1], marker="o", markersize=5, color=colour)

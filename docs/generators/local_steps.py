@@ -11,8 +11,6 @@ from gossamer.report.paired import effect_cells, effect_heads
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines
 
-__all__ = ["LENGTHS", "Length", "by_length", "equal_bytes_table", "lengths", "local_steps_table"]
-
 LENGTHS = (1, 5, 10, 30, 60, 120)
 """Local steps that have a search and a comparison of their own (`experiments/evidence/local_steps.toml`)."""
 _PRAISED, _MEGA = "DiLoCo", 1e6

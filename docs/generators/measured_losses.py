@@ -14,14 +14,20 @@ from gossamer.report.results import PointResult, read_results
 from gossamer.run.config.document import load_document
 from gossamer.run.planning.expected_loss import EXACT_CODECS
 
-__all__ = ["FILE", "measured_losses"]
-
 FILE = ROOT / "src" / "gossamer" / "run" / "planning" / "measured_losses.json"
 
 _BY_LOCAL_STEPS = ("DiLoCo", "GASLoC 2-Peer", "GASLoC 1-Peer")
 _RECIPES = (
-    "local_sgd", "streaming_diloco", "eager", "muloco", "sparseloco", "gossip", "gasloc_drift", "fgd_pairs", "noloco",
-)  # fmt: skip
+    "local_sgd",
+    "streaming_diloco",
+    "eager",
+    "muloco",
+    "sparseloco",
+    "gossip",
+    "gasloc_drift",
+    "fgd_pairs",
+    "noloco",
+)
 """Of the leaderboard, those that have 30 local steps and another price than what was measured over local steps."""
 _LARGER = 870e3 / 139_584
 """By how much the larger model of `size-870k` is larger."""
@@ -48,7 +54,7 @@ def measured_losses() -> str:
         "nats_per_e_fold": round(_per_e_fold(), 4),
         "gap_power": round(_gap_power(), 2),
         "drift": {name: round(value, 2) for name, value in _drift().items()},
-    }  # fmt: skip
+    }
     others = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in rest.items())
     return '{\n "losses": {\n' + ",\n".join(methods) + "\n },\n" + others + "\n}\n"
 

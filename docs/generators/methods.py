@@ -16,8 +16,6 @@ from gossamer.run.config.document import with_settings
 from gossamer.run.config.recipes import FACTORIES, Recipe, docstring_part, made_of, missing, recipes
 from gossamer.topologies import make_topology
 
-__all__ = ["GROUPS", "grouped", "pages", "python_of"]
-
 KINDS: dict[str, Mapping[str, Callable[..., Any]]] = {"rule": RULES, "server": SERVERS, "pair": PAIRS}
 GROUPS = {
     "rule": "Rules in rounds",
@@ -240,9 +238,12 @@ def _picture(kind: str, settings: Mapping[str, Any]) -> str:
 
 def _cost(row: MethodRow, words: str) -> str:
     lines = [
-        ("exchanges", f"after every {row.round.removeprefix('1 ')}"), ("sends", row.sends), ("sent", _together(row.sent)),
-        ("keeps", _together(row.keeps)), ("needs", row.needs),
-    ]  # fmt: skip
+        ("exchanges", f"after every {row.round.removeprefix('1 ')}"),
+        ("sends", row.sends),
+        ("sent", _together(row.sent)),
+        ("keeps", _together(row.keeps)),
+        ("needs", row.needs),
+    ]
     note = "P is the size of the model in fp32. [How it was counted](../methods.md#how-it-was-counted)."
     counted = table(("per worker and round", "counted"), lines)
     return f"{_sentence(words)}\n\n{counted}\n{note}\n"
@@ -253,9 +254,12 @@ def _run_it(name: str, settings: Mapping[str, Any], kind: str) -> str:
     clocked = kind != "rule" or not settings.get("run.wait", True) or settings.get("run.adapt", False)
     file = "configs/heloco.toml" if clocked else "configs/gasloc.toml"
     parts = [
-        "## Run it\n", f'In a run file, `method = "{name}"`, which stands for\n', f"```toml\n{toml}\n```\n",
-        "On the command line:\n", f"```\ngossamer simulate {file} --set method={name}\n```\n",
-    ]  # fmt: skip
+        "## Run it\n",
+        f'In a run file, `method = "{name}"`, which stands for\n',
+        f"```toml\n{toml}\n```\n",
+        "On the command line:\n",
+        f"```\ngossamer simulate {file} --set method={name}\n```\n",
+    ]
     if clocked:
         needs = "It follows the seconds of a network, which that file declares as `[network.NAME]`"
         parts.append(f"{needs} ([run file](../reference/run-file.md#events)).\n")

@@ -29,12 +29,13 @@ from gossamer.run.config.run_file import parse
 from gossamer.run.planning.traffic import Traffic, traffic
 from gossamer.tree import leaves
 
-__all__ = ["BoundaryRow", "MethodRow", "boundary_rows", "counted_for", "linked", "markdown", "rows"]
-
 _BASE = {
-    "workers": 8, "model.size": "134m", "run.steps": 120, "run.local_steps": 30,
+    "workers": 8,
+    "model.size": "134m",
+    "run.steps": 120,
+    "run.local_steps": 30,
     "network.any": {"uplink_bps": 1e9, "downlink_bps": 1e9, "step_s": 1.0},  # asynchronous methods need one
-}  # fmt: skip
+}
 _VOCABULARY = 32_000
 _CROSSING = (8, 128, 768)
 """Sequences, tokens and channels of the micro-batch whose bits are counted: the hidden size is that of the model above."""
@@ -137,9 +138,12 @@ def counted_for() -> str:
     base = parse(with_settings({}, _BASE))
     parameters = parameter_count(base.model, _VOCABULARY)
     return _COUNTED.format(
-        workers=base.workers, size=base.model.size, parameters=parameters, megabytes=4 * parameters / 1e6,
+        workers=base.workers,
+        size=base.model.size,
+        parameters=parameters,
+        megabytes=4 * parameters / 1e6,
         steps=base.full_steps,
-    )  # fmt: skip
+    )
 
 
 _HEAD = """<!-- Made by `make methods` from the code; a test compares the two. -->
@@ -214,9 +218,16 @@ def _row(name: str, recipe: Recipe, layout: Layout) -> MethodRow:
         needs.append("no waiting")
     steps = "1 step" if config.full_steps == 1 else f"{config.full_steps} steps"
     return MethodRow(
-        name, first_sentence(recipe.source), made_of(recipe.settings), steps, sends, sent, keeps, "; ".join(needs),
+        name,
+        first_sentence(recipe.source),
+        made_of(recipe.settings),
+        steps,
+        sends,
+        sent,
+        keeps,
+        "; ".join(needs),
         recipe.fails,
-    )  # fmt: skip
+    )
 
 
 def _needs(m: Method, config: RunSettings) -> list[str]:

@@ -11,8 +11,6 @@ from gossamer.run.config.recipes import recipes
 from gossamer.run.config.run_file import RunConfig, parse
 from gossamer.run.planning.check import examine_run
 
-__all__ = ["prices_page"]
-
 _FILE = "experiments/evidence/leaderboard.toml"
 _SETTINGS: dict[str, dict[str, Any]] = {
     "gasloc_streaming": {"schedule.fragments": 2},
@@ -67,18 +65,24 @@ def prices_page() -> str:
     del document["run"]["batched"]  # changes no byte and suits not every method
     found = [_priced(document, name) for name in recipes()]
     heads = [
-        "method", "local steps", "MB per worker and round", "MB per worker in a run",
-        *(f"minutes, {name}" for name in document["network"]), "loss, tuned",
-    ]  # fmt: skip
+        "method",
+        "local steps",
+        "MB per worker and round",
+        "MB per worker in a run",
+        *(f"minutes, {name}" for name in document["network"]),
+        "loss, tuned",
+    ]
     rows = [
         [
-            f"`{one.method}`", str(one.local_steps), f"{one.sent_bytes / _MEGA:.3f}",
+            f"`{one.method}`",
+            str(one.local_steps),
+            f"{one.sent_bytes / _MEGA:.3f}",
             f"{one.rounds * one.sent_bytes / _MEGA:.1f}",
             *(DASH if each is None else f"{each:.1f}" for each in one.minutes),
             "[leaderboard](../evidence/leaderboard.md)" if one.method in tuned else "",
         ]
         for one in found
-    ]  # fmt: skip
+    ]
     return _head(document, found) + markdown_lines([heads, ["---", *["---:"] * (len(heads) - 1)], *rows])
 
 
@@ -87,12 +91,17 @@ def _head(document: Mapping[str, Any], found: Sequence[_Priced]) -> str:
     step_s = document["network"]["even"]["step_s"]
     said = dict.fromkeys(note for one in found for note in sorted(one.notes))
     return _HEAD.format(
-        file=_FILE, workers=base.workers, parameters=parameter_count(base.model, _VOCABULARY), steps=base.run.steps,
-        step_s=step_s, minutes=base.run.steps * step_s / _MINUTE, local_steps=base.full_steps,
+        file=_FILE,
+        workers=base.workers,
+        parameters=parameter_count(base.model, _VOCABULARY),
+        steps=base.run.steps,
+        step_s=step_s,
+        minutes=base.run.steps * step_s / _MINUTE,
+        local_steps=base.full_steps,
         fragments=_listed(name for name, own in _SETTINGS.items() if "schedule.fragments" in own),
         rank=_listed(name for name, own in _SETTINGS.items() if "rule.rank" in own),
         notes="; ".join(f"{_listed(one.method for one in found if note in one.notes)} {note}" for note in said) + ".",
-    )  # fmt: skip
+    )
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -10,8 +10,6 @@ from generators.docstrings import LABEL, block, capital, is_equation, under
 from generators.methods_table import linked
 from gossamer.settings.options import Option, options_of
 
-__all__ = ["PARTS", "about", "begun", "escaped", "first_line", "labelled", "options_table", "table"]
-
 PARTS = ("Cost", "Source", "Differs", "Fails when")
 """The labelled parts that a page shows, in their order."""
 

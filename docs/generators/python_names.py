@@ -12,8 +12,6 @@ from gossamer.codecs import CODECS
 from gossamer.rules import RULES, WRAPPERS
 from gossamer.topologies import TOPOLOGIES
 
-__all__ = ["page"]
-
 _HEAD = """# Python
 
 ```python
@@ -24,9 +22,15 @@ The names of the package stand first, then those of its public modules. Rules, t
 [methods](../methods.md), [wrappers](../methods/wrappers.md), [topologies](../topologies.md), [codecs](../codecs.md).
 """
 _MODULES = (
-    "gossamer.run.simulated.simulation", "gossamer.run.simulated.keywords", "gossamer.run.experiments.sweep",
-    "gossamer.library", "gossamer.rules.contract", "gossamer.testing", "gossamer.integrations", "gossamer.errors",
-)  # fmt: skip
+    "gossamer.run.simulated.simulation",
+    "gossamer.run.simulated.keywords",
+    "gossamer.run.experiments.sweep",
+    "gossamer.library",
+    "gossamer.rules.contract",
+    "gossamer.testing",
+    "gossamer.integrations",
+    "gossamer.errors",
+)
 """Modules whose names are public besides those of the package; one that does not exist is left out."""
 _FIRST = ("Outer", "simulate", "sweep", "method")
 """What most readers look for."""
@@ -47,7 +51,10 @@ def page() -> str:
 
 def _directives(module: str, seen: set[str]) -> Iterator[str]:
     home = importlib.import_module(module)
-    names = home.__all__ if hasattr(home, "__all__") else [name for name in vars(home) if name[0] != "_"]
+    defined = [
+        name for name, value in vars(home).items() if getattr(value, "__module__", "") == module and name[0] != "_"
+    ]
+    names = getattr(home, "__all__", defined)  # a package names what it takes from its modules
     for name in sorted(names, key=lambda name: (name not in _FIRST, name.islower(), name)):
         value = getattr(home, name)
         if not isinstance(value, type | types.FunctionType) or name in _ELSEWHERE:

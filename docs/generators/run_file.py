@@ -11,8 +11,6 @@ from gossamer.run.config.document import EXPERIMENT
 from gossamer.run.config.json_schema import json_schema
 from gossamer.run.config.run_file import RunConfig
 
-__all__ = ["page"]
-
 _MOST = 12
 """Names that a cell of a table may list."""
 Part = Mapping[str, Any]

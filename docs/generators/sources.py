@@ -11,8 +11,6 @@ from gossamer.report.reach import reach
 from gossamer.report.results import PointResult, read_results
 from gossamer.run.config.experiment_file import place_in_experiment
 
-__all__ = ["NUMBER", "RESULTS", "ROOT", "TEXT", "Reading", "Source", "config_of", "losses_by_seed", "source"]
-
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
 

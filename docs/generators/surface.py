@@ -10,18 +10,6 @@ from gossamer.report.paired import effect
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines
 
-__all__ = [
-    "PENALTY",
-    "by_seed",
-    "codec_costs",
-    "codecs_table",
-    "committed_surface",
-    "means_by_seed",
-    "penalties_table",
-    "surface_of",
-    "surface_page",
-]
-
 PENALTY = "penalty"
 """The stem of the file."""
 _SPENT = (5, 15, 30, 60, 120)

@@ -19,8 +19,6 @@ from gossamer.rules.contract import Consensus
 from gossamer.topologies import TOPOLOGIES, Topology, make_topology
 from gossamer.tree import leaves
 
-__all__ = ["pages"]
-
 _WORKERS = 8
 _ELEMENTS = 1 << 20
 _TOPOLOGIES = """# Topologies

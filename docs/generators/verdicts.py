@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, cast
 from generators.gains import MARGIN
 from gossamer.report.paired import effect, holm, p_text, trend
 
-__all__ = ["Arm", "Found", "costs_little", "equal", "leads", "matches", "ranked_alike", "rises", "stays"]
-
 _LEVEL = 0.05
 _ALIKE = 0.5
 """Spearman's ρ that two rankings must surely exceed to count as alike."""
@@ -153,8 +151,10 @@ def _found(arms: Sequence[Arm], fulfilled: Sequence[bool], refuted: Sequence[boo
         )
     else:
         said = "; ".join(
-            f"{arm.name} {one.mean:+.4f}" + ("" if one.half is None else f" ± {one.half:.4f}") + f" ({len(arm.pairs)} seeds)"
+            f"{arm.name} {one.mean:+.4f}"
+            + ("" if one.half is None else f" ± {one.half:.4f}")
+            + f" ({len(arm.pairs)} seeds)"
             for arm in arms
             for one in [effect(arm.pairs)]
-        )  # fmt: skip
+        )
     return Found(said, _verdict(fulfilled, refuted))

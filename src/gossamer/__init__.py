@@ -1,7 +1,7 @@
 """Pretrain language models over slow, uneven networks: gossip, local steps and an outer optimizer.
 
 What most programs need is here; everything else is in the namespaces `rules`, `topologies`, `codecs`, `asynchronous`,
-`optimizers`, `models`, `testing` and `errors`, such as `gossamer.rules.slowmo` and `gossamer.codecs.int8`.
+`optimizers`, `models`, `testing` and `errors`, such as `gossamer.rules.diloco` and `gossamer.codecs.int8`.
 """
 
 import importlib

@@ -24,27 +24,6 @@ import shlex
 from collections.abc import Iterable
 from types import ModuleType
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "DiskError",
-    "GossamerError",
-    "LostConnectionError",
-    "MissingPackageError",
-    "PairingError",
-    "PeerError",
-    "RefusedError",
-    "TrainingError",
-    "TransportError",
-    "UserCodeError",
-    "choose",
-    "first_line",
-    "installs",
-    "nearest",
-    "require",
-]
-
 
 class GossamerError(Exception):
     """Anything a user or a peer can cause; its message needs no traceback."""

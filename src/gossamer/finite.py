@@ -15,8 +15,6 @@ from gossamer.tree import Tree, leaves
 if TYPE_CHECKING:  # so that records, which stand above, work without torch
     from torch import Tensor
 
-__all__ = ["GO_ON", "all_finite", "must_be_finite"]
-
 GO_ON = (
     "lower the learning rate or clip the gradients, and go on from the last checkpoint (for a run folder: --resume RUN --set "
     "inner.lr=VALUE, or inner.clip), or start again if there is none (with another --out)"

@@ -11,23 +11,6 @@ from torch import Tensor, nn
 
 from gossamer.errors import ConfigError
 
-__all__ = [
-    "Layout",
-    "Leaf",
-    "Pattern",
-    "Reused",
-    "arrange",
-    "attach",
-    "bare_name",
-    "flat_gradients",
-    "fragment_of",
-    "in_parts",
-    "keep_attached",
-    "layout_of",
-    "restricted",
-    "views",
-]
-
 Pattern = Literal["strided", "sequential", "packed"]
 """How tensors are put into fragments; `arrange` explains each."""
 
@@ -122,9 +105,7 @@ def arrange(layout: Layout, fragments: int, pattern: Pattern = "strided") -> tup
     )
 
 
-def in_parts(
-    layout: Layout, part_of: Callable[[str], int], parts: int
-) -> tuple[Layout, tuple[tuple[int, int], ...]]:  # fmt: skip
+def in_parts(layout: Layout, part_of: Callable[[str], int], parts: int) -> tuple[Layout, tuple[tuple[int, int], ...]]:
     """The same tensors in an order in which each part is one slice of the flat vector, and these slices; a part may be empty.
 
     Args: `part_of` has the part of the tensor with a name.
@@ -137,7 +118,7 @@ def in_parts(
 
 def restricted(
     layout: Layout, spans: Sequence[tuple[int, int]], names: Container[str]
-) -> tuple[Layout, tuple[tuple[int, int], ...]]:  # fmt: skip
+) -> tuple[Layout, tuple[tuple[int, int], ...]]:
     """Some tensors of an arranged layout in its order, and what is left of its slices; see `arrange`."""
     return _one_after_the_other(
         [[leaf for leaf in layout.leaves if a <= leaf.start < b and leaf.name in names] for a, b in spans]

@@ -11,8 +11,6 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TURN", "drawing", "key", "numpy_rng", "sets_generator", "torch_rng"]
-
 TURN = threading.RLock()
 """Held by the one thread that draws from torch's generators, which belong to the process, or calls a function of the user's."""
 

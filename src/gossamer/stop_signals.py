@@ -19,19 +19,6 @@ from multiprocessing import forkserver, resource_tracker
 from types import FrameType
 from typing import Any
 
-__all__ = [
-    "ONE_WISH_S",
-    "STOP_SIGNALS",
-    "Asked",
-    "deaf",
-    "has_launcher",
-    "interrupted",
-    "is_launched",
-    "leaving",
-    "start_forkserver",
-    "without_lost_terminal",
-]
-
 # Windows has no SIGHUP.
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 ONE_WISH_S = 1.0

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # so that topologies, which have types of messages, work without torch
     from torch import Tensor
 
-__all__ = ["Tree", "leaves", "map_leaves", "must_fit", "nbytes", "refill", "shares_storage"]
-
 Tree = Any
 """A tensor, or a (named) tuple of trees; `()` is the tree without tensors."""
 

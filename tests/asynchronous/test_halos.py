@@ -14,7 +14,6 @@ from test_events import LAYOUT, P, Walker, at_random, network, of, plain, spans,
 from test_server_rules import absorbed, close
 from test_virtual import lines, timed
 
-from drifted_rounds import random_vectors
 from gossamer.asynchronous import delayed_nesterov, halos
 from gossamer.clock import Absence, LoopOptions, Phase, Relay, ServerRun, Transfer, Update
 from gossamer.clock.durations import Durations
@@ -28,6 +27,7 @@ from gossamer.run.config.experiment_file import points
 from gossamer.run.config.resolve import resolve
 from gossamer.run.planning.check import examine_run
 from gossamer.run.simulated.simulate import simulate
+from gossamer.testing.drifted_workers import random_vectors
 
 CONFIGS = Path(__file__).parents[2] / "src" / "gossamer" / "configs"
 PLAIN = {"momentum": 0.0, "delay": 1, "local_momentum": 0.0, "local_delay": 1}
@@ -41,9 +41,7 @@ def regions(*sizes, step_s=1.0, latency_s=0.0, bps=math.inf):
         {"between": list(pair), "latency_s": latency_s, "bandwidth_bps": bps}
         for pair in itertools.combinations(sites, 2)
     ]
-    return from_options(
-        {"uplink_bps": 1e9, "downlink_bps": 1e9, "step_s": step_s, "sites": sites, "routes": routes}
-    )  # fmt: skip
+    return from_options({"uplink_bps": 1e9, "downlink_bps": 1e9, "step_s": step_s, "sites": sites, "routes": routes})
 
 
 def halves(worker):
@@ -148,9 +146,10 @@ def test_regions_that_take_nothing_from_the_global_model_are_independent():
         learners = [Walker(start.clone(), at_random(i)) for i in workers]
         steps = tuple(link.step_s[i] for i in workers)
         alone = ServerRun(
-            delayed_nesterov(lr=0.4, momentum=0.9, delay=2), learners,
+            delayed_nesterov(lr=0.4, momentum=0.9, delay=2),
+            learners,
             Network(uplink_bps=1e9, downlink_bps=1e9, step_s=steps),
-        )  # fmt: skip
+        )
         for _ in alone.run(30.0):
             pass
         assert torch.equal(locals_of(run, 3)[region].x, alone.model())
@@ -236,10 +235,14 @@ def test_a_server_without_regions_is_in_the_site_of_worker_0_and_the_others_send
 
 def test_lost_packets_bound_what_passes_between_regions_and_between_their_servers():
     options = {
-        "uplink_bps": 1e9, "downlink_bps": 1e9, "step_s": 1.0, "latency_s": 0.01, "loss": [0.0, 0.001, 0.0],
+        "uplink_bps": 1e9,
+        "downlink_bps": 1e9,
+        "step_s": 1.0,
+        "latency_s": 0.01,
+        "loss": [0.0, 0.001, 0.0],
         "sites": {"a": {"workers": [0, 1]}, "b": {"workers": [2]}},
         "routes": [{"between": ["a", "b"], "latency_s": 0.09, "loss": 0.01}],
-    }  # fmt: skip
+    }
     times, size = Durations(from_options(options), 3), 10**6
 
     def bps(latency_s, *losses):
@@ -277,9 +280,12 @@ def test_when_the_steps_are_spent_each_region_reports_the_rest(fragments):
     rule = halos(lr=1.0, alpha=0.5, every=100, local_lr=1.0, **PLAIN)
     ones = lambda worker: lambda phase, x: torch.ones_like(x)  # noqa: E731
     run = ServerRun(
-        rule, walkers(3, start, ones), regions(2, 1, latency_s=2.0), spans=spans(fragments),
+        rule,
+        walkers(3, start, ones),
+        regions(2, 1, latency_s=2.0),
+        spans=spans(fragments),
         options=LoopOptions(budget=9 * fragments),
-    )  # fmt: skip
+    )
     relays = of(Relay, run.run())
     assert Counter((relay.kind, relay.region, relay.fragment) for relay in relays) == Counter(
         itertools.product(("report", "merge"), (0, 1), range(fragments))
@@ -322,10 +328,12 @@ def test_the_core_reports_after_so_many_updates_since_the_merge_and_not_while_a_
 # Run files
 
 WAN = {
-    "step_s": [0.1, 0.25, 0.3], "uplink_bps": 1e9, "downlink_bps": 1e9,
+    "step_s": [0.1, 0.25, 0.3],
+    "uplink_bps": 1e9,
+    "downlink_bps": 1e9,
     "sites": {"near": {"workers": [0, 1]}, "far": {"workers": [2]}},
     "routes": [{"between": ["near", "far"], "latency_s": 0.05, "bandwidth_bps": 1e7}],
-}  # fmt: skip
+}
 SERVED = {"name": "halos", "every": 2, "local_delay": 2}
 
 

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drifted_rounds import random_vectors
 from gossamer.asynchronous import (
     PAIRS,
     SERVERS,
@@ -31,6 +30,7 @@ from gossamer.errors import ConfigError
 from gossamer.layout import Layout, Leaf, arrange
 from gossamer.rules import diloco
 from gossamer.settings.options import options_of
+from gossamer.testing.drifted_workers import random_vectors
 from gossamer.topologies import ring
 from gossamer.tree import leaves, map_leaves
 

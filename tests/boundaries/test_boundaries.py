@@ -16,10 +16,19 @@ from gossamer.errors import CheckpointError
 
 SHAPE = (3, 8, 64)
 EVERY = [
-    dense(), cast(), cast(dtype="fp16"), intk(), intk(bits=2, group=8), intk(bits=2, zero=False), intk(bits=8), tahquant(),
-    tahquant(tile=8, high_share=0.5), tahquant(granularity="token", tile=16), tahquant(bits=8, low_bits=7),
+    dense(),
+    cast(),
+    cast(dtype="fp16"),
+    intk(),
+    intk(bits=2, group=8),
+    intk(bits=2, zero=False),
+    intk(bits=8),
+    tahquant(),
+    tahquant(tile=8, high_share=0.5),
+    tahquant(granularity="token", tile=16),
+    tahquant(bits=8, low_bits=7),
     projection(width=56),
-]  # fmt: skip
+]
 
 
 def hidden(seed: int = 0, shape: tuple[int, int, int] = SHAPE) -> Tensor:

@@ -30,10 +30,16 @@ Case = tuple[str, str, str]
 TIMEOUT_S = 60
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 COVER: tuple[Case, ...] = (
-    ("gpipe", "aqsgd", "tahquant"), ("gpipe", "projection", "cast"), ("gpipe", "intk", "dense"),
-    ("1f1b", "aqsgd", "cast"), ("1f1b", "tahquant", "projection"), ("1f1b", "dense", "intk"),
-    ("interleaved", "aqsgd", "projection"), ("interleaved", "tahquant", "intk"), ("interleaved", "cast", "dense"),
-)  # fmt: skip
+    ("gpipe", "aqsgd", "tahquant"),
+    ("gpipe", "projection", "cast"),
+    ("gpipe", "intk", "dense"),
+    ("1f1b", "aqsgd", "cast"),
+    ("1f1b", "tahquant", "projection"),
+    ("1f1b", "dense", "intk"),
+    ("interleaved", "aqsgd", "projection"),
+    ("interleaved", "tahquant", "intk"),
+    ("interleaved", "cast", "dense"),
+)
 """Each schedule with each codec in one of its directions."""
 PRODUCT: tuple[Case, ...] = tuple(
     (schedule, there, back)
@@ -47,10 +53,18 @@ def settings(case: Case) -> dict[str, Any]:
     """The run of a case: one worker in two stages, which take two inner steps and see some samples twice."""
     schedule, *codecs = case
     made: dict[str, Any] = {
-        "workers": 1, "rule": {"name": "diloco"}, "topology": {"name": "complete"}, "model__layers": 2,
-        "data__accumulate": 4, "data__windows": 5, "run__steps": 2, "run__eval_every": 0, "run__timeout_s": TIMEOUT_S,
-        "pipeline__stages": 2, "pipeline__schedule": schedule,
-    }  # fmt: skip
+        "workers": 1,
+        "rule": {"name": "diloco"},
+        "topology": {"name": "complete"},
+        "model__layers": 2,
+        "data__accumulate": 4,
+        "data__windows": 5,
+        "run__steps": 2,
+        "run__eval_every": 0,
+        "run__timeout_s": TIMEOUT_S,
+        "pipeline__stages": 2,
+        "pipeline__schedule": schedule,
+    }
     if schedule == "interleaved":
         made |= {"pipeline__chunks": 2, "model__layers": 4}
     for direction, name in zip(("forward", "backward"), codecs, strict=True):

@@ -209,8 +209,11 @@ def test_machines_whose_names_lead_to_themselves_are_told_so_and_reach_each_othe
         command = [*inside, sys.executable, "-u", "-m", "gossamer", "doctor", *words]
         return subprocess.Popen(
             ["unshare", "--mount", "--uts", "ip", "netns", "exec", namespace, *command],
-            env={**os.environ, SECRET: WORD}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            env={**os.environ, SECRET: WORD},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     answers = on(0, "--listen", "10.78.0.1:29600")
     try:

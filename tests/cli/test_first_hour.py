@@ -24,9 +24,16 @@ from tiny import document
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
-    "model.size": "0.2m", "data.seq_len": 16, "data.batch_size": 2, "data.max_bytes": 100_000, "run.steps": 4,
-    "run.local_steps": 2, "run.eval_batches": 1, "run.checkpoint_every": 2, "run.threads": 1,
-}  # fmt: skip
+    "model.size": "0.2m",
+    "data.seq_len": 16,
+    "data.batch_size": 2,
+    "data.max_bytes": 100_000,
+    "run.steps": 4,
+    "run.local_steps": 2,
+    "run.eval_batches": 1,
+    "run.checkpoint_every": 2,
+    "run.threads": 1,
+}
 SETS = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
 
 
@@ -229,9 +236,18 @@ def test_a_shell_gets_a_script_that_knows_every_verb(shell: str, capsys: pytest.
 DOCS = ROOT / "docs"
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
 GENERATED = (
-    "methods/", "reference/", "adr/index.md", "results/index.md", "results/paper/index.md", "topologies.md", "codecs.md",
-    "boundaries.md", "contributing.md", "changelog.md", "film.html",
-)  # fmt: skip
+    "methods/",
+    "reference/",
+    "adr/index.md",
+    "results/index.md",
+    "results/paper/index.md",
+    "topologies.md",
+    "codecs.md",
+    "boundaries.md",
+    "contributing.md",
+    "changelog.md",
+    "film.html",
+)
 """Pages that only the site has; its strict build finds links to what is not there."""
 
 

@@ -84,11 +84,19 @@ def start(machines: list[str], *words: object, of: int = 3, address: str = "m0")
     """One process on each machine, in turn."""
     return [
         Command(
-            *machines[rank % 3].split(" "), *words, "--rank", rank, "--of", of, "--address", address, work=enter,
+            *machines[rank % 3].split(" "),
+            *words,
+            "--rank",
+            rank,
+            "--of",
+            of,
+            "--address",
+            address,
+            work=enter,
             GOSSAMER_SECRET=SECRET,
         )
         for rank in range(of)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.netns

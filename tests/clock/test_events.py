@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drifted_rounds import play, random_vectors
+from drifted_rounds import play
 from gossamer.asynchronous import (
     PAIRS,
     SERVERS,
@@ -37,6 +37,7 @@ from gossamer.layout import Layout, Leaf, arrange
 from gossamer.network.links import Network, from_options
 from gossamer.record import checkpoint
 from gossamer.rules import RULES, diloco, gasloc, gossip
+from gossamer.testing.drifted_workers import random_vectors
 from gossamer.topologies import make_topology, ring
 
 P = 6
@@ -125,10 +126,14 @@ def calm(make):
 
 SITES = from_options(
     {
-        "step_s": [1.0, 1.3, 2.9, 0.4], "latency_s": 0.05, "uplink_bps": 1e4, "downlink_bps": 1e4,
-        "sites": {"a": {"workers": [0, 1]}, "b": {"workers": [2, 3]}}, "routes": [{"between": ["a", "b"], "latency_s": 0.3}],
+        "step_s": [1.0, 1.3, 2.9, 0.4],
+        "latency_s": 0.05,
+        "uplink_bps": 1e4,
+        "downlink_bps": 1e4,
+        "sites": {"a": {"workers": [0, 1]}, "b": {"workers": [2, 3]}},
+        "routes": [{"between": ["a", "b"], "latency_s": 0.3}],
     }
-)  # fmt: skip
+)
 SAVED = RUNS | {"halos-sites": lambda ws, **o: ServerRun(SERVERS["halos"](), ws, SITES, options=LoopOptions(**o))}
 
 
@@ -497,9 +502,12 @@ def test_overlap_with_a_single_fragment_is_refused():
 
 def test_a_worker_that_returns_starts_from_what_the_server_has_then():
     run = ServerRun(
-        delayed_nesterov(), walkers(2), network((1.0, 0.7)), spans=spans(2),
+        delayed_nesterov(),
+        walkers(2),
+        network((1.0, 0.7)),
+        spans=spans(2),
         options=LoopOptions(absences=[Absence(0.5, 0, "leave"), Absence(10.0, 0, "return")]),
-    )  # fmt: skip
+    )
     for _ in run.run(10.0):
         pass
     assert torch.equal(run.learners[0].x, run.model())

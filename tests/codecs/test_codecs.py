@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from codecs_in_use import VARIANTS
-from drifted_rounds import play, random_vectors
+from drifted_rounds import play
 from gossamer.codecs import (
     CODECS,
     Codec,
@@ -45,6 +45,7 @@ from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import parse
 from gossamer.run.planning.traffic import traffic
 from gossamer.settings.options import options_of
+from gossamer.testing.drifted_workers import random_vectors
 from gossamer.topologies import make_topology
 from gossamer.tree import leaves, nbytes
 

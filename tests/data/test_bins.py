@@ -125,18 +125,33 @@ def cut(path: Path, by: int = 1) -> None:
 
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "half a token": (lambda path: (plain(path, tokens()), cut(path))[-1], "no whole tokens of 2 bytes"),
-    "a cut file with a header": (lambda path: (with_header(path, tokens()), cut(path, 2))[-1], "says 5,000 tokens .* 9,998"),
-    "a cut file of Megatron": (lambda path: (megatron(path, tokens()), cut(path, 2))[-1], "3 sequences have 5,000 tokens"),
-    "a cut index": (lambda path: (megatron(path, tokens()), cut(path.with_suffix(".idx"), 60))[-1], "names 3 sequences"),
-    "no index": (lambda path: (plain(path, tokens()), path.with_suffix(".idx").write_text("x"))[0], "does not begin like one"),
+    "a cut file with a header": (
+        lambda path: (with_header(path, tokens()), cut(path, 2))[-1],
+        "says 5,000 tokens .* 9,998",
+    ),
+    "a cut file of Megatron": (
+        lambda path: (megatron(path, tokens()), cut(path, 2))[-1],
+        "3 sequences have 5,000 tokens",
+    ),
+    "a cut index": (
+        lambda path: (megatron(path, tokens()), cut(path.with_suffix(".idx"), 60))[-1],
+        "names 3 sequences",
+    ),
+    "no index": (
+        lambda path: (plain(path, tokens()), path.with_suffix(".idx").write_text("x"))[0],
+        "does not begin like one",
+    ),
     "an index of floats": (lambda path: megatron(path, tokens(), 6, "<f8"), "version 1 and kind 6"),
-    "another vocabulary": (lambda path: plain(path, tokens(below=50_000)), r"has token \d+, but the vocabulary .* has 256"),
+    "another vocabulary": (
+        lambda path: plain(path, tokens(below=50_000)),
+        r"has token \d+, but the vocabulary .* has 256",
+    ),
     "negative tokens": (lambda path: megatron(path, -tokens(), 4, "<i4"), r"has token -\d+"),
     "a huge count": (
         lambda path: path.write_bytes(np.array([20240520, 1, 2**31 - 1] + [0] * 253, "<i4").tobytes()) and None,
         "says 2,147,483,647 tokens",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)

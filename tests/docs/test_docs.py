@@ -510,8 +510,11 @@ def test_the_loops_that_a_page_starts_with_torchrun_train_two_workers_as_one(tmp
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*words, str(tmp_path / "train.py"), *map(str, files)],
-        env=environment, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     ends = sorted(re.findall(r"^.+?: 2 workers, .+$", done.stdout, re.MULTILINE))
     assert done.returncode == 0 and len(ends) == 2 * len(files) + 2, done.stdout + done.stderr
     assert ends[::2] == ends[1::2]

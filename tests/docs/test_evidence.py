@@ -43,9 +43,14 @@ CONFIGS = ROOT / "experiments" / "evidence"
 FIRST_STAGE = ROOT / "docs" / "results" / "evidence"
 AT_STAGE_1 = ("tuned", "momentum", "rounds", "straggler", "size")
 SEARCHED_AS = {
-    "DiLoCo": "diloco", "local SGD": "local_sgd", "GASLoC 1-Peer": "gasloc", "gossip 1-Peer": "gossip",
-    "GASLoC 2-Peer": "gasloc_2peer", "gossip 2-Peer": "gossip_2peer", "NoLoCo": "noloco",
-}  # fmt: skip
+    "DiLoCo": "diloco",
+    "local SGD": "local_sgd",
+    "GASLoC 1-Peer": "gasloc",
+    "gossip 1-Peer": "gossip",
+    "GASLoC 2-Peer": "gasloc_2peer",
+    "gossip 2-Peer": "gossip_2peer",
+    "NoLoCo": "noloco",
+}
 """The methods of the second search by their labels in other files."""
 
 
@@ -375,10 +380,11 @@ def test_the_leaderboard_ranks_methods_at_equal_tokens_and_says_what_their_runs_
     def run(method: str, seed: int, losses: Sequence[float], sent: float, seconds: float | None) -> PointResult:
         curve = [*zip(range(1, len(losses) + 1), losses, strict=True)]
         row = {
-            "loss": losses[-1], "sent_bytes": sent * len(losses),
+            "loss": losses[-1],
+            "sent_bytes": sent * len(losses),
             "wall_s": {} if seconds is None else {"slow-uplink": len(losses) * seconds},
             "loss_at_s": {} if seconds is None else {"slow-uplink": [(k * seconds, loss) for k, loss in curve]},
-        }  # fmt: skip
+        }
         return PointResult(method, {}, seed, row)
 
     every = [
@@ -876,9 +882,10 @@ def test_penalties_are_told_by_local_steps_and_codec_over_the_seeds_that_a_row_h
     assert "| streaming, exact | – | 0.0159 ± " in page and "DiLoCo, exact: p < 0.001" in page
     assert "| DiLoCo, int4 | +0.0260 ± 0.0025 | " in page and "| DiLoCo, bf16 | +0.0000 ± 0.0000 | " in page
     assert surface.codec_costs(surface.surface_of(ended)).keys() == {
-        *(f"DiLoCo, {codec}" for codec in ("bf16", "int8", "int4", "topk2bit")), "streaming, int4",
+        *(f"DiLoCo, {codec}" for codec in ("bf16", "int8", "int4", "topk2bit")),
+        "streaming, int4",
         *(f"GASLoC {k}-Peer, {codec}" for k in (1, 2) for codec in ("bf16", "int8")),
-    }  # fmt: skip
+    }
     cut = [one for one in ended if one.seed != 7 or one.method not in ("MuLoCo, H = 120", "DiLoCo, int4, H = 5")]
     kept = surface.surface_of(cut)
     assert {name for name, row in kept.items() if len(surface.by_seed(row)) == 2} == {"MuLoCo", "DiLoCo, int4"}

@@ -45,9 +45,13 @@ def test_the_page_is_what_the_code_computes(name: str) -> None:
 def test_the_figure_of_goodput_is_what_the_code_draws(tmp_path: Path) -> None:
     program("goodput").draw(tmp_path / "goodput.svg")
     drawn = (tmp_path / "goodput.svg").read_text(encoding="utf-8")
-    labels = [re.findall(r"<text [^>]*>([^<]+)</text>", text) for text in (
-        drawn, (ROOT / "docs" / "results" / "goodput.svg").read_text(encoding="utf-8"),
-    )]  # fmt: skip
+    labels = [
+        re.findall(r"<text [^>]*>([^<]+)</text>", text)
+        for text in (
+            drawn,
+            (ROOT / "docs" / "results" / "goodput.svg").read_text(encoding="utf-8"),
+        )
+    ]
     assert labels[0] == labels[1] and "gossip" in labels[0] and "<dc:date>" not in drawn
 
 
@@ -113,8 +117,11 @@ def test_a_page_has_the_runs_that_have_ended_in_the_order_of_the_file_with_their
     def ended(method: str, seed: int) -> PointResult:
         loss = 2.0 + 0.01 * seed + (0.1 + 0.001 * seed) * (method == "GASLoC")
         row = {
-            **dict.fromkeys(("worst_loss", "disagreement", "sent_bytes")), "method": method, "wall_s": {}, "utilisation": {},
-        }  # fmt: skip
+            **dict.fromkeys(("worst_loss", "disagreement", "sent_bytes")),
+            "method": method,
+            "wall_s": {},
+            "utilisation": {},
+        }
         row |= {"loss": loss, "loss_at_s": {}, "loss_at_bytes": [(5.0, loss)], "loss_at_round": [(2, loss)]}
         return PointResult(
             method,

@@ -21,8 +21,6 @@ from gossamer.transport.sockets.header import LetterKind
 from gossamer.transport.sockets.letter import Letter, body_of
 from gossamer.tree import leaves, map_leaves, refill
 
-__all__ = ["Averager"]
-
 _VECTOR = struct.Struct(f"<{NUMEL}d")
 
 

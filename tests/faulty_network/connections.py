@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from faulty_network.network import FaultyNetwork
     from faulty_network.participant import Participant
 
-__all__ = ["End", "FaultyConnection"]
-
 
 class End:
     """One end of a connection, as the process there knows it."""

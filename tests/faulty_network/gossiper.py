@@ -14,8 +14,6 @@ from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.core import Outcome
 from gossamer.transport.sockets.letter import body_of
 
-__all__ = ["Gossiper"]
-
 _VECTOR = struct.Struct(f"<{NUMEL}d")
 
 

@@ -8,8 +8,6 @@ from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.closing import Proposal
 from gossamer.transport.elastic.core import Outcome
 
-__all__ = ["Ledger"]
-
 
 class _Account(NamedTuple):
     """How one end saw an exchange."""
@@ -91,9 +89,14 @@ class Ledger:
         self.closings += 1
 
     def shared(
-        self, uid: int, line: int, closed: tuple[int, frozenset[int]], before: Sharing, after: Sharing,
+        self,
+        uid: int,
+        line: int,
+        closed: tuple[int, frozenset[int]],
+        before: Sharing,
+        after: Sharing,
         places: Mapping[int, int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A process has made the update of a round in which it trained from these steps of some slots.
 
         Args: `line` is the history before the round, `closed` the one after it and over whom the round was closed; `before` and

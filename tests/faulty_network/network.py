@@ -24,14 +24,21 @@ from gossamer.topologies import make_topology
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
 from tiny import limits
 
-__all__ = ["FAULT_KINDS", "FaultReport", "FaultyNetwork", "check_faults"]
-
 FAULTY_S, SETTLE_S, CALM_S, END_S = 20.0, 30.0, 40.0, 60.0
 """Virtual seconds with faults, until all must know of each other again, in which all must exchange, and until all have ended."""
 FAULT_KINDS = (
-    "break", "kill", "power", "stop", "join", "partition", "disk",
-    "lost letter", "late letter", "double letter", "overtaken letter",
-)  # fmt: skip
+    "break",
+    "kill",
+    "power",
+    "stop",
+    "join",
+    "partition",
+    "disk",
+    "lost letter",
+    "late letter",
+    "double letter",
+    "overtaken letter",
+)
 """What may happen; of two letters between the same processes one overtakes the other where they have two connections."""
 MOST_EVENTS = 40_000
 """More than ten times what a run needs: letters that answer each other without end are a fault."""
@@ -94,9 +101,14 @@ class FaultyNetwork:
     """The virtual clock, the processes and the connections of one run; see `check_faults`."""
 
     def __init__(
-        self, seed: int, *, rule: Rule | None = None, workers: int | None = None, verbose: bool = False,
+        self,
+        seed: int,
+        *,
+        rule: Rule | None = None,
+        workers: int | None = None,
+        verbose: bool = False,
         keyed: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.keyed = keyed
         self.seed, self.random, self._verbose = seed, random.Random(f"faults {seed}"), verbose
         draw = self.random
@@ -149,9 +161,18 @@ class FaultyNetwork:
         ledger = self.ledger
         rounds = sum(process.rounds for process in self.processes)
         return FaultReport(
-            self.seed, tuple(self.faults), self.counts, rounds, self.letters, ledger.made, ledger.missed, ledger.unsure,
-            ledger.one_sided, ledger.rounds_closed, ledger.retrained,
-        )  # fmt: skip
+            self.seed,
+            tuple(self.faults),
+            self.counts,
+            rounds,
+            self.letters,
+            ledger.made,
+            ledger.missed,
+            ledger.unsure,
+            ledger.one_sided,
+            ledger.rounds_closed,
+            ledger.retrained,
+        )
 
     @property
     def living(self) -> list[Participant]:

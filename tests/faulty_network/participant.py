@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from faulty_network.network import FaultyNetwork
 
-__all__ = ["LAYOUT", "LOCAL_STEPS", "NUMEL", "Arrangement", "KeptState", "Participant"]
-
 NUMEL, LOCAL_STEPS = 2, 3
 LAYOUT = Layout((Leaf("x", (NUMEL,), 0, NUMEL),), NUMEL)
 

@@ -129,9 +129,18 @@ def with_trainer(site: Site, name: str, *, resumes: bool = False, **more: Any) -
 
     words = torch.randint(16, (128, 5), generator=torch.Generator().manual_seed(1))
     args = TrainingArguments(
-        str(site.folder / name), max_steps=STEPS, save_steps=SAVED, logging_steps=1, per_device_train_batch_size=2,
-        report_to="none", use_cpu=True, disable_tqdm=True, fsdp=True, fsdp_config={"version": 2}, **more,
-    )  # fmt: skip
+        str(site.folder / name),
+        max_steps=STEPS,
+        save_steps=SAVED,
+        logging_steps=1,
+        per_device_train_batch_size=2,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        fsdp=True,
+        fsdp_config={"version": 2},
+        **more,
+    )
     texts = site.place.shard([{"input_ids": one, "labels": one} for one in words])
     callback = TransformersCallback("gasloc", **site.options())
     trainer = Trainer(llama(), args, train_dataset=texts, callbacks=[callback])
@@ -150,8 +159,10 @@ def one_process(rank: int, joins: list[str], folder: Path) -> None:
 
     logging.getLogger("gossamer").addHandler(Said())
     acts: list[tuple[str, Callable[..., None], bool]] = [
-        ("accelerate", with_accelerate, True), ("trainer", with_trainer, True), ("accelerate, copies", with_accelerate, False),
-    ]  # fmt: skip
+        ("accelerate", with_accelerate, True),
+        ("trainer", with_trainer, True),
+        ("accelerate, copies", with_accelerate, False),
+    ]
     for name, act, may in acts:
         for resumes in (False, True):
             may_shard_on_a_cpu(may)

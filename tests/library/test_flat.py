@@ -130,8 +130,13 @@ def optimizer_of(case: Case, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(
-    case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, outer: gossamer.Outer[Any], turns: list[int], steps: range
-) -> None:  # fmt: skip
+    case: Case,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    outer: gossamer.Outer[Any],
+    turns: list[int],
+    steps: range,
+) -> None:
     """Steps of one process: it sees the samples of one shard, or those of both, as two halves of a batch."""
     for step in steps:
         for turn in turns:

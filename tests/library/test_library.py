@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import gossamer
 from commands import free_port
-from drifted_rounds import layout, serially
+from drifted_rounds import serially
 from gossamer import rng
 from gossamer.codecs import CODECS, bf16, both_ways, topk
 from gossamer.errors import CheckpointError, ConfigError, PairingError, PeerError
@@ -39,6 +39,7 @@ from gossamer.rounds.loop import OuterLoop
 from gossamer.rounds.mean_model import mean_of, mean_over_workers
 from gossamer.rules import RULES, make_rule
 from gossamer.run.config.recipes import missing, recipes
+from gossamer.testing.drifted_workers import flat_layout as layout
 from gossamer.topologies import make_topology
 from gossamer.transport.memory import MemoryNetwork, MemoryTransport
 from gossamer.transport.processes.local import run_local
@@ -532,7 +533,15 @@ def test_outer_loop_refuses_what_it_cannot_follow():
 
 NOT_HERE = {
     "asynchronously": {
-        "a2cid2", "ad_psgd", "cgad", "decoupled_diloco", "delayed_nesterov", "gasloc_without_waiting", "halos", "heloco", "mla",
+        "a2cid2",
+        "ad_psgd",
+        "cgad",
+        "decoupled_diloco",
+        "delayed_nesterov",
+        "gasloc_without_waiting",
+        "halos",
+        "heloco",
+        "mla",
         "pa_cgad",
     },
     "acts on gradients": {"data_parallel", "gpa_data_parallel", "schedule_free"},
@@ -542,7 +551,7 @@ NOT_HERE = {
     "it sets model.experts.count = 8, model.experts.holders = 2": {"fomoe"},
     "adapt_every = 5": {"dilocox_adaptive"},
     "peers = 2, which must be a whole number from 1 to 1": {"gasloc_2peer"},
-}  # fmt: skip
+}
 
 
 def test_every_method_runs_two_rounds_of_one_worker_or_is_refused_in_a_sentence():

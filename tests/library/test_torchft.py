@@ -34,10 +34,12 @@ def trained(python: str, whose: str, folder: Path) -> list[dict[str, torch.Tenso
         subprocess.Popen(
             [python, *words, "--master-port", str(free_port()), str(ORACLE), whose, address, str(out)],
             env={**os.environ, "SITE": str(site), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for site in range(2)
-    ]  # fmt: skip
+    ]
     said = [site.communicate(timeout=120)[0] for site in sites]
     assert [site.returncode for site in sites] == [0, 0], said
     return [torch.load(f"{out}.{site}", weights_only=True) for site in range(2)]

@@ -50,9 +50,17 @@ def by_torchft(model: nn.Module, optimizer: torch.optim.Optimizer, site: int, ad
     timeout, first = timedelta(seconds=30), site == dist.get_rank() == 0
     house = LighthouseServer(bind=address, min_replicas=2, join_timeout_ms=10_000) if first else None
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=timeout), load_state_dict=None, state_dict=None, min_replica_size=2, use_async_quorum=False,
-        init_sync=False, replica_id=f"site{site}", lighthouse_addr=f"http://{address}", timeout=timeout, hostname="127.0.0.1",
-    )  # fmt: skip
+        pg=ProcessGroupGloo(timeout=timeout),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=2,
+        use_async_quorum=False,
+        init_sync=False,
+        replica_id=f"site{site}",
+        lighthouse_addr=f"http://{address}",
+        timeout=timeout,
+        hostname="127.0.0.1",
+    )
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
     with DiLoCo(manager, [model], optimizer, outer, sync_every=LOCAL_STEPS):
         train(model, optimizer, site, lambda: None)

@@ -32,10 +32,16 @@ from tiny import tiny
 
 EXPERTS = {"count": 4, "holders": 2}
 MOE = {
-    "workers": 4, "rule": "diloco", "topology": "complete", "model__hidden_size": 32, "model__intermediate_size": 48,
-    "model__layers": 1, "model__experts": EXPERTS, "run__steps": 8,
+    "workers": 4,
+    "rule": "diloco",
+    "topology": "complete",
+    "model__hidden_size": 32,
+    "model__intermediate_size": 48,
+    "model__layers": 1,
+    "model__experts": EXPERTS,
+    "run__steps": 8,
     "inner__warmup_steps": 20,
-}  # fmt: skip
+}
 MIXTURE = ModelConfig(
     hidden_size=32, intermediate_size=48, layers=2, heads=2, kv_heads=1, experts=ExpertsConfig(count=4)
 )

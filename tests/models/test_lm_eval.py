@@ -48,9 +48,12 @@ def test_an_exported_model_is_scored_by_all_kinds_of_tasks(tokenizer: str, tmp_p
     words += ["--tasks", ",".join(f"gossamer_{task}" for task in TASKS), "--device", "cpu"]
     offline = {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}
     ended = subprocess.run(
-        [Path(PYTHON).absolute(), "-m", "lm_eval", *words], cwd=tmp_path, env={**os.environ, **offline}, capture_output=True,
+        [Path(PYTHON).absolute(), "-m", "lm_eval", *words],
+        cwd=tmp_path,
+        env={**os.environ, **offline},
+        capture_output=True,
         text=True,
-    )  # fmt: skip
+    )
     said = ended.stdout + ended.stderr
     assert ended.returncode == 0 and "Traceback" not in said, said
     values = {m[1]: float(m[2]) for m in re.finditer(r"\|gossamer_(\w+) *\|.*?\|[↑↓] *\|([\d.]+)", said)}

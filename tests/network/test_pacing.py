@@ -25,7 +25,7 @@ from gossamer.network.pacing import (
 )
 from gossamer.network.pricing import price
 from gossamer.record.logs.trace import Operation, from_targets
-from gossamer.topologies.matching import random_matchings
+from gossamer.topologies.sequences import random_matchings
 
 PACES = st.lists(st.builds(Pace, st.floats(1e-3, 10.0), st.floats(0.0, 1e3)), min_size=1, max_size=8)
 HIDDEN = st.sampled_from([0.0, 0.25, 0.5, 1.0])
@@ -112,10 +112,28 @@ def test_a_note_comes_over_the_board_as_it_is(note):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "x", "[]", "[1, 2]", "[0, 1, []]", "[NaN, 1, []]", "[Infinity, 1, []]", "[1, -1, []]", "[true, 1, []]",
-     '["1", 1, []]', "[1, 1, [[5, 1.0]]]", "[1, 1, [[0, 0]]]", "[1, 1, [[0]]]", "[1, 1, [[0.5, 1]]]", "[1, 1, [3]]",
-     "[1, 1, [[[], 1]]]", "[1, 1, [[0, 1], [0, 2]]]", "[" * 100_000, "[1, 1, []" + " " * (1 << 20) + "]"],
-)  # fmt: skip
+    [
+        "",
+        "x",
+        "[]",
+        "[1, 2]",
+        "[0, 1, []]",
+        "[NaN, 1, []]",
+        "[Infinity, 1, []]",
+        "[1, -1, []]",
+        "[true, 1, []]",
+        '["1", 1, []]',
+        "[1, 1, [[5, 1.0]]]",
+        "[1, 1, [[0, 0]]]",
+        "[1, 1, [[0]]]",
+        "[1, 1, [[0.5, 1]]]",
+        "[1, 1, [3]]",
+        "[1, 1, [[[], 1]]]",
+        "[1, 1, [[0, 1], [0, 2]]]",
+        "[" * 100_000,
+        "[1, 1, []" + " " * (1 << 20) + "]",
+    ],
+)
 def test_what_is_no_note_counts_as_none(text):
     assert note_of(text.encode(), 5) is None
     assert note_of(b"\xff" + text.encode(), 5) is None

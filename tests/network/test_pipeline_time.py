@@ -35,11 +35,19 @@ from tiny import preset as tiny
 
 LAYOUT = layout_for(ModelConfig(size="0.2m", layers=4), 256)
 FAR = {
-    "model__layers": 4, "data__accumulate": 4, "workers": 2, "run__steps": 4, "pipeline__stages": 2,
-    "method": "diloco", "network__far": {
-        "uplink_bps": 1e9, "downlink_bps": 1e9, "step_s": 2.0, "stages": {"bandwidth_bps": 1e4},
+    "model__layers": 4,
+    "data__accumulate": 4,
+    "workers": 2,
+    "run__steps": 4,
+    "pipeline__stages": 2,
+    "method": "diloco",
+    "network__far": {
+        "uplink_bps": 1e9,
+        "downlink_bps": 1e9,
+        "step_s": 2.0,
+        "stages": {"bandwidth_bps": 1e4},
     },
-}  # fmt: skip
+}
 """A run whose stages are far from each other."""
 BOTH = pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 
@@ -80,9 +88,7 @@ def test_over_links_that_cost_nothing_interleaved_stages_idle_for_one_pass_throu
 ):
     pieces, micro = stages * chunks, stages * groups
     nothing = [0] * (pieces - 1)
-    step = pipeline_step(
-        [1.0] * pieces, [2.0] * pieces, nothing, nothing, micro, StageLinks(), "interleaved", chunks
-    )  # fmt: skip
+    step = pipeline_step([1.0] * pieces, [2.0] * pieces, nothing, nothing, micro, StageLinks(), "interleaved", chunks)
     assert step.seconds == pytest.approx(3 * (micro * chunks + stages - 1))
     assert step.compute_s == pytest.approx([3 * micro * chunks] * stages)
 
@@ -190,8 +196,12 @@ def test_a_run_in_stages_takes_the_seconds_of_its_pipeline_and_one_in_one_piece_
 def test_a_boundary_that_remembers_is_priced_by_how_often_samples_come_again():
     network = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=1.0, stages=StageLinks(bandwidth_bps=1e5))
     cut = {
-        "model__layers": 4, "data__accumulate": 4, "pipeline__stages": 2, "pipeline__backward": "intk", "run__local_steps": 1,
-    }  # fmt: skip
+        "model__layers": 4,
+        "data__accumulate": 4,
+        "pipeline__stages": 2,
+        "pipeline__backward": "intk",
+        "run__local_steps": 1,
+    }
 
     def priced_s(steps: int, windows: int) -> float:
         """Of all steps of a run."""
@@ -223,8 +233,9 @@ def test_waits_between_stages_are_recorded_of_each_stage_and_count_as_no_computi
         assert all(each.compute_s + each.wait_s == pytest.approx(one.compute_s + one.other_s) for each in own)
     crossed = 2 * 4 * 4 * 2 * 16 * 64  # steps of a round, micro-batches, bytes of an element, B, S, D
     assert {(one.network, one.stage, one.forward_bytes, one.backward_bytes) for one in stages} == {
-        ("far", 0, crossed, 0), ("far", 1, 0, crossed),
-    }  # fmt: skip
+        ("far", 0, crossed, 0),
+        ("far", 1, 0, crossed),
+    }
     computing = sum(one.compute_s for one in seconds if one.worker == 0) / seconds[-1].end_s
     (tmp_path / "far.toml").write_text(to_toml(config.network["far"]))
     assert main(["price", str(tmp_path / "run"), str(tmp_path / "far.toml")]) == 0
@@ -234,9 +245,12 @@ def test_waits_between_stages_are_recorded_of_each_stage_and_count_as_no_computi
 def test_a_report_and_an_outcome_price_a_run_in_stages_as_a_check_does(tmp_path):
     config, folder = tiny(**FAR, run__local_steps=2), tmp_path / "run"
     train_all(
-        [Point("far", {}, 0, "far", config)], {"far": folder}, tmp_path / "outcomes.jsonl",
-        began=lambda run: None, told=lambda run, end: None,
-    )  # fmt: skip
+        [Point("far", {}, 0, "far", config)],
+        {"far": folder},
+        tmp_path / "outcomes.jsonl",
+        began=lambda run: None,
+        told=lambda run, end: None,
+    )
     (checked,), (outcome,) = examine_run(config).networks, read_results(tmp_path / "outcomes.jsonl")
     (row,) = summary_rows({"far": folder}, config.network)
     assert outcome.row["wall_s"] == row["wall_s"] and outcome.row["utilisation"] == row["utilisation"]

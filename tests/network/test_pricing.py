@@ -406,9 +406,13 @@ TWO_SITES = {"paris": Site(workers=(0, 1)), "tokyo": Site(workers=(2, 3))}
 
 def test_a_route_adds_its_latency_between_sites_only() -> None:
     network = Network(
-        uplink_bps=math.inf, downlink_bps=math.inf, latency_s=(0.1, 0.2, 0.1, 0.1), step_s=0, sites=TWO_SITES,
+        uplink_bps=math.inf,
+        downlink_bps=math.inf,
+        latency_s=(0.1, 0.2, 0.1, 0.1),
+        step_s=0,
+        sites=TWO_SITES,
         routes=(Route(between=("tokyo", "paris"), latency_s=1.0),),
-    )  # fmt: skip
+    )
     assert price(from_targets(np.array([[1, 0, 3, 2]]), 10, steps=1), network).end_s.tolist() == [[0.2, 0.2, 0.1, 0.1]]
     assert price(from_targets(np.array([[2, 3, 0, 1]]), 10, steps=1), network).end_s.tolist() == [[1.1, 1.2, 1.1, 1.2]]
 
@@ -503,9 +507,11 @@ def test_a_few_streams_have_the_rates_that_arrays_give_them_to_the_last_bit(data
 def test_a_message_under_way_slows_down_when_its_link_does() -> None:
     pair = from_targets(np.array([[1, 1], [1, 1]]), 1000, steps=1)
     network = Network(
-        uplink_bps=8e3, downlink_bps=math.inf, step_s=0,
+        uplink_bps=8e3,
+        downlink_bps=math.inf,
+        step_s=0,
         changes=(Change(at_s=2.0, factor=1.0, worker=0), Change(at_s=0.5, factor=0.5, worker=0)),
-    )  # fmt: skip
+    )
     # half of the first at full speed and the rest at half: 1.5 s; the second half at half speed until 2 s, then whole
     np.testing.assert_allclose(price(pair, network).end_s, [[1.5, 1.5], [2.75, 2.75]])
 
@@ -725,9 +731,11 @@ def test_rounds_that_overlap_cost_at_once_nearly_what_their_replay_says(
 ) -> None:
     n, rounds, rng = 12, 5, np.random.default_rng(overlap_steps)
     network = Network(
-        uplink_bps=tuple(rng.lognormal(np.log(2e7), 0.7, n)), downlink_bps=tuple(rng.lognormal(np.log(5e7), 0.7, n)),
-        latency_s=tuple(latency_s * rng.random(n)), step_s=tuple(rng.lognormal(np.log(0.05), 0.3, n)),
-    )  # fmt: skip
+        uplink_bps=tuple(rng.lognormal(np.log(2e7), 0.7, n)),
+        downlink_bps=tuple(rng.lognormal(np.log(5e7), 0.7, n)),
+        latency_s=tuple(latency_s * rng.random(n)),
+        step_s=tuple(rng.lognormal(np.log(0.05), 0.3, n)),
+    )
     everyone = np.array([[[j for j in range(n) if j != i] for i in range(n)]] * rounds)
     for size in (1e4, 1e5, 1e6):
         trace = from_targets(everyone, int(20 * size / n), steps=10, kind=kind)
@@ -872,9 +880,13 @@ def test_a_long_thin_link_is_as_fast_as_tcp_on_it_however_wide_it_is(kind: Kind)
 def test_a_lossy_route_bounds_each_message_over_it_and_not_those_within_a_site() -> None:
     sites = {"a": Site(workers=(0, 1)), "b": Site(workers=(2, 3))}
     network = Network(
-        uplink_bps=1e9, downlink_bps=1e9, latency_s=0.01, step_s=1.0, sites=sites,
+        uplink_bps=1e9,
+        downlink_bps=1e9,
+        latency_s=0.01,
+        step_s=1.0,
+        sites=sites,
         routes=(Route(between=("a", "b"), latency_s=0.04, loss=0.001),),
-    )  # fmt: skip
+    )
     within, across = (np.array([targets]) for targets in ([1, 0, 3, 2], [2, 3, 0, 1]))
     reached_bps = float(tcp_bps(np.array(0.1), np.array(0.001)))
     for targets, expected_s in ((within, 1.01 + 8e-3), (across, 1.05 + 8e6 / reached_bps)):

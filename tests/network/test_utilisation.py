@@ -386,8 +386,12 @@ def test_the_table_of_hours_by_hand() -> None:
     )
     assert "H = 51 and more" in assumptions[3]  # 3.01 s across, 0.0601 s within: 50.08 rounds up
     assert [row.method for row in rows] == [
-        "data parallelism", "DiLoCo, M = 1", "DiLoCo, M = 4", "streaming", "streaming, τ = 1",
-    ]  # fmt: skip
+        "data parallelism",
+        "DiLoCo, M = 1",
+        "DiLoCo, M = 4",
+        "streaming",
+        "streaming, τ = 1",
+    ]
     step_s = 20_000 * 0.0601
     expected = [(60_200, 0), (60_200, 60_200 / 50), (step_s, 400 * 3.01), (step_s, 400 * 3.05), (step_s, 0)]
     for row, (inner_s, outer_s) in zip(rows, expected, strict=True):

@@ -22,9 +22,14 @@ from tiny import DEVICE, single
 
 ALONE = {"workers": 1, "rule__name": "gossip", "run__steps": 6, "inner__averaging": "gpa", "inner__mu_x": 0.8}
 TOGETHER = {
-    "workers": 2, "rule__name": "data_parallel", "topology__name": "complete", "run__local_steps": 1, "run__steps": 5,
-    "inner__averaging": "gpa", "inner__mu_x": 0.8,
-}  # fmt: skip
+    "workers": 2,
+    "rule__name": "data_parallel",
+    "topology__name": "complete",
+    "run__local_steps": 1,
+    "run__steps": 5,
+    "inner__averaging": "gpa",
+    "inner__mu_x": 0.8,
+}
 
 
 def by_hand(config: RunConfig) -> Replica:
@@ -79,9 +84,15 @@ def test_an_average_without_memory_changes_no_bit_of_a_run(tmp_path):
 
 
 GOSSIP = {
-    "workers": 3, "rule__name": "gasloc", "topology__name": "complete", "rule__lr": 1.0, "rule__momentum": 0.0,
-    "run__steps": 6, "inner__averaging": "gpa", "inner__mu_x": 0.8,
-}  # fmt: skip
+    "workers": 3,
+    "rule__name": "gasloc",
+    "topology__name": "complete",
+    "rule__lr": 1.0,
+    "rule__momentum": 0.0,
+    "run__steps": 6,
+    "inner__averaging": "gpa",
+    "inner__mu_x": 0.8,
+}
 
 
 @pytest.mark.parametrize("options", [ALONE, GOSSIP], ids=["alone", "gossip"])
@@ -141,9 +152,20 @@ def test_mixing_the_average_and_the_iterate_is_mixing_the_parameters_too(seed, m
 def test_schedule_free_workers_exchange_average_and_iterate_and_the_average_is_evaluated_and_saved(tmp_path):
     """Four local phases of two workers, of which two are warm-up, against algorithm 1 of arXiv 2405.15682 for each worker."""
     config = single(
-        workers=2, rule__name="local_sgd", topology__name="complete", run__steps=12, run__local_steps=3, run__eval_every=12,
-        inner={"averaging": "schedule_free", "schedule": "constant", "warmup_steps": 6, "mu_y": 0.9, "weight_decay": 0.5},
-    )  # fmt: skip
+        workers=2,
+        rule__name="local_sgd",
+        topology__name="complete",
+        run__steps=12,
+        run__local_steps=3,
+        run__eval_every=12,
+        inner={
+            "averaging": "schedule_free",
+            "schedule": "constant",
+            "warmup_steps": 6,
+            "mu_y": 0.9,
+            "weight_decay": 0.5,
+        },
+    )
     result = simulate(config, tmp_path)
     (x, z), y = schedule_free_by_hand(config)
     torch.testing.assert_close(parameters(tmp_path, config)[0], x.float(), rtol=0, atol=2e-6)

@@ -15,9 +15,8 @@ from gossamer.layout import attach, layout_of
 from gossamer.models.llama import build_model
 from gossamer.models.sizes import ModelConfig
 from gossamer.optimizers import InnerOptimizer, Joined, SpectralMuon, spectral_muon
-from gossamer.optimizers.inner import InnerConfig, build_optimizer, clip_gradients, lr_scale
+from gossamer.optimizers.inner import InnerConfig, build_optimizer, clip_gradients, lr_scale, uncompiled
 from gossamer.optimizers.spectral_muon import orthogonalized
-from gossamer.optimizers.uncompiled import uncompiled
 from gossamer.run.config.document import with_settings
 from gossamer.run.config.run_file import parse
 
@@ -139,9 +138,12 @@ def test_spectral_muon_is_the_muon_of_muloco(nesterov: bool, shape: tuple[int, i
 def newton_schulz(u: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Five steps with the coefficients of MuLoCo's code."""
     steps = [
-        [4.0848, -6.8946, 2.9270], [3.9505, -6.3029, 2.6377], [3.7418, -5.5913, 2.3037],
-        [2.8769, -3.1427, 1.2046], [2.8366, -3.0525, 1.2012],
-    ]  # fmt: skip
+        [4.0848, -6.8946, 2.9270],
+        [3.9505, -6.3029, 2.6377],
+        [3.7418, -5.5913, 2.3037],
+        [2.8769, -3.1427, 1.2046],
+        [2.8366, -3.0525, 1.2012],
+    ]
     if u.shape[0] > u.shape[1]:
         return newton_schulz(u.T, dtype).T
     x = u.to(dtype) / u.to(dtype).norm()

@@ -152,9 +152,17 @@ def schedule_free(
 @pytest.mark.parametrize("shape", ["constant", "cosine"])
 def test_schedule_free_is_that_of_its_authors_from_the_warm_up_on(kind: str, beta2: float | None, shape: str) -> None:
     config = InnerConfig(
-        optimizer=kind, averaging="schedule_free", lr=0.1, betas=(0.9, 0.95), momentum=0.9, weight_decay=0.3, mu_y=0.9,
-        schedule=shape, warmup_steps=5, moments_every=1,
-    )  # fmt: skip
+        optimizer=kind,
+        averaging="schedule_free",
+        lr=0.1,
+        betas=(0.9, 0.95),
+        momentum=0.9,
+        weight_decay=0.3,
+        mu_y=0.9,
+        schedule=shape,
+        warmup_steps=5,
+        moments_every=1,
+    )
     layer = nn.Linear(3, 1, bias=False).double()
     curvature, start = torch.tensor([[3.0, 1.0, 0.1]]).double(), torch.tensor([[1.0, -2.0, 3.0]]).double()
     layer.weight.data.copy_(start)

@@ -339,11 +339,19 @@ def forged(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     "state",
     [
-        {"tensor": "1 nowhere"}, {"tensor": 7}, {"dict": [[1]]}, {"dict": [[[], 1]]}, {"dict": 3}, {"tuple": {}},
-        {"float": "one"}, {"call": "os.system"}, {}, functools.reduce(lambda inner, _: [inner], range(700), 0),
+        {"tensor": "1 nowhere"},
+        {"tensor": 7},
+        {"dict": [[1]]},
+        {"dict": [[[], 1]]},
+        {"dict": 3},
+        {"tuple": {}},
+        {"float": "one"},
+        {"call": "os.system"},
+        {},
+        functools.reduce(lambda inner, _: [inner], range(700), 0),
     ],
     ids=range(10),
-)  # fmt: skip
+)
 def test_a_forged_state_is_an_error_and_nothing_else(tmp_path: Path, state: Any) -> None:
     save(tmp_path, 5, 2, torch.ones(1), digest=DIGEST)
     forged(tmp_path, state=state)

@@ -38,8 +38,10 @@ def arrivals(folder: Path, goes_on: bool) -> Path:
 
 
 LOGS: dict[str, tuple[Callable[[Path, bool], Path], Callable[[Path], object]]] = {
-    "outcomes": (outcomes, read_outcomes), "order": (order, read_order), "arrivals": (arrivals, read_arrivals),
-}  # fmt: skip
+    "outcomes": (outcomes, read_outcomes),
+    "order": (order, read_order),
+    "arrivals": (arrivals, read_arrivals),
+}
 
 
 @pytest.mark.parametrize("name", LOGS)

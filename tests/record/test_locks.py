@@ -136,9 +136,7 @@ def test_a_replay_refuses_a_folder_that_another_process_writes(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("verb", "more"), [("compare", ""), ("tune", TUNED)])
-def test_an_experiment_under_way_is_not_begun_or_resumed_a_second_time(
-    verb: str, more: str, tmp_path: Path
-) -> None:  # fmt: skip
+def test_an_experiment_under_way_is_not_begun_or_resumed_a_second_time(verb: str, more: str, tmp_path: Path) -> None:
     variant = '[[variant]]\nlabel = "GASLoC"\nrule.name = "gasloc"\n'
     (tmp_path / "some.toml").write_text(dump(single()) + variant + more)
     with holding(tmp_path / "some", None):

@@ -294,10 +294,13 @@ def test_tensorboard_gets_the_bytes_and_the_seconds_of_each_worker_over_inner_st
     events = EventAccumulator(str(tmp_path / "tensorboard" / "worker-003")).Reload()
     shown = {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert shown == {
-        "train/loss/worker-003": [(15, 2.5)], "sent_bytes/worker-003": [(15, 1500.0)],
-        "seconds/compute/worker-003": [(15, 1.0)], "seconds/transfer/worker-003": [(15, 0.25)],
-        "seconds/waiting/worker-003": [(15, 0.625)], "seconds/other/worker-003": [(15, 0.0)],
-    }  # fmt: skip
+        "train/loss/worker-003": [(15, 2.5)],
+        "sent_bytes/worker-003": [(15, 1500.0)],
+        "seconds/compute/worker-003": [(15, 1.0)],
+        "seconds/transfer/worker-003": [(15, 0.25)],
+        "seconds/waiting/worker-003": [(15, 0.625)],
+        "seconds/other/worker-003": [(15, 0.0)],
+    }
 
 
 def test_a_process_that_writes_for_all_workers_shows_their_means_and_the_seconds_it_finds_at_the_end(

@@ -56,11 +56,19 @@ def test_what_is_written_is_read_back(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        {"round": -1}, {"worker": 1.5}, {"compute_s": -1.0}, {"end_s": 1e99}, {"other_s": "1"}, {"network": 3},
-        {"waiting_for": {"-2": 1.0}}, {"waiting_for": {"a": 1.0}}, {"waiting_for": {"1": -1.0}}, {"waiting_for": [1]},
+        {"round": -1},
+        {"worker": 1.5},
+        {"compute_s": -1.0},
+        {"end_s": 1e99},
+        {"other_s": "1"},
+        {"network": 3},
+        {"waiting_for": {"-2": 1.0}},
+        {"waiting_for": {"a": 1.0}},
+        {"waiting_for": {"1": -1.0}},
+        {"waiting_for": [1]},
         {"more": 1},
     ],
-)  # fmt: skip
+)
 def test_a_line_that_gossamer_does_not_write_is_refused_with_its_place(change, tmp_path):
     good = json.loads(seconds_lines([RoundSeconds(0, 0, None, 1.0, 0.0, {}, 0.0, 1.0)]))
     (tmp_path / "seconds.jsonl").write_text(json.dumps(good) + "\n" + json.dumps({**good, **change}) + "\n")

@@ -22,8 +22,8 @@ from gossamer.cli import main
 from gossamer.data.documents import read_documents
 from gossamer.errors import ConfigError, DataError, DiskError, GossamerError
 from gossamer.network.links import from_toml
-from gossamer.record.branches import read_branches
 from gossamer.record.folder import read_metrics
+from gossamer.record.lineage import read_branches
 from gossamer.record.logs.arrivals import ArrivalWriter, ServerInput, read_arrivals
 from gossamer.record.logs.events import EventWriter, read_events
 from gossamer.record.logs.pipeline_work import read_pipeline, write_pipeline
@@ -48,9 +48,30 @@ from tiny import document, single, tiny
 CONFIGS = sorted(Path(__file__).parents[2].joinpath("src", "gossamer", "configs").glob("*.toml"))
 DOCUMENTS = {path.stem: tomllib.loads(path.read_text()) for path in CONFIGS} | {"tiny": document()}
 JUNK: list[Any] = [
-    0, -1, 3, 1.5, math.nan, math.inf, True, "", "x", "*", "a.b", [], {}, [1], [[]], {"a": 1}, {"name": "x"}, {"name": []},
-    [{"a": 1}], [{"label": {}}], {"a": {"b": [1]}}, datetime.date(2026, 1, 1), 1 << 70,
-]  # fmt: skip
+    0,
+    -1,
+    3,
+    1.5,
+    math.nan,
+    math.inf,
+    True,
+    "",
+    "x",
+    "*",
+    "a.b",
+    [],
+    {},
+    [1],
+    [[]],
+    {"a": 1},
+    {"name": "x"},
+    {"name": []},
+    [{"a": 1}],
+    [{"label": {}}],
+    {"a": {"b": [1]}},
+    datetime.date(2026, 1, 1),
+    1 << 70,
+]
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -145,10 +166,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 READERS: dict[str, Callable[[Path], object]] = {
-    "metrics.jsonl": read_metrics, "trace.jsonl": read_trace, "seconds.jsonl": read_seconds, "branches.json": read_branches,
-    "events.jsonl": read_events, "arrivals.jsonl": read_arrivals, "pipeline.json": read_pipeline,
+    "metrics.jsonl": read_metrics,
+    "trace.jsonl": read_trace,
+    "seconds.jsonl": read_seconds,
+    "branches.json": read_branches,
+    "events.jsonl": read_events,
+    "arrivals.jsonl": read_arrivals,
+    "pipeline.json": read_pipeline,
     "run.toml": lambda folder: history(settings_of(single(run__steps=4)), folder),
-}  # fmt: skip
+}
 DEEP = "[" * 100_000
 
 
@@ -232,16 +258,32 @@ def test_a_file_that_may_not_be_read_is_a_sentence_of_the_command(
     [
         ("machines.jsonl", f'{{"{"a" * 20_000}": 0}}\n', read_machines, "and 'round' is needed too"),
         ("stages.jsonl", '{"round": 0, "worker": 0}\n', lambda folder: [*read_stages(folder)], "'stage' is needed too"),
-        ("results.jsonl", '{"method": "m", "at": {}, "seed": 1, "row": {"loss_at_round": 3}}\n',
-         lambda folder: read_results(folder / "results.jsonl"), "row.loss_at_round is 3 but must be a list"),
-        ("results.jsonl", '{"method": "m", "at": {}, "seed": 1, "row": {"loss_at_s": "x"}}\n',
-         lambda folder: read_results(folder / "results.jsonl"), "row.loss_at_s is 'x' but must be"),
-        ("a.jsonl", f'{{"{"a" * 20_000}": "the cat"}}\n',
-         lambda folder: [*read_documents(folder / "a.jsonl", "text")], "has no field 'text'"),
-        ("a.parquet", "PAR1" + "x" * 60 + "PAR1",
-         lambda folder: [*read_documents(folder / "a.parquet", "text")], "cannot be read as parquet"),
+        (
+            "results.jsonl",
+            '{"method": "m", "at": {}, "seed": 1, "row": {"loss_at_round": 3}}\n',
+            lambda folder: read_results(folder / "results.jsonl"),
+            "row.loss_at_round is 3 but must be a list",
+        ),
+        (
+            "results.jsonl",
+            '{"method": "m", "at": {}, "seed": 1, "row": {"loss_at_s": "x"}}\n',
+            lambda folder: read_results(folder / "results.jsonl"),
+            "row.loss_at_s is 'x' but must be",
+        ),
+        (
+            "a.jsonl",
+            f'{{"{"a" * 20_000}": "the cat"}}\n',
+            lambda folder: [*read_documents(folder / "a.jsonl", "text")],
+            "has no field 'text'",
+        ),
+        (
+            "a.parquet",
+            "PAR1" + "x" * 60 + "PAR1",
+            lambda folder: [*read_documents(folder / "a.parquet", "text")],
+            "cannot be read as parquet",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_said_of_a_spoilt_file_is_one_short_line(
     name: str, content: str, read: Callable[[Path], object], sentence: str, tmp_path: Path
 ) -> None:

@@ -132,8 +132,10 @@ def test_equal_outcomes_give_equal_bytes(wanted: Figure):
     keys = [key for key in swept if key in (*wanted.keys, wanted.y)]
     runs = [
         PointResult(m, dict(zip(keys, at, strict=True)), s, {"loss": s, "loss_at_s": {"wan": [(1.0, 2.0), (2.0, s)]}})
-        for m in ("a", "b") for at in itertools.product(*map(swept.__getitem__, keys)) for s in (0, 1)
-    ]  # fmt: skip
+        for m in ("a", "b")
+        for at in itertools.product(*map(swept.__getitem__, keys))
+        for s in (0, 1)
+    ]
     drawn = draw_figure(runs, wanted)
     assert drawn == draw_figure(runs, wanted) and drawn.startswith(b"<?xml")
 

@@ -56,9 +56,12 @@ def test_a_run_that_grows_gives_the_same_figures_as_one_that_is_read_at_its_end(
     shown = view(end)
     assert shown["state"] == "finished" and shown["sent_bytes"] == 4000
     assert shown["evals"]["x"] == {
-        "round": [1, 2, 3, 4], "step": [9, 18, 27, 36], "tokens": [64, 128, 192, 256],
-        "bytes": [1000, 2000, 3000, 4000], "time:": [1.75, 3.5, 5.25, 7.0],
-    }  # fmt: skip
+        "round": [1, 2, 3, 4],
+        "step": [9, 18, 27, 36],
+        "tokens": [64, 128, 192, 256],
+        "bytes": [1000, 2000, 3000, 4000],
+        "time:": [1.75, 3.5, 5.25, 7.0],
+    }
     assert shown["spent"][""] == {"kinds": [[4.0, 2.0, 1.0, 0.0]] * 2, "waits": [[0, 1, 2.0], [1, 0, 2.0]]}
     assert shown["tokens_per_s"] == {"": pytest.approx(256 / 7)}
 
@@ -144,9 +147,13 @@ def test_a_spoilt_line_costs_itself_and_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "word"),
-    [("workers = 2\n", "another version"), ("name", "another version"), (None, "no run.toml yet"),
-     (RUN_TOML.replace("workers = 2", "workers = 5000"), "at most")],
-)  # fmt: skip
+    [
+        ("workers = 2\n", "another version"),
+        ("name", "another version"),
+        (None, "no run.toml yet"),
+        (RUN_TOML.replace("workers = 2", "workers = 5000"), "at most"),
+    ],
+)
 def test_a_folder_without_a_run_that_can_be_shown_is_one_sentence(tmp_path: Path, text: str | None, word: str) -> None:
     if text is not None:
         (tmp_path / "run.toml").write_text(text)
@@ -203,8 +210,9 @@ def test_outcomes_tell_who_is_alive_what_failed_and_who_came(tmp_path: Path) -> 
     assert standings(live, live.modified_s) == ["training", "training", "gone"]
     assert standings(live, live.modified_s + 3600) == ["silent", "silent", "gone"]
     assert [sentence for _, sentence in live.happenings] == [
-        "worker 0: exchange with 2 missed", "worker 1 comes with the state of worker 0 after 1 rounds",
-    ]  # fmt: skip
+        "worker 0: exchange with 2 missed",
+        "worker 1 comes with the state of worker 0 after 1 rounds",
+    ]
     assert moment_of(live, 0)["failed"] == [(0, 2)] and moment_of(live, 1)["alive"] == [0, 1]
 
 

@@ -22,8 +22,11 @@ from gossamer.run.config.document import load_run
 SAMPLES = Path(__file__).parents[1] / "samples" / "0.1.0"
 FILES = sorted(path for kind in KINDS_OF_FILES for path in SAMPLES.glob(f"*/{kind}*.jsonl") if path.stat().st_size)
 STRICT: dict[str, Callable[[Path], object]] = {
-    "metrics": read_metrics, "trace": read_trace, "seconds": read_seconds, "events": read_events,
-}  # fmt: skip
+    "metrics": read_metrics,
+    "trace": read_trace,
+    "seconds": read_seconds,
+    "events": read_events,
+}
 
 
 def kind_of(path: Path) -> str:

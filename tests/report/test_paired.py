@@ -86,9 +86,11 @@ def test_a_sweep_shows_every_difference_its_interval_and_the_tests_that_the_file
 
 def test_a_seed_that_diverged_leaves_its_pair_out_and_no_other() -> None:
     runs = [
-        run._replace(row={"loss": None}) if (run.method, run.seed, run.at["run.local_steps"]) == ("GASLoC", 1, 2) else run
+        run._replace(row={"loss": None})
+        if (run.method, run.seed, run.at["run.local_steps"]) == ("GASLoC", 1, 2)
+        else run
         for run in swept(0.01)
-    ]  # fmt: skip
+    ]
     lines = figure_table(runs, Figure(x="run.local_steps", against="DiLoCo")).split("\n\n")[2].splitlines()
     assert lines[2].startswith("| GASLoC | +0.0300, –, +0.0280 |") and lines[3].count("+0.0") >= 4
 
@@ -112,10 +114,12 @@ def test_a_test_without_its_pairs_is_refused_in_a_sentence(options: dict[str, An
 
 arms = st.integers(2, 6).flatmap(
     lambda seeds: st.dictionaries(
-        st.sampled_from("abcdef"), st.lists(st.integers(1000, 3000).map(lambda k: k / 1000), min_size=seeds, max_size=seeds),
-        min_size=1, max_size=6,
+        st.sampled_from("abcdef"),
+        st.lists(st.integers(1000, 3000).map(lambda k: k / 1000), min_size=seeds, max_size=seeds),
+        min_size=1,
+        max_size=6,
     )
-)  # fmt: skip
+)
 
 
 @given(arms, st.integers(0, 1000).map(lambda k: k / 1000))

@@ -81,12 +81,27 @@ def test_what_a_page_asks_for_is_done_before_the_next_round_and_only_new_rounds_
 @pytest.mark.parametrize(
     "body",
     [
-        b"", b"[", b"[]", b"1", b"{}", b'{"actions": 1}', b'{"actions": [["kill", 9]]}', b'{"actions": [["kill", 1, 2]]}',
-        b'{"speed": 1000}', b'{"speed": "1"}', b'{"playing": 1}', b'{"again": -1}', b'{"again": true}', b'{"again": 4294967296}',
-        b'{"step": false}', b'{"actions": [], "speed": 2}', b"\xff", b"[" * 30000,
+        b"",
+        b"[",
+        b"[]",
+        b"1",
+        b"{}",
+        b'{"actions": 1}',
+        b'{"actions": [["kill", 9]]}',
+        b'{"actions": [["kill", 1, 2]]}',
+        b'{"speed": 1000}',
+        b'{"speed": "1"}',
+        b'{"playing": 1}',
+        b'{"again": -1}',
+        b'{"again": true}',
+        b'{"again": 4294967296}',
+        b'{"step": false}',
+        b'{"actions": [], "speed": 2}',
+        b"\xff",
+        b"[" * 30000,
         b'{"actions": [' + b'["cut"],' * 70 + b'["cut"]]}',
     ],
-)  # fmt: skip
+)
 def test_anything_else_is_refused_in_a_sentence_and_changes_nothing(playing: tuple[Page, Live], body: bytes) -> None:
     page, live = playing
     with pytest.raises(ConfigError):

@@ -26,7 +26,7 @@ from gossamer.report.reading.status import Sighting, run_status, standing_of
 from gossamer.run.bookkeeping.which_round import to_resume, to_score
 from gossamer.run.config.run_file import dump
 from gossamer.run.participant.exit_status import exit_status, far_in_rounds
-from gossamer.run.participant.membership_log import changes
+from gossamer.run.participant.life import changes
 from gossamer.transport.elastic.ask import look
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
 from gossamer.transport.elastic.transport import ElasticTransport
@@ -228,10 +228,14 @@ def test_every_event_of_another_worker_is_told_in_one_sentence():
         (suspected, a._replace(incarnation=1, since=6), ["worker 1 is back, and takes part from round 7 on"]),
         (a, left, ["worker 1 has left"]),
         (a, left._replace(round=8), ["worker 1 has finished"]),
-        (suspected, b, ["worker 1 is replaced: another process has taken its slot", "worker 1 joins, and fetches its state"]),
+        (
+            suspected,
+            b,
+            ["worker 1 is replaced: another process has taken its slot", "worker 1 joins, and fetches its state"],
+        ),
         (b, b._replace(status=MemberStatus.ALIVE, since=9), ["worker 1 has joined, and takes part from round 10 on"]),
         (None, b, ["worker 1 joins, and fetches its state"]),
-    ]  # fmt: skip
+    ]
     for before, after, sentences in steps:
         known = {} if before is None else {1: before}
         assert [*changes(known, {0: a._replace(slot=0), 1: after}, 0, 9, lambda slot: "it is silent")] == sentences

@@ -106,9 +106,10 @@ def test_a_run_that_goes_on_says_what_is_new_only_and_one_that_goes_back_says_it
 def test_the_validations_of_real_workers_are_one_line_when_all_have_theirs(tmp_path: Path) -> None:
     out, clock = StringIO(), Clock()
     with (
-        RunFolder(tmp_path, RUN_TOML, worker=0) as zero, RunFolder(tmp_path, RUN_TOML, worker=1) as one,
+        RunFolder(tmp_path, RUN_TOML, worker=0) as zero,
+        RunFolder(tmp_path, RUN_TOML, worker=1) as one,
         plain(out, clock) as terminal,
-    ):  # fmt: skip
+    ):
         terminal.follow("a", tmp_path)
         for i, run in enumerate((zero, one)):
             run.log("validation", round=-1, worker=i, step=0, tokens=0, loss=5.0 + i)
@@ -130,9 +131,10 @@ def test_the_validations_of_real_workers_are_one_line_when_all_have_theirs(tmp_p
 def test_the_validation_of_an_evaluated_round_is_not_shown_beside_a_later_round(tmp_path: Path) -> None:
     out, clock = StringIO(), Clock()
     with (
-        RunFolder(tmp_path, RUN_TOML, worker=0) as zero, RunFolder(tmp_path, RUN_TOML, worker=1) as one,
+        RunFolder(tmp_path, RUN_TOML, worker=0) as zero,
+        RunFolder(tmp_path, RUN_TOML, worker=1) as one,
         plain(out, clock) as terminal,
-    ):  # fmt: skip
+    ):
         runs = zero, one
 
         def write(kind: str, round: int, loss: float) -> None:
@@ -160,9 +162,10 @@ def test_a_validation_that_is_whole_two_rounds_late_keeps_the_lines_in_order_and
 ) -> None:
     out, clock = StringIO(), Clock()
     with (
-        RunFolder(tmp_path, RUN_TOML, worker=0) as zero, RunFolder(tmp_path, RUN_TOML, worker=1) as one,
+        RunFolder(tmp_path, RUN_TOML, worker=0) as zero,
+        RunFolder(tmp_path, RUN_TOML, worker=1) as one,
         plain(out, clock) as terminal,
-    ):  # fmt: skip
+    ):
         terminal.follow("a", tmp_path)
         for r in range(3):
             zero.log("train", round=r, worker=0, step=r + 1, tokens=64, loss=3.0 - r, lr=1e-3)

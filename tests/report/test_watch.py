@@ -105,10 +105,21 @@ def test_nothing_but_the_page_and_its_figures_is_served(tmp_path: Path) -> None:
     with served(tmp_path) as page:
         assert [view["label"] for view in contents(page)["runs"]] == ["x"], "a link is no run of this folder"
         for path in (
-            "/a/secret", "/secret", "/../secret", "/%2e%2e/secret", "//secret", "/page.css/..", "/a/run.toml", "/x/page.css",
-            "/round.json", "/round.json?run=1&round=0", "/round.json?run=-1&round=0", "/round.json?run=0&round=-1",
-            "/round.json?run=x&round=0", f"/{tmp_path}/a/secret",
-        ):  # fmt: skip
+            "/a/secret",
+            "/secret",
+            "/../secret",
+            "/%2e%2e/secret",
+            "//secret",
+            "/page.css/..",
+            "/a/run.toml",
+            "/x/page.css",
+            "/round.json",
+            "/round.json?run=1&round=0",
+            "/round.json?run=-1&round=0",
+            "/round.json?run=0&round=-1",
+            "/round.json?run=x&round=0",
+            f"/{tmp_path}/a/secret",
+        ):
             status, body, _ = get(page, path)
             assert status == 404 and b"secret" not in body.replace(b"secret token", b""), path
         for verb in ("POST", "PUT", "DELETE", "OPTIONS"):
@@ -136,11 +147,35 @@ def odd_requests(page: Page, count: int = 200) -> Iterator[bytes]:
     """Requests that are nearly right, the same each time: parts that no number, host or address can be."""
     chance, digits = random.Random(20261128), b"9" * 5000
     odd = (
-        b"", b"[", b"]", b"[::1", b"127.0.0.1:[", b"\xe2\x84\x80", digits, b"-1", b"1e400", b"0x10", b"\xc2\xb2",
-        b"\xff\xfe", b"%", b"%5B", b"//[", b"a:b@[", b"?have=" + digits, b"#[", b"\x00", b"\x1b]0;x\x07", b"nan",
-        b" " * 300, b"1_0", b"+1", b'{"actions": [["\\ud800"]]}', b'{"speed": ' + digits + b"}", b"[" * 985 + b"]" * 985,
+        b"",
+        b"[",
+        b"]",
+        b"[::1",
+        b"127.0.0.1:[",
+        b"\xe2\x84\x80",
+        digits,
+        b"-1",
+        b"1e400",
+        b"0x10",
+        b"\xc2\xb2",
+        b"\xff\xfe",
+        b"%",
+        b"%5B",
+        b"//[",
+        b"a:b@[",
+        b"?have=" + digits,
+        b"#[",
+        b"\x00",
+        b"\x1b]0;x\x07",
+        b"nan",
+        b" " * 300,
+        b"1_0",
+        b"+1",
+        b'{"actions": [["\\ud800"]]}',
+        b'{"speed": ' + digits + b"}",
+        b"[" * 985 + b"]" * 985,
         b'{"again": 1e999}',
-    )  # fmt: skip
+    )
     names = [b"data.json", b"round.json", b"play.json", b"act.json", b"film.jsonl", b"", b"page.css"]
     for _ in range(count):
         host = chance.choice((f"127.0.0.1:{page.port}".encode(), chance.choice(odd)))
@@ -243,10 +278,14 @@ def test_a_page_beside_a_run_ends_when_the_run_has_gone_and_nobody_looks(tmp_pat
 @pytest.mark.parametrize(
     ("platform", "screen", "terminal", "opens"),
     [
-        ("linux", "DISPLAY", True, True), ("linux", "BROWSER", True, True), ("linux", "", True, False),
-        ("linux", "DISPLAY", False, False), ("darwin", "", True, True), ("win32", "", False, False),
+        ("linux", "DISPLAY", True, True),
+        ("linux", "BROWSER", True, True),
+        ("linux", "", True, False),
+        ("linux", "DISPLAY", False, False),
+        ("darwin", "", True, True),
+        ("win32", "", False, False),
     ],
-)  # fmt: skip
+)
 def test_a_page_opens_by_itself_where_somebody_sits_before_a_browser(
     monkeypatch: pytest.MonkeyPatch, platform: str, screen: str, terminal: bool, opens: bool
 ) -> None:

@@ -96,10 +96,16 @@ def test_all_workers_choose_alike_though_their_own_steps_differ(overlap):
 
 def test_a_run_that_chooses_goes_on_from_a_checkpoint_with_fragments_in_flight(tmp_path):
     run = tiny(
-        rule__name="diloco", topology__name="complete", run__local_steps=6, run__steps=36, run__checkpoint_every=12,
-        schedule={"fragments": 3, "sends": 4, "overlap_steps": 2, "merge": "taylor"}, record__hash=True, codec__name="int8",
+        rule__name="diloco",
+        topology__name="complete",
+        run__local_steps=6,
+        run__steps=36,
+        run__checkpoint_every=12,
+        schedule={"fragments": 3, "sends": 4, "overlap_steps": 2, "merge": "taylor"},
+        record__hash=True,
+        codec__name="int8",
         model={"hidden_size": 16, "intermediate_size": 24, "layers": 3, "heads": 2, "kv_heads": 1},
-    )  # fmt: skip
+    )
     whole = simulate(run, tmp_path / "whole")
     simulate(run, tmp_path / "parts", until=4)
     assert simulate(run, tmp_path / "parts", resume=True).loss == whole.loss

@@ -9,16 +9,15 @@ import pytest
 import torch
 
 import gossamer
-from drifted_rounds import drive, layout, play, random_drift, random_vectors, serially
+from drifted_rounds import drive, play, serially
 from gossamer.codecs import CODECS, Codec, bf16, both_ways, exact, fp4, int8, make_codec, randomk, topk
 from gossamer.errors import ConfigError, PairingError
 from gossamer.rounds.compatibility import incompatibilities
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.exchange import begin, initial_state
-from gossamer.rounds.forms import Sizes
 from gossamer.rounds.kernel import PLAIN, Kernel, compiled, outer_update
 from gossamer.rounds.setup import Part, Setup
-from gossamer.rounds.together import Together
+from gossamer.rounds.together import Sizes, Together
 from gossamer.rules import (
     RULES,
     Context,
@@ -35,6 +34,8 @@ from gossamer.rules import (
     sparta,
     weighted,
 )
+from gossamer.testing.drifted_workers import flat_layout as layout
+from gossamer.testing.drifted_workers import random_drift, random_vectors
 from gossamer.topologies import make_topology
 from gossamer.topologies.mixing import from_edges, mean, pull
 from gossamer.transport.contract import IncompleteError, Ticket
@@ -268,9 +269,7 @@ def test_a_mean_taken_once_for_all_workers_of_a_process_has_the_bits_and_bytes_o
     for together in (None, Together(n)):
         network, xs, operations = MemoryNetwork(n), random_vectors(n, numel, dtype=torch.float32), []
         contexts = [Context(i, n, 0, 1, mixing.weight(i), layout(numel)) for i in range(n)]
-        parts = [
-            Part(x, initial_state(rule, mixing, x, ctx), ctx.layout) for x, ctx in zip(xs, contexts, strict=True)
-        ]  # fmt: skip
+        parts = [Part(x, initial_state(rule, mixing, x, ctx), ctx.layout) for x, ctx in zip(xs, contexts, strict=True)]
         for round in range(3):
             for x, drift in zip(xs, random_vectors(n, numel, dtype=torch.float32), strict=True):
                 x += drift
@@ -326,7 +325,7 @@ CALLERS = {  # who calls which functions of rules and codecs; those that wrap an
     ("rule", ("send", "combine", "recv")): (
         "rules",
         "rounds.exchange",
-        "rounds.forms",
+        "rounds.together",
         "rounds.kernel",
         "rounds.recursion",
         "testing.functions",

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from drifted_rounds import play, random_vectors
+from drifted_rounds import play
 from gossamer.asynchronous import ad_psgd
 from gossamer.codecs import bf16, both_ways, exact, fp4, int4, int8, randomk, topk
-from gossamer.codecs.error import relative_error
+from gossamer.codecs.codec import relative_error
 from gossamer.rounds.compatibility import lossy_codecs as coding
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import FITTING, warnings_of
@@ -24,6 +24,7 @@ from gossamer.rules import (
     sgp,
     sparseloco,
 )
+from gossamer.testing.drifted_workers import random_vectors
 from gossamer.testing.numbers import changes_as_little_as_said, distance_moved, every_codec
 from gossamer.topologies import TOPOLOGIES, complete, make_topology, random, random_push
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drifted_rounds import play, random_drift, random_vectors
+from drifted_rounds import play
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout, Leaf
 from gossamer.rounds.merging import Merge, merging
@@ -14,6 +14,7 @@ from gossamer.rounds.schedule import Schedule
 from gossamer.rounds.stability import stability_of, stability_warning
 from gossamer.rules import diloco, gasloc, gossip, sparta
 from gossamer.testing import check_parity
+from gossamer.testing.drifted_workers import random_drift, random_vectors
 from gossamer.topologies import make_topology, random
 
 P = 9
@@ -116,9 +117,14 @@ def test_equal_workers_that_average_have_trained_as_one_alone_whatever_was_in_fl
     start, drift = [random_vectors(1, P)[0]] * 3, random_drift(P)
     for rule in (sparta(3), gossip()):
         xs, _ = play(
-            rule, make_topology("complete", 3), start, 4, lambda i, step, x: drift(0, step, x), steps=3,
+            rule,
+            make_topology("complete", 3),
+            start,
+            4,
+            lambda i, step, x: drift(0, step, x),
+            steps=3,
             schedule=Schedule(overlap_steps=2),
-        )  # fmt: skip
+        )
         alone = start[0] + sum(drift(0, step, start[0]) for step in range(12))
         for x in xs:
             torch.testing.assert_close(x, alone)
@@ -129,10 +135,18 @@ def test_a_correction_reaches_the_parameters_of_a_streaming_round_and_nothing_el
     start, drift, thirds = [random_vectors(1, P)[0]] * 3, random_drift(P), ((0, 3), (3, 6), (6, 9))
     topology = make_topology("complete", 3)
     made = {
-        merge: play(diloco(), topology, start, 1, drift, steps=3, spans=thirds,
-                    schedule=Schedule(fragments=3, overlap_steps=2, merge=merge))
+        merge: play(
+            diloco(),
+            topology,
+            start,
+            1,
+            drift,
+            steps=3,
+            spans=thirds,
+            schedule=Schedule(fragments=3, overlap_steps=2, merge=merge),
+        )
         for merge in ("keep", "taylor")
-    }  # fmt: skip
+    }
     assert not any(torch.allclose(a, b) for a, b in zip(made["keep"][0], made["taylor"][0], strict=True))
     for ours, theirs in zip(made["keep"][1], made["taylor"][1], strict=True):
         assert all(torch.equal(a.anchor, b.anchor) for a, b in zip(ours, theirs, strict=True))

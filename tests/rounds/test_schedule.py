@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drifted_rounds import play, random_drift, random_vectors
+from drifted_rounds import play
 from gossamer.codecs import exact, fp4
 from gossamer.errors import ConfigError, PairingError
 from gossamer.layout import Layout, Leaf, arrange
@@ -15,6 +15,7 @@ from gossamer.rounds.compatibility import incompatibilities
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import RULES, data_parallel, diloco, eager, gasloc, gossip, local_sgd
+from gossamer.testing.drifted_workers import random_drift, random_vectors
 from gossamer.topologies import make_topology
 from gossamer.tree import leaves
 
@@ -27,9 +28,12 @@ def complete(n):
 
 
 @given(
-    fragments=st.integers(1, 6), full_steps=st.integers(1, 24), overlap=st.integers(0, 24), delay=st.integers(0, 1),
+    fragments=st.integers(1, 6),
+    full_steps=st.integers(1, 24),
+    overlap=st.integers(0, 24),
+    delay=st.integers(0, 1),
     rounds=st.integers(2, 4),
-)  # fmt: skip
+)
 def test_every_fragment_is_sent_once_a_round_and_heard_once_after_its_overlap(
     fragments, full_steps, overlap, delay, rounds
 ):

@@ -22,9 +22,13 @@ from gossamer.topologies import make_topology
 from tiny import tiny
 
 SGD = {
-    "inner__optimizer": "sgd", "inner__lr": 0.1, "inner__momentum": 0.0, "inner__weight_decay": 0.0,
-    "inner__schedule": "constant", "inner__warmup_steps": 0,
-}  # fmt: skip
+    "inner__optimizer": "sgd",
+    "inner__lr": 0.1,
+    "inner__momentum": 0.0,
+    "inner__weight_decay": 0.0,
+    "inner__schedule": "constant",
+    "inner__warmup_steps": 0,
+}
 NOBODY = frozenset[int]()
 Some = tuple[int, frozenset[int]]
 _some = st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.frozensets(st.integers(0, n - 1), min_size=1)))
@@ -115,9 +119,17 @@ def test_in_calm_nothing_changes_to_the_last_bit(tmp_path: Path) -> None:
 
 def test_with_one_local_step_of_sgd_the_workers_left_take_the_steps_of_all_slots(tmp_path: Path) -> None:
     config = tiny(
-        workers=4, rule__name="local_sgd", topology__name="complete", run__elastic=True, run__local_steps=1, run__steps=5,
-        run__eval_every=0, data__constant_batch=True, data__accumulate=2, **SGD,
-    )  # fmt: skip
+        workers=4,
+        rule__name="local_sgd",
+        topology__name="complete",
+        run__elastic=True,
+        run__local_steps=1,
+        run__steps=5,
+        run__eval_every=0,
+        data__constant_batch=True,
+        data__accumulate=2,
+        **SGD,
+    )
     lives = {slot: [(Begun(0, 0, slot, 0, 0), 0, 5)] for slot in range(3)}
     lives[3] = [(Begun(0, 0, 3, 0, 0), 0, 1), (Begun(3, 3, 0, 2, 1), 3, 5)]  # it dies, and another joins
     steps = [1, 1, 2, 3, 4]  # of slot 3, after each round: none in round 1, and worker 0's in rounds 2 and 3

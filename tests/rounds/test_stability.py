@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drifted_rounds import play, random_vectors
+from drifted_rounds import play
 from gossamer.cli.gossip_table import gossip_table
 from gossamer.errors import ConfigError
 from gossamer.rounds.recursion import of_rule
@@ -26,6 +26,7 @@ from gossamer.rounds.stability import (
 )
 from gossamer.rules import RULES, Consensus, Rule, anchored, gasloc, gossip, noloco, weighted
 from gossamer.run.planning.check import examine_run
+from gossamer.testing.drifted_workers import random_vectors
 from gossamer.topologies import TOPOLOGIES, Topology, base, complete, exponential, make_topology, random, ring, star
 from gossamer.topologies.mixing import from_edges, laplacian_condition, matrix
 from tiny import tiny

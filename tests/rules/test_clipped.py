@@ -5,10 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drifted_rounds import layout, play, random_drift, random_vectors
+from drifted_rounds import play
 from gossamer.errors import ConfigError
 from gossamer.rules import clipped, diloco, eager, gasloc, gossip, local_sgd, make_rule, restarted
 from gossamer.rules.contract import Context
+from gossamer.testing.drifted_workers import flat_layout as layout
+from gossamer.testing.drifted_workers import random_drift, random_vectors
 from gossamer.topologies import make_topology
 from gossamer.topologies.mixing import Row
 

@@ -5,13 +5,14 @@ import tomllib
 import pytest
 import torch
 
-from drifted_rounds import play, random_drift, random_vectors
+from drifted_rounds import play
 from gossamer import rng
 from gossamer.codecs import CODECS, int4, make_codec, topk
 from gossamer.errors import ConfigError
 from gossamer.rules import anchored_gasloc, cocktail, local_sgd
 from gossamer.run.config.document import parse_overrides, with_settings
 from gossamer.run.config.run_file import dump, parse
+from gossamer.testing.drifted_workers import random_drift, random_vectors
 from gossamer.topologies import make_topology
 from tiny import document
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drifted_rounds import play, random_drift, random_vectors, serially
+from drifted_rounds import play, serially
 from gossamer.codecs import exact, int4
 from gossamer.codecs.message import decode, encode, payload_like
 from gossamer.layout import Layout, Leaf
@@ -16,6 +16,7 @@ from gossamer.rounds.loop import OuterLoop
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Context, diloco, dilocox, eager
 from gossamer.run.simulated.simulate import simulate
+from gossamer.testing.drifted_workers import random_drift, random_vectors
 from gossamer.topologies import make_topology
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import leaves, map_leaves, nbytes
@@ -235,10 +236,14 @@ def test_no_error_is_lost_where_the_rank_changes(form):
 
 def test_a_run_whose_rank_changes_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path):
     run = tiny(
-        rule={"name": "dilocox", "rank": 6, "adapt_every": 1}, topology__name="complete", codec__name="int4",
-        model={"hidden_size": 16, "intermediate_size": 24, "layers": 1, "heads": 2, "kv_heads": 1}, run__local_steps=4,
-        run__steps=24, run__checkpoint_every=8,
-    )  # fmt: skip
+        rule={"name": "dilocox", "rank": 6, "adapt_every": 1},
+        topology__name="complete",
+        codec__name="int4",
+        model={"hidden_size": 16, "intermediate_size": 24, "layers": 1, "heads": 2, "kv_heads": 1},
+        run__local_steps=4,
+        run__steps=24,
+        run__checkpoint_every=8,
+    )
     whole = simulate(run, tmp_path / "whole")
     simulate(run, tmp_path / "parts", until=4)
     assert simulate(run, tmp_path / "parts", resume=True).loss == whole.loss

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gossamer
-from drifted_rounds import play, random_drift, random_vectors
+from drifted_rounds import play
 from gossamer.codecs import exact
 from gossamer.errors import ConfigError
 from gossamer.rounds.compatibility.combine import Method
@@ -15,7 +15,7 @@ from gossamer.rules import anchored, diloco, fgd, weighted
 from gossamer.run.config.resolve import resolve
 from gossamer.run.planning.check import examine_run
 from gossamer.testing import check_parity
-from gossamer.testing.drifted_workers import DriftedWorkers, simulated_workers
+from gossamer.testing.drifted_workers import DriftedWorkers, random_drift, random_vectors, simulated_workers
 from gossamer.testing.numbers import half_precision_follows_full_precision
 from gossamer.testing.tags import torch_outer
 from gossamer.topologies import complete, make_topology, random, ring

@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_rules import ROWS, context
 
-from drifted_rounds import play, random_drift, random_vectors
+from drifted_rounds import play
 from gossamer.codecs import fp16, topk
 from gossamer.layout import Layout, Leaf
 from gossamer.record import checkpoint
@@ -18,6 +18,7 @@ from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import digest, parse
 from gossamer.run.planning.traffic import traffic
 from gossamer.run.simulated.simulate import simulate
+from gossamer.testing.drifted_workers import random_drift, random_vectors
 from gossamer.topologies import make_topology
 from gossamer.tree import leaves
 from tiny import tiny
@@ -144,8 +145,10 @@ AVERAGING = {"rule__name": "local_sgd", "topology__name": "complete"}
 def test_where_parameters_and_moments_are_averaged_in_every_round_all_workers_are_equal_to_the_last_bit(tmp_path):
     """Local Adam, or DES-LOC with all its periods 1."""
     first, *others = states_of(tiny(schedule__inner_every=[1, 1], **AVERAGING), tmp_path)
-    moments = [[state["inner"]["state"][k][name] for k in range(9) for name in ("exp_avg", "exp_avg_sq")]
-               for state in (first, *others)]  # fmt: skip
+    moments = [
+        [state["inner"]["state"][k][name] for k in range(9) for name in ("exp_avg", "exp_avg_sq")]
+        for state in (first, *others)
+    ]
     for state, own in zip(others, moments[1:], strict=True):
         assert torch.equal(state["x"], first["x"])
         assert all(map(torch.equal, own, moments[0]))
@@ -174,10 +177,13 @@ def test_des_loc_sends_half_as_much_again_as_local_sgd_and_local_adam_twice_that
 
 
 ALIKE = [
-    name for name, rule in ROWS.items()
-    if rule.identical and rule.site == "parameters" and not rule.delay_rounds
+    name
+    for name, rule in ROWS.items()
+    if rule.identical
+    and rule.site == "parameters"
+    and not rule.delay_rounds
     and not rule.name.startswith(("robust", "trusted"))  # which hear no mean
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name", ALIKE)

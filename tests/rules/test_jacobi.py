@@ -5,9 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drifted_rounds import play, random_drift, random_vectors
+from drifted_rounds import play
 from gossamer.rules import gossip, jacobi
 from gossamer.rules.jacobi import weights
+from gossamer.testing.drifted_workers import random_drift, random_vectors
 from gossamer.topologies import make_topology
 
 

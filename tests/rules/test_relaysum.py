@@ -6,12 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drifted_rounds import play, random_drift, random_vectors
+from drifted_rounds import play
 from gossamer.codecs import CODECS, bf16
 from gossamer.errors import PairingError
 from gossamer.rounds.compatibility import incompatibilities
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rules import local_sgd, relaysum
+from gossamer.testing.drifted_workers import random_drift, random_vectors
 from gossamer.topologies import TOPOLOGIES, make_topology
 from gossamer.topologies.mixing import from_edges, matrix, metropolis
 

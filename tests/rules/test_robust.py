@@ -7,13 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drifted_rounds import layout, play, random_drift, random_vectors
+from drifted_rounds import play
 from gossamer.codecs import bf16, both_ways, exact
 from gossamer.errors import ConfigError, PairingError
 from gossamer.rounds.compatibility import incompatibilities
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rules import data_parallel, diloco, eager, gossip, local_sgd, make_rule, robust, trusted
 from gossamer.rules.contract import Context
+from gossamer.testing.drifted_workers import flat_layout as layout
+from gossamer.testing.drifted_workers import random_drift, random_vectors
 from gossamer.topologies import make_topology
 from gossamer.tree import leaves
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drifted_rounds import layout, play, random_drift, random_vectors
+from drifted_rounds import play
 from gossamer.codecs import CODECS, exact
 from gossamer.errors import ConfigError, PairingError
 from gossamer.rounds.compatibility import incompatibilities
@@ -45,6 +45,8 @@ from gossamer.rules import (
     weighted,
 )
 from gossamer.settings.options import options_of
+from gossamer.testing.drifted_workers import flat_layout as layout
+from gossamer.testing.drifted_workers import random_drift, random_vectors
 from gossamer.testing.numbers import (
     allowed_codecs_change_equal_workers_as_little_as_said,
     half_precision_follows_full_precision,

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drifted_rounds import context, play, random_drift, random_vectors
+from drifted_rounds import context, play
 from gossamer.codecs import CODECS, int4, randomk, topk, topk2bit
 from gossamer.errors import ConfigError, PairingError
 from gossamer.rounds.compatibility import incompatibilities
@@ -32,6 +32,7 @@ from gossamer.rules import (
     sparta,
     weighted,
 )
+from gossamer.testing.drifted_workers import random_drift, random_vectors
 from gossamer.topologies import make_topology
 from gossamer.topologies.mixing import mean, pull
 from gossamer.tree import leaves

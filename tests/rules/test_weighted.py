@@ -5,13 +5,14 @@ import math
 import pytest
 import torch
 
-from drifted_rounds import context, play, random_drift, random_vectors
+from drifted_rounds import context, play
 from gossamer.codecs import exact, int4
 from gossamer.errors import ConfigError
 from gossamer.rounds.kernel import Kernel, outer_update
 from gossamer.rounds.schedule import Schedule
 from gossamer.rounds.stability import resolve_alpha
 from gossamer.rules import RULES, anchored, diloco, eager, error_feedback, gasloc, gossip, noloco, restarted, weighted
+from gossamer.testing.drifted_workers import random_drift, random_vectors
 from gossamer.topologies import make_topology
 from gossamer.tree import leaves, map_leaves
 

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor, nn
 
-__all__ = ["batch", "held_out", "net", "square"]
-
 
 def net() -> nn.Module:
     """A model of three parameters."""

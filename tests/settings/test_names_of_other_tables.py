@@ -15,13 +15,19 @@ from gossamer.rules import make_rule
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: gossamer.Outer(torch.nn.Linear(2, 1), "gossip", codec="intk"), "a boundary codec .*forward.* and no codec"),
+        (
+            lambda: gossamer.Outer(torch.nn.Linear(2, 1), "gossip", codec="intk"),
+            "a boundary codec .*forward.* and no codec",
+        ),
         (lambda: make_codec("ring"), r"'ring' is a topology \(topology\) and no codec; allowed: bf16, "),
-        (lambda: make_rule([*SERVERS][-1]), r"' is a server \(server\) and no rule; allowed: anchored_gasloc, .*; name one"),
+        (
+            lambda: make_rule([*SERVERS][-1]),
+            r"' is a server \(server\) and no rule; allowed: anchored_gasloc, .*; name one",
+        ),
         (lambda: make_rule("restarted"), r"a wrapper \(an option of rule\) and no rule"),
         (lambda: make_rule("nothing"), "unknown rule 'nothing'; "),
     ],
-)  # fmt: skip
+)
 def test_a_row_of_another_table_is_named_as_what_it_is(call: Callable[[], object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         call()

@@ -93,110 +93,212 @@ def forgets_the_round():
 
 WRONG = {  # the promise, a rule that breaks it, and what the sentence says
     "a list as state": (
-        "trees_keep_their_form_and_dtype", with_state(lambda x: ([x.clone()],)), r"init\(\) returned a list.*tuples"),
+        "trees_keep_their_form_and_dtype",
+        with_state(lambda x: ([x.clone()],)),
+        r"init\(\) returned a list.*tuples",
+    ),
     "a wider dtype": (
-        "trees_keep_their_form_and_dtype", with_state(lambda x: (x.double(),)), r"torch.float64 for .* torch.float32"),
+        "trees_keep_their_form_and_dtype",
+        with_state(lambda x: (x.double(),)),
+        r"torch.float64 for .* torch.float32",
+    ),
     "a state that grows": (
         "trees_keep_their_form_and_dtype",
         with_state(lambda x: (x.clone(),), lambda x, s: (torch.cat([s[0], x]),)),
-        r"recv\(\) returned a state of the form.*\(14,\).*init\(\) made.*\(7,\)"),
+        r"recv\(\) returned a state of the form.*\(14,\).*init\(\) made.*\(7,\)",
+    ),
     "parameters of another shape": (
-        "trees_keep_their_form_and_dtype", with_recv(lambda x, c, ctx: (x + c)[None]), r"\(1, 7\).*like x"),
+        "trees_keep_their_form_and_dtype",
+        with_recv(lambda x, c, ctx: (x + c)[None]),
+        r"\(1, 7\).*like x",
+    ),
     "a message whose shape depends on numbers": (
-        "trees_keep_their_form_and_dtype", PLAIN._replace(send=lambda x, s, ctx: x[x != 0]), r"message of the form \(0,\)"),
+        "trees_keep_their_form_and_dtype",
+        PLAIN._replace(send=lambda x, s, ctx: x[x != 0]),
+        r"message of the form \(0,\)",
+    ),
     "a message that reads a number": (
         "trees_keep_their_form_and_dtype",
-        PLAIN._replace(send=lambda x, s, ctx: x * (1.0 if x.sum().item() > 0 else 2.0)), "its code raised .*meta"),
+        PLAIN._replace(send=lambda x, s, ctx: x * (1.0 if x.sum().item() > 0 else 2.0)),
+        "its code raised .*meta",
+    ),
     "writes into x": (
-        "arguments_are_never_written_into", with_recv(lambda x, c, ctx: x.add_(c)), r"recv\(\) wrote into 1 of the 3"),
+        "arguments_are_never_written_into",
+        with_recv(lambda x, c, ctx: x.add_(c)),
+        r"recv\(\) wrote into 1 of the 3",
+    ),
     "writes what was there": (
-        "arguments_are_never_written_into", PLAIN._replace(send=lambda x, s, ctx: x.mul_(1.0)), r"send\(\) wrote into 1"),
+        "arguments_are_never_written_into",
+        PLAIN._replace(send=lambda x, s, ctx: x.mul_(1.0)),
+        r"send\(\) wrote into 1",
+    ),
     "resets in place": (
         "arguments_are_never_written_into",
-        STATEFUL._replace(reset=lambda x, s: (s.prev.copy_(x), s)[1]), r"reset\(\) wrote into"),
-    "a state that aliases x": ("the_state_owns_its_memory", with_state(lambda x: (x,)), r"with x, .* return x.clone\(\)"),
+        STATEFUL._replace(reset=lambda x, s: (s.prev.copy_(x), s)[1]),
+        r"reset\(\) wrote into",
+    ),
+    "a state that aliases x": (
+        "the_state_owns_its_memory",
+        with_state(lambda x: (x,)),
+        r"with x, .* return x.clone\(\)",
+    ),
     "a state that aliases itself": (
-        "the_state_owns_its_memory", with_state(lambda x: (x.clone(),) * 2), "tensor 1 of the state.* with tensor 0"),
+        "the_state_owns_its_memory",
+        with_state(lambda x: (x.clone(),) * 2),
+        "tensor 1 of the state.* with tensor 0",
+    ),
     "one number for all": (
-        "the_state_owns_its_memory", with_state(lambda x: (torch.zeros(1).expand(7),)), "with itself"),
+        "the_state_owns_its_memory",
+        with_state(lambda x: (torch.zeros(1).expand(7),)),
+        "with itself",
+    ),
     "numbers of torch's generator": (
         "the_same_call_gives_the_same_bits",
-        with_recv(lambda x, c, ctx: x + c * torch.rand(x.shape)), r"random generator.*torch_rng\(seed, ctx.worker"),
+        with_recv(lambda x, c, ctx: x + c * torch.rand(x.shape)),
+        r"random generator.*torch_rng\(seed, ctx.worker",
+    ),
     "numbers of Python's generator": (
-        "the_same_call_gives_the_same_bits", with_recv(lambda x, c, ctx: x + c * random.random()), "random generator"),
+        "the_same_call_gives_the_same_bits",
+        with_recv(lambda x, c, ctx: x + c * random.random()),
+        "random generator",
+    ),
     "numbers of numpy's generator": (
         "the_same_call_gives_the_same_bits",
-        with_recv(lambda x, c, ctx: x + c * np.random.rand()), "random generator"),
+        with_recv(lambda x, c, ctx: x + c * np.random.rand()),
+        "random generator",
+    ),
     "a count of calls": (
-        "the_same_call_gives_the_same_bits", counts_its_calls(), r"recv\(\) returned 1 of 1 tensors.*Python variables"),
+        "the_same_call_gives_the_same_bits",
+        counts_its_calls(),
+        r"recv\(\) returned 1 of 1 tensors.*Python variables",
+    ),
     "a start kept in Python": (
-        "the_same_call_gives_the_same_bits", keeps_the_start_in_python(), r"after a call for worker 0 in round 1.*Python"),
+        "the_same_call_gives_the_same_bits",
+        keeps_the_start_in_python(),
+        r"after a call for worker 0 in round 1.*Python",
+    ),
     "a copy more": (
-        "as_many_copies_are_kept_as_the_tags_say", with_state(lambda x: (x.clone(),)), "holds 1 tensors.*the tags say 0"),
+        "as_many_copies_are_kept_as_the_tags_say",
+        with_state(lambda x: (x.clone(),)),
+        "holds 1 tensors.*the tags say 0",
+    ),
     "a mean over elements": (
         "halves_updated_one_by_one_equal_the_whole_to_the_last_bit",
-        with_recv(lambda x, c, ctx: x + c - c.mean()), "elements 0 to 3 of 7.*set elementwise = False"),
+        with_recv(lambda x, c, ctx: x + c - c.mean()),
+        "elements 0 to 3 of 7.*set elementwise = False",
+    ),
     "a product that is fused": (
         "compiled_code_has_the_same_bits",
-        with_recv(lambda x, c, ctx: torch.lerp(x, x + c, 0.5)), r"recv\(\) used lerp.*a \+ w \* b"),
+        with_recv(lambda x, c, ctx: torch.lerp(x, x + c, 0.5)),
+        r"recv\(\) used lerp.*a \+ w \* b",
+    ),
     "a factor of a sum": (
-        "compiled_code_has_the_same_bits", with_recv(lambda x, c, ctx: x.add(c, alpha=0.5)), r"used add\(alpha=...\)"),
+        "compiled_code_has_the_same_bits",
+        with_recv(lambda x, c, ctx: x.add(c, alpha=0.5)),
+        r"used add\(alpha=...\)",
+    ),
     "a mean over elements in the exchange": (
         "chunks_and_shards_give_the_same_bits",
-        with_recv(lambda x, c, ctx: x + c - c.mean()), r"workers \[0, 1, 2, 3\] of 4.*elementwise = False"),
+        with_recv(lambda x, c, ctx: x + c - c.mean()),
+        r"workers \[0, 1, 2, 3\] of 4.*elementwise = False",
+    ),
     "a division by a number of elements": (
         "vectors_of_one_element_work",
-        with_recv(lambda x, c, ctx: x + c * (1 / (x.numel() - 1)), elementwise=False), "raised ZeroDivisionError"),
+        with_recv(lambda x, c, ctx: x + c * (1 / (x.numel() - 1)), elementwise=False),
+        "raised ZeroDivisionError",
+    ),
     "a division by a spread": (
         "vectors_of_one_element_work",
-        with_recv(lambda x, c, ctx: x + c / (x - x.mean()).norm(), elementwise=False), "with 1 parameters .* not finite"),
+        with_recv(lambda x, c, ctx: x + c / (x - x.mean()).norm(), elementwise=False),
+        "with 1 parameters .* not finite",
+    ),
     "decay": ("equal_workers_that_stand_still_stay", with_recv(lambda x, c, ctx: 0.999 * x + c), "moved by up to 0.0"),
     "gossip that claims to be identical": (
-        "replicas_that_receive_from_everyone_stay_bitwise_equal", PLAIN._replace(identical=True), "set identical = False"),
+        "replicas_that_receive_from_everyone_stay_bitwise_equal",
+        PLAIN._replace(identical=True),
+        "set identical = False",
+    ),
     "a start that nobody leaves": (
         "replicas_that_receive_from_everyone_stay_bitwise_equal",
-        diloco()._replace(name="wrong", recv=lambda x, s, own_decoded, combined, ctx: (s.anchor + 0, s)), "left 3 workers"),
+        diloco()._replace(name="wrong", recv=lambda x, s, own_decoded, combined, ctx: (s.anchor + 0, s)),
+        "left 3 workers",
+    ),
     "relayed sums that claim to be identical": (
         "replicas_that_receive_from_everyone_stay_bitwise_equal",
-        relaysum()._replace(identical=True), "needs = 'tree' rules that out"),
+        relaysum()._replace(identical=True),
+        "needs = 'tree' rules that out",
+    ),
     "what others did not decode": (
         "no_codec_moves_the_mean_of_a_rule_that_keeps_it",
-        local_sgd()._replace(name="wrong", mean_preserving=True), "moved the mean of 4 workers by .*mean_preserving = False"),
+        local_sgd()._replace(name="wrong", mean_preserving=True),
+        "moved the mean of 4 workers by .*mean_preserving = False",
+    ),
     "a pull that does not sum to zero": (
         "no_codec_moves_the_mean_of_a_rule_that_keeps_it",
-        with_recv(lambda x, c, ctx: x + c * (1 + ctx.worker)), "moved the mean of 4 workers"),
+        with_recv(lambda x, c, ctx: x + c * (1 + ctx.worker)),
+        "moved the mean of 4 workers",
+    ),
     "a step that is the same for all": (
         "no_codec_moves_the_mean_of_a_rule_that_keeps_it",
-        with_recv(lambda x, c, ctx: x + c + 0.125), "stood still moved by 0.375 in 3 rounds"),
+        with_recv(lambda x, c, ctx: x + c + 0.125),
+        "stood still moved by 0.375 in 3 rounds",
+    ),
     "half the declared step": (
         "disagreement_follows_the_declared_recursion",
-        PLAIN._replace(consensus=Consensus(0.5, 0.0, "post")), "Consensus.*elsewhere than they are"),
+        PLAIN._replace(consensus=Consensus(0.5, 0.0, "post")),
+        "Consensus.*elsewhere than they are",
+    ),
     "momentum at another site": (
         "disagreement_follows_the_declared_recursion",
-        gasloc()._replace(consensus=Consensus(1.0, 0.7, "pre")), "correct the tag"),
+        gasloc()._replace(consensus=Consensus(1.0, 0.7, "pre")),
+        "correct the tag",
+    ),
     "a limit that is another": (
-        "one_worker_is_the_declared_limit", gasloc()._replace(single_worker_limit=OuterSGD(0.7, 0.7)), "one worker alone is"),
+        "one_worker_is_the_declared_limit",
+        gasloc()._replace(single_worker_limit=OuterSGD(0.7, 0.7)),
+        "one worker alone is",
+    ),
     "no inner optimizer": (
-        "one_worker_is_the_declared_limit", diloco()._replace(single_worker_limit="inner"), "single_worker_limit = 'inner'"),
+        "one_worker_is_the_declared_limit",
+        diloco()._replace(single_worker_limit="inner"),
+        "single_worker_limit = 'inner'",
+    ),
     "gradients that are scaled": (
         "one_worker_is_the_declared_limit",
-        data_parallel()._replace(recv=lambda x, s, own, c, ctx: (2 * c, s)), "single_worker_limit = 'inner'"),
+        data_parallel()._replace(recv=lambda x, s, own, c, ctx: (2 * c, s)),
+        "single_worker_limit = 'inner'",
+    ),
     "a reset of nothing": (
-        "after_a_reset_the_outer_optimizer_begins_afresh", gasloc()._replace(reset=lambda x, s: s), "new outer optimizer"),
+        "after_a_reset_the_outer_optimizer_begins_afresh",
+        gasloc()._replace(reset=lambda x, s: s),
+        "new outer optimizer",
+    ),
     "another tensor as start": (
         "the_declared_start_is_where_the_round_began",
-        gasloc(form="published")._replace(start=lambda s: s.prev), "away from the parameters"),
+        gasloc(form="published")._replace(start=lambda s: s.prev),
+        "away from the parameters",
+    ),
     "a start that is computed": (
-        "the_declared_start_is_where_the_round_began", gasloc()._replace(start=lambda s: s.anchor + 0), "a new tensor"),
+        "the_declared_start_is_where_the_round_began",
+        gasloc()._replace(start=lambda s: s.anchor + 0),
+        "a new tensor",
+    ),
     "a count that no state holds": (
-        "saved_and_resumed_it_goes_on_with_the_same_bits", forgets_the_round(), "saved after 3 rounds and resumed"),
+        "saved_and_resumed_it_goes_on_with_the_same_bits",
+        forgets_the_round(),
+        "saved after 3 rounds and resumed",
+    ),
     "half precision from another start": (
         "half_precision_follows_full_precision",
-        gasloc(form="published")._replace(start=lambda s: s.prev), "spacings of bf16"),
+        gasloc(form="published")._replace(start=lambda s: s.prev),
+        "spacings of bf16",
+    ),
     "errors of a codec three times": (
         "allowed_codecs_change_equal_workers_as_little_as_said",
-        with_recv(lambda x, c, ctx: x + 3 * c, consensus=None), "codec 'int8'.* at most"),
-}  # fmt: skip
+        with_recv(lambda x, c, ctx: x + 3 * c, consensus=None),
+        "codec 'int8'.* at most",
+    ),
+}
 BY_NAME = {promise.__name__: promise for promise in PROMISES}
 
 
@@ -296,11 +398,17 @@ APART = {
     "counts calls": (counts_the_rounds_of_all_workers(), {}, r"worker 1 \(parameters\) are up to .* apart"),
     "state": (
         STATEFUL._replace(reset=None, recv=lambda x, s, own, c, ctx: (x + c, s._replace(prev=x * os.getpid()))),
-        {}, r"\(tensor 1 of its outer state\)"),
+        {},
+        r"\(tensor 1 of its outer state\)",
+    ),
     "an error": (in_one_worker(fails), {}, "the process of worker 2 of 4; .*ValueError: a mistake in the user's code"),
     "the end of a process": (in_one_worker(lambda: os._exit(7)), {}, r"no result.*exit codes .*7"),
-    "waiting": (in_one_worker(waits), {"timeout_s": 2.0}, r"after 2 s at most .*None.*timeout_s.*worker 2 was here.* in waits"),
-}  # fmt: skip
+    "waiting": (
+        in_one_worker(waits),
+        {"timeout_s": 2.0},
+        r"after 2 s at most .*None.*timeout_s.*worker 2 was here.* in waits",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", APART)

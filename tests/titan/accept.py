@@ -67,20 +67,61 @@ def start(
     folder: Path, out: Path, processes: int, site: str, overrides: list[str], *more: str, steps: int = STEPS
 ) -> subprocess.Popen[str]:
     environment = {
-        **os.environ, "GOSSAMER_SITE": site, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "WANDB_MODE": "disabled",
+        **os.environ,
+        "GOSSAMER_SITE": site,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "WANDB_MODE": "disabled",
         "PYTHONPATH": f"{HERE}:{HERE.parents[1] / 'src'}:{os.environ.get('PYTHONPATH', '')}",
-    }  # fmt: skip
+    }
     words = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(free_port()),
-        str(HERE / "cpu_titan.py"), "--module", "llama3", "--config", "llama3_debugmodel",
-        "--hf_assets_path", str(folder / "tok"), "--dataloader.dataset_path", str(folder / "text"), "--dump_folder", str(out),
-        "--training.local_batch_size", "2", "--training.seq_len", "64", "--training.steps", str(steps),
-        "--training.max_norm", "1e9", "--parallelism.spmd_backend", "partial_dtensor", "--optimizer.implementation", "for-loop",
-        "--checkpoint.enable", "--checkpoint.interval", str(LOCAL_STEPS), "--lr_scheduler.warmup_steps", "1",
-        "--comm.init_timeout_seconds", "120", "--validator.freq", "1000", "--metrics.log_freq", str(LOCAL_STEPS),
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(processes),
+        "--master-port",
+        str(free_port()),
+        str(HERE / "cpu_titan.py"),
+        "--module",
+        "llama3",
+        "--config",
+        "llama3_debugmodel",
+        "--hf_assets_path",
+        str(folder / "tok"),
+        "--dataloader.dataset_path",
+        str(folder / "text"),
+        "--dump_folder",
+        str(out),
+        "--training.local_batch_size",
+        "2",
+        "--training.seq_len",
+        "64",
+        "--training.steps",
+        str(steps),
+        "--training.max_norm",
+        "1e9",
+        "--parallelism.spmd_backend",
+        "partial_dtensor",
+        "--optimizer.implementation",
+        "for-loop",
+        "--checkpoint.enable",
+        "--checkpoint.interval",
+        str(LOCAL_STEPS),
+        "--lr_scheduler.warmup_steps",
+        "1",
+        "--comm.init_timeout_seconds",
+        "120",
+        "--validator.freq",
+        "1000",
+        "--metrics.log_freq",
+        str(LOCAL_STEPS),
         "--metrics.enable_tensorboard",
-        "--override.imports", "cpu_titan.sdpa", *overrides, *more,
-    ]  # fmt: skip
+        "--override.imports",
+        "cpu_titan.sdpa",
+        *overrides,
+        *more,
+    ]
     log = (out.parent / f"{out.name}.log").open("a")
     job = subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True, cwd=folder)
     atexit.register(end, job)
@@ -188,9 +229,10 @@ def elastic(folder: Path, begin: Path) -> bool:
     alike = True
     for name, tensors in ends.items():
         weights = [
-            key for key, t in tensors.items()
+            key
+            for key, t in tensors.items()
             if t.is_floating_point() and t.ndim and ("outer." in key or not key.startswith(("optimizer", "dataloader")))
-        ]  # fmt: skip
+        ]
         odd = [key for key in weights if not torch.equal(tensors[key], ends["elastic-0"][key])]
         print(
             f"{name}: {len(weights)} tensors of weights and outer state, {len(odd)} differ from site 0 {odd[:3]};",

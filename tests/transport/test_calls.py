@@ -97,11 +97,15 @@ class Fleet:
         self.told = [None] * len(xs)
         self.cores = [
             Meetings(
-                members(i), 4 * SIZE, limit_s=1.0, tell=lambda one, i=i: self._tell(i),
-                meet=lambda one, payload, i=i: self._meet(i, one, payload), sound=sound,
+                members(i),
+                4 * SIZE,
+                limit_s=1.0,
+                tell=lambda one, i=i: self._tell(i),
+                meet=lambda one, payload, i=i: self._meet(i, one, payload),
+                sound=sound,
             )
             for i in range(len(xs))
-        ]  # fmt: skip
+        ]
         self.mail = Mail(self.cores)
         for core in self.cores:
             core.closed = False
@@ -177,8 +181,10 @@ def test_two_workers_that_invite_each_other_at_once_meet_once():
 def test_a_meeting_with_a_message_that_is_not_sound_is_missed_at_both_ends(starter):
     numbers = [0.0, torch.nan, 2.0]
     fleet = Fleet(
-        ad_psgd(), [torch.full((SIZE,), one) for one in numbers], lambda payload, peer: all_finite(payload.view(torch.float32))
-    )  # fmt: skip
+        ad_psgd(),
+        [torch.full((SIZE,), one) for one in numbers],
+        lambda payload, peer: all_finite(payload.view(torch.float32)),
+    )
     fleet.cores[starter].invite(1 - starter, 0.0)
     fleet.mail.deliver_all()
     assert fleet.met == [[], [], []] and not any(core.busy for core in fleet.cores)
@@ -300,8 +306,11 @@ def test_a_process_that_comes_back_is_in_none_of_its_old_meetings(letters):
 BEGUN = Entered(0, 0, None, 0.0)
 GOSSIP = [Published(0, 0, 0.0, 1.0), Mixed(0, frozenset({0, 2}), ((2, 1, 9),), 1.1), Finished("left", 7, 0.0, 2.0)]
 PAIRS = [
-    Learned(0, 0, 1 / 3, 0.0, 1.0), Told(1, 1, 9, 0, 1e-17, 1.2), Learned(1, 1, 0.1, 1.0, 2.0), Met(1, 1, 9, 0, 0.7, 2.1),
-]  # fmt: skip
+    Learned(0, 0, 1 / 3, 0.0, 1.0),
+    Told(1, 1, 9, 0, 1e-17, 1.2),
+    Learned(1, 1, 0.1, 1.0, 2.0),
+    Met(1, 1, 9, 0, 0.7, 2.1),
+]
 
 
 def written(folder, worker, events, *, life=5, begun=BEGUN, goes_on=False):

@@ -159,9 +159,15 @@ def test_thousands_of_requests_and_offers_of_newcomers_are_answered_or_refused(
 
     near, far = socket.socketpair()
     host = functools.partial(
-        newcomer.host, cast(Any, near), 3, limits(3), 0, give_slot=lambda place: entry, entries=lambda: {2: entry},
+        newcomer.host,
+        cast(Any, near),
+        3,
+        limits(3),
+        0,
+        give_slot=lambda place: entry,
+        entries=lambda: {2: entry},
         boundary=lambda _: state,
-    )  # fmt: skip
+    )
     monkeypatch.setattr(newcomer, "dial", lambda *args, **options: socket.socket())
     own = newcomer.Applicant(5, "127.0.0.1:4002")
     for number in range(count):
@@ -235,9 +241,7 @@ def test_hundreds_of_orders_of_events_are_lives_or_refused(count: int, tmp_path:
 
 def test_thousands_of_states_and_facts_of_asynchronous_workers_are_read_or_refused(count: int, tmp_path: Path) -> None:
     draw = random.Random(9)
-    state = {
-        "x": torch.zeros(2), "outer": [], "inner": {}, "phases": 3, "place": [1, 7, 6], "held": {0: 4}
-    }  # fmt: skip
+    state = {"x": torch.zeros(2), "outer": [], "inner": {}, "phases": 3, "place": [1, 7, 6], "held": {0: 4}}
     fact = ["127.0.0.1:4000", 5, [2, [[2, None, None]]], [3, [[0, 4], [1, 6]]]]
     run = resolve(tiny(run__wait=False), real=True)
     most, brought = limits_of(run), OwnState(run, tmp_path)
@@ -274,7 +278,7 @@ def test_thousands_of_letters_in_any_order_never_raise_in_calls_nor_fill_them(co
     fetches = Fetches(members, 4, limit_s=5.0)
     meetings = Meetings(
         members, 4, limit_s=5.0, tell=lambda one: torch.zeros(4, dtype=torch.uint8), meet=lambda one, payload: None
-    )  # fmt: skip
+    )
     fetches.closed = meetings.closed = False
     fetches.publish(1, torch.zeros(4, dtype=torch.uint8), 30)
     for turn in range(count):

@@ -489,9 +489,15 @@ def test_the_state_of_a_round_is_packed_only_when_the_first_newcomer_asks_and_is
         with near, far, ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patch:
             patch.setattr(newcomer, "dial", lambda *args, end=far, **options: end)
             hosting = pool.submit(
-                newcomer.host, near, RUN, limits(3), 0, give_slot=lambda place: entry, entries=lambda: {1: entry},
+                newcomer.host,
+                near,
+                RUN,
+                limits(3),
+                0,
+                give_slot=lambda place: entry,
+                entries=lambda: {1: entry},
                 boundary=lambda _: kept,
-            )  # fmt: skip
+            )
             offer = newcomer.ask("", SECRET, own._replace(inner=inner), run=RUN, limits=limits(3), timeout_s=LIMIT_S)
             hosting.result(LIMIT_S)
         assert offer.after == 3 and offer.raw is not None

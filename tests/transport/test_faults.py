@@ -137,9 +137,11 @@ def test_views_are_equal_whatever_the_order_of_the_news(said: list[SlotEntry], r
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.sampled_from(["ring", "complete", "random"]), st.integers(2, 9), st.integers(0, 5),
+    st.sampled_from(["ring", "complete", "random"]),
+    st.integers(2, 9),
+    st.integers(0, 5),
     st.sets(st.tuples(st.integers(0, 8), st.integers(0, 8))),
-)  # fmt: skip
+)
 def test_weights_without_the_exchanges_that_failed_stay_stochastic_and_symmetric(
     name: str, n: int, round: int, failed: set[tuple[int, int]]
 ) -> None:

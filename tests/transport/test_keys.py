@@ -789,9 +789,15 @@ def test_a_newcomer_gets_a_slot_of_its_own_key_and_no_other(files: dict[str, Pat
         with arrival.channel as channel, contextlib.suppress(OSError):
             given.append(allowed)
             host(
-                channel, RUN, limits(3), 0, give_slot=lambda place: members.give_slot(place.nonce, place.address, kept(allowed)),
-                entries=lambda: dict(members.entries), boundary=lambda *_: Handover(0, lambda: b"state", bytes), keys=keys[0],
-            )  # fmt: skip
+                channel,
+                RUN,
+                limits(3),
+                0,
+                give_slot=lambda place: members.give_slot(place.nonce, place.address, kept(allowed)),
+                entries=lambda: dict(members.entries),
+                boundary=lambda *_: Handover(0, lambda: b"state", bytes),
+                keys=keys[0],
+            )
 
     def kept(allowed: frozenset[int]) -> set[int]:
         return set(range(3)) - allowed

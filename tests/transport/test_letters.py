@@ -34,9 +34,16 @@ RUN = 5
 LIMITS = Limits(workers=4, rounds=9, steps=90, fragments=2)
 HEADER = LetterHead(LetterKind.PAYLOAD, 3, Ticket(7, 1, 2), view=9, round=7, steps=30, size=64, check=123)
 headers = st.builds(
-    LetterHead, st.sampled_from(LetterKind), st.integers(0, 4) | st.sampled_from(GUESTS), st.just(Ticket(0)),
-    st.integers(0, 2**64 - 1), st.integers(0, 9), st.integers(0, 90), st.integers(0, 2**40), st.integers(0, 2**64 - 1),
-)  # fmt: skip
+    LetterHead,
+    st.sampled_from(LetterKind),
+    st.integers(0, 4) | st.sampled_from(GUESTS),
+    st.just(Ticket(0)),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 9),
+    st.integers(0, 90),
+    st.integers(0, 2**40),
+    st.integers(0, 2**64 - 1),
+)
 
 
 @given(headers)
@@ -67,7 +74,7 @@ def test_every_bit_of_a_header_is_under_its_checksum(header: LetterHead, bit: in
         (HEADER._replace(kind=LetterKind.INVITE, ticket=Ticket(LIFE_LIMIT)), "the round of its ticket is"),
         (HEADER._replace(kind=LetterKind.PUSH, ticket=Ticket(91)), "the round of its ticket is 91"),
     ],
-)  # fmt: skip
+)
 def test_a_number_that_the_run_does_not_allow_is_refused_by_name(wrong: LetterHead, what: str) -> None:
     with pytest.raises(RefusedError, match=f"it says that {what}") as caught:
         decode(encode(wrong, RUN), RUN, LIMITS)

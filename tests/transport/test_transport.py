@@ -351,9 +351,13 @@ LIMIT_S = 60.0
 def member_main(worker: int, n: int, port: int, pipe: Connection) -> None:
     """A process that does what it is told until it is told to end."""
     os.environ.update(
-        RANK=str(worker), WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
+        RANK=str(worker),
+        WORLD_SIZE=str(n),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
         TORCHELASTIC_USE_AGENT_STORE="True",
-    )  # fmt: skip
+    )
     member = join(n, device="cpu", threads=1, timeout_s=20.0)
     while (job := pipe.recv()) is not None:
         scenario, args = job

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from gossamer.asynchronous.a2cid2 import Rates, conditions, meeting_rates
 from gossamer.asynchronous.a2cid2 import a2cid2 as a2cid2
 from gossamer.asynchronous.a2cid2 import acceleration as acceleration
 from gossamer.asynchronous.ad_psgd import ad_psgd as ad_psgd
@@ -13,7 +14,6 @@ from gossamer.asynchronous.delayed_nesterov import delayed_nesterov as delayed_n
 from gossamer.asynchronous.delayed_nesterov import dylu_steps as dylu_steps
 from gossamer.asynchronous.halos import halos as halos
 from gossamer.asynchronous.heloco import heloco as heloco
-from gossamer.asynchronous.meeting_times import Rates, conditions, meeting_rates
 from gossamer.settings.options import table
 
 __all__ = [

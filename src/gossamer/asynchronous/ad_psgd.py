@@ -6,8 +6,6 @@ from gossamer.asynchronous.contract import PairRule
 from gossamer.settings.options import factory
 from gossamer.tree import Tree
 
-__all__ = ["ad_psgd"]
-
 
 @factory
 def ad_psgd() -> PairRule:

@@ -10,8 +10,6 @@ from torch import Tensor
 from gossamer.asynchronous.contract import PushInfo, ServerRule
 from gossamer.settings.options import Decay, NotNegative, Positive, factory
 
-__all__ = ["attenuation", "cgad"]
-
 # Adam moves on without a gradient, as m decays slower than sqrt(v): a message this small must not count as a step.
 NEGLIGIBLE = 1e-6
 

@@ -13,8 +13,6 @@ from gossamer.layout import Layout
 from gossamer.settings.options import in_short
 from gossamer.tree import Tree
 
-__all__ = ["PairRule", "PushInfo", "Regions", "ServerRule", "Slack", "Window"]
-
 
 class PushInfo(NamedTuple):
     """What a server knows about a push."""

@@ -10,8 +10,6 @@ from gossamer.asynchronous.contract import PairRule
 from gossamer.errors import ConfigError
 from gossamer.settings.options import Positive, factory
 
-__all__ = ["dadao", "meetings_per_s"]
-
 
 class _State(NamedTuple):
     """The state of worker i in addition to X: X̃, and the dual variables Y, Ỹ, Z, Z̃."""

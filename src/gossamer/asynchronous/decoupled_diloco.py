@@ -10,8 +10,6 @@ from torch import Tensor
 from gossamer.asynchronous.contract import PushInfo, ServerRule, Slack, Window
 from gossamer.settings.options import Count, Decay, NotNegative, Positive, Share, factory
 
-__all__ = ["decoupled_diloco", "radial_mean", "slack_s", "token_weight", "weighted_mean"]
-
 CANCELLED = 1e-6  # a mean of unit vectors this short has no direction, only rounding
 
 

@@ -11,8 +11,6 @@ from gossamer.asynchronous.contract import PushInfo, ServerRule
 from gossamer.errors import ConfigError
 from gossamer.settings.options import Count, Decay, NotNegative, Positive, factory
 
-__all__ = ["delayed_nesterov", "dylu_steps"]
-
 
 class _State(NamedTuple):
     """The model, the momentum, the sum of pseudo-gradients since its last update, and the number of arrivals in all."""

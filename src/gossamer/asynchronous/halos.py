@@ -8,8 +8,6 @@ from gossamer.asynchronous.contract import PushInfo, Regions, ServerRule
 from gossamer.asynchronous.delayed_nesterov import delayed_nesterov
 from gossamer.settings.options import Count, Decay, Portion, Positive, factory
 
-__all__ = ["halos"]
-
 
 class _Local(NamedTuple):
     """The server of a region."""
@@ -88,6 +86,9 @@ def halos(
         return _Local(state.nesterov._replace(x=x), (1 - alpha) * state.s + alpha * theta if carry else x)
 
     return ServerRule(
-        init, greet, absorb, state_copies=4,
+        init,
+        greet,
+        absorb,
+        state_copies=4,
         regions=Regions(delayed_nesterov(lr * delay, momentum, delay), every, tell, merge),
-    )  # fmt: skip
+    )

@@ -9,8 +9,6 @@ from torch import Tensor
 from gossamer.asynchronous.contract import PushInfo, ServerRule
 from gossamer.settings.options import Decay, NotNegative, Portion, Positive, factory
 
-__all__ = ["heloco"]
-
 
 class _State(NamedTuple):
     """The model and the momentum, a running average of the absorbed messages."""

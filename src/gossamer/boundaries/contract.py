@@ -9,8 +9,6 @@ from torch import Tensor
 
 from gossamer.settings.options import in_short
 
-__all__ = ["Boundary", "in_pieces", "join"]
-
 
 class Boundary(NamedTuple):
     """`encode(h) -> payload` and `decode(payload, like) -> h'`, both pure and deterministic, outside of autograd.

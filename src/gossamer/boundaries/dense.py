@@ -9,8 +9,6 @@ from torch import Tensor
 from gossamer.boundaries.contract import Boundary, in_pieces, join
 from gossamer.settings.options import factory
 
-__all__ = ["cast", "dense"]
-
 
 @factory
 def dense() -> Boundary:

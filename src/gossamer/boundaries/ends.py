@@ -10,8 +10,6 @@ from gossamer.boundaries.contract import Boundary, in_pieces, join
 from gossamer.errors import CheckpointError
 from gossamer.transport.processes.pipe import LENGTH_BYTES
 
-__all__ = ["BoundaryEnd", "through"]
-
 
 class BoundaryEnd:
     """The sender or the receiver of one direction, or both of them in one process, as they remember the same.
@@ -102,10 +100,12 @@ class BoundaryEnd:
             return
         samples, messages = state.get("samples", []), state.get("messages", [])
         if (
-            not isinstance(samples, list) or not isinstance(messages, list) or len(samples) != len(messages)
+            not isinstance(samples, list)
+            or not isinstance(messages, list)
+            or len(samples) != len(messages)
             or not all(isinstance(one, int) for one in samples)
             or not all(isinstance(one, Tensor) and one.shape == self.shape[1:] for one in messages)
-        ):  # fmt: skip
+        ):
             raise CheckpointError(
                 f"the checkpoint of a boundary with codec '{self.codec.name}' does not hold messages of shape "
                 f"{list(self.shape[1:])}; use the run file that wrote it, or remove the checkpoint"

@@ -12,8 +12,6 @@ from gossamer.codecs.blocks import absmax_bf16
 from gossamer.codecs.packing import num_bytes, pack_codes, unpack_codes
 from gossamer.settings.options import Count, factory
 
-__all__ = ["Bits", "aqsgd", "intk"]
-
 Bits = Annotated[int, Field(ge=2, le=8)]
 
 

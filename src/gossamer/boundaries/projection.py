@@ -8,8 +8,6 @@ from torch import Tensor
 from gossamer.boundaries.contract import Boundary, in_pieces, join
 from gossamer.settings.options import Count, factory
 
-__all__ = ["projection"]
-
 
 @factory
 def projection(width: Count = 8, seed: int = 0) -> Boundary:

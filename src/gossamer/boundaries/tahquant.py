@@ -12,8 +12,6 @@ from gossamer.boundaries.intk import Bits
 from gossamer.codecs.packing import num_bytes, pack_codes, unpack_codes
 from gossamer.settings.options import Portion, factory
 
-__all__ = ["hadamard", "tahquant", "tahquant_bytes"]
-
 Tile = Literal[8, 16, 32, 64, 128, 256]
 
 
@@ -96,8 +94,12 @@ def tahquant(
         return _bytes(plan, shape, plan.counts(shape)[0])
 
     return Boundary(
-        lambda h: _encode(plan, h), lambda payload, like: _decode(plan, payload, like), most_bytes, fixed=False, unit=tile
-    )  # fmt: skip
+        lambda h: _encode(plan, h),
+        lambda payload, like: _decode(plan, payload, like),
+        most_bytes,
+        fixed=False,
+        unit=tile,
+    )
 
 
 def tahquant_bytes(boundary: Boundary, shape: tuple[int, int, int], rotated: int) -> int:
@@ -116,9 +118,14 @@ def _sizes(plan: _Plan, shape: tuple[int, int, int], rotated: int) -> tuple[int,
     tiles, units, _ = plan.counts(shape)
     low = plan.low_tiles(shape)
     return (
-        num_bytes(units, 1), num_bytes(tiles, 1), num_bytes(low * plan.tile, plan.low),
-        num_bytes((tiles - low) * plan.tile, plan.high), 2 * tiles, 2 * tiles, num_bytes(rotated, _pivot_bits(plan)),
-    )  # fmt: skip
+        num_bytes(units, 1),
+        num_bytes(tiles, 1),
+        num_bytes(low * plan.tile, plan.low),
+        num_bytes((tiles - low) * plan.tile, plan.high),
+        2 * tiles,
+        2 * tiles,
+        num_bytes(rotated, _pivot_bits(plan)),
+    )
 
 
 def _bytes(plan: _Plan, shape: tuple[int, int, int], rotated: int) -> int:
@@ -163,10 +170,14 @@ def _encode(plan: _Plan, h: Tensor) -> Tensor:
     q = ((tiles - z.float()[:, None]) / step.masked_fill(step <= 0, 1.0)[:, None]).round_().nan_to_num_(0.0)
     q = torch.minimum(q.clamp_min_(0), spread[:, None]).to(torch.uint8)
     return join(
-        pack_codes(low_units.to(torch.uint8), 1), pack_codes(rotate.to(torch.uint8), 1),
-        pack_codes(q[low].view(-1), plan.low), pack_codes(q[~low].view(-1), plan.high), z, s,
+        pack_codes(low_units.to(torch.uint8), 1),
+        pack_codes(rotate.to(torch.uint8), 1),
+        pack_codes(q[low].view(-1), plan.low),
+        pack_codes(q[~low].view(-1), plan.high),
+        z,
+        s,
         pack_codes(pivots.to(torch.uint8), _pivot_bits(plan)),
-    )  # fmt: skip
+    )
 
 
 def _decode(plan: _Plan, payload: Tensor, like: Tensor) -> Tensor:

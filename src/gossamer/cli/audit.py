@@ -11,13 +11,16 @@ from gossamer.cli.run_file_options import parts_of_folder
 from gossamer.errors import ConfigError
 from gossamer.record.progress import echo
 
-__all__ = ["command"]
-
 
 def command(
-    folder: Annotated[Path, Parameter(name="RUN")], /, *, worker: int | None = None,
-    rounds: Annotated[str | None, Parameter(metavar="A..B")] = None, allow_code: bool = False, output: Output = PLAIN,
-) -> int:  # fmt: skip
+    folder: Annotated[Path, Parameter(name="RUN")],
+    /,
+    *,
+    worker: int | None = None,
+    rounds: Annotated[str | None, Parameter(metavar="A..B")] = None,
+    allow_code: bool = False,
+    output: Output = PLAIN,
+) -> int:
     """Trains the workers of a run again, and finds the first whose hashes differ (record.hash); the exit code is 1 then.
 
     Args:

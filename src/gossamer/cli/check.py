@@ -13,8 +13,6 @@ from gossamer.record.progress import echo
 if TYPE_CHECKING:
     from gossamer.run.planning.check import AroundDocuments, Examined, HeldExperts, TextFiles
 
-__all__ = ["command", "lines"]
-
 
 def command(file: File = None, /, *, changes: Changes = NO_CHANGES, json: Json = False) -> int:
     """Shows what each run of a file will do and keep in memory, or every reason why it cannot start; trains nothing.
@@ -99,8 +97,11 @@ def _stages(one: "Examined", megabytes: Callable[[float], str]) -> list[tuple[st
 
 
 _KINDS = {
-    "rounds": "in rounds", "server": "with a server", "pair": "in pairs", "no waiting": "without waiting",
-}  # fmt: skip
+    "rounds": "in rounds",
+    "server": "with a server",
+    "pair": "in pairs",
+    "no waiting": "without waiting",
+}
 
 
 def _peers(peers: Mapping[str, Sequence[int]]) -> str:

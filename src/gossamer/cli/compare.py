@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from gossamer.run.config.experiment_file import Point
     from gossamer.run.experiments.processes import RunEnd
 
-__all__ = ["Earlier", "command", "folders_of", "trained"]
-
 log = logging.getLogger("gossamer")
 
 
@@ -52,9 +50,17 @@ _ALL_ANEW = Earlier()
 
 
 def command(
-    file: ExperimentFile = None, /, *, overrides: Overrides = (), out: Path | None = None, seeds: str = "", scale: str = "",
-    jobs: int = 1, earlier: Earlier = _ALL_ANEW, output: Watchable = WATCHABLE,
-) -> None:  # fmt: skip
+    file: ExperimentFile = None,
+    /,
+    *,
+    overrides: Overrides = (),
+    out: Path | None = None,
+    seeds: str = "",
+    scale: str = "",
+    jobs: int = 1,
+    earlier: Earlier = _ALL_ANEW,
+    output: Watchable = WATCHABLE,
+) -> None:
     """Simulates every variant of an experiment file, and writes their table, report and figure.
 
     Args:
@@ -90,9 +96,15 @@ def command(
 
 
 def trained(
-    runs: "Sequence[Point]", folders: Mapping[str, Path], out: Path, *, jobs: int, earlier: Earlier, output: Watchable,
+    runs: "Sequence[Point]",
+    folders: Mapping[str, Path],
+    out: Path,
+    *,
+    jobs: int,
+    earlier: Earlier,
+    output: Watchable,
     enough: Callable[[], bool] = lambda: False,
-) -> "dict[str, Origin | None]":  # fmt: skip
+) -> "dict[str, Origin | None]":
     """Trains the runs of an experiment, and shows how they go; as `gossamer.run.experiments.compare.train_all`."""
     from gossamer.record.locks import holding
     from gossamer.run.experiments.compare import train_all
@@ -109,9 +121,17 @@ def trained(
                 echo(f"gossamer: {run.label}: {ended.error}", file=sys.stderr)
 
         return train_all(
-            runs, folders, out / "outcomes.jsonl", jobs=jobs, resume=earlier.resume, reuse=earlier.reuse, began=follow,
-            told=tell, enough=enough, asked=asked.is_set,
-        )  # fmt: skip
+            runs,
+            folders,
+            out / "outcomes.jsonl",
+            jobs=jobs,
+            resume=earlier.resume,
+            reuse=earlier.reuse,
+            began=follow,
+            told=tell,
+            enough=enough,
+            asked=asked.is_set,
+        )
 
 
 def folders_of(runs: "Sequence[Point]", out: Path, *, resume: bool) -> dict[str, Path]:

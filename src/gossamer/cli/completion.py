@@ -6,8 +6,6 @@ from cyclopts import Parameter
 
 from gossamer.record.progress import echo
 
-__all__ = ["command"]
-
 _WHERE = (
     "shell to complete in; write the output to ~/.local/share/bash-completion/completions/gossamer, to _gossamer in a folder of "
     "zsh's fpath, to ~/.config/fish/completions/gossamer.fish, or into the profile of PowerShell"

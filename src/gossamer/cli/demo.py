@@ -17,8 +17,6 @@ from gossamer.record.progress import echo
 if TYPE_CHECKING:
     from gossamer.report.results import PointResult
 
-__all__ = ["NEXT", "command", "meaning"]
-
 NEXT = """next, with your own text and network:
   gossamer init configs                                            # run files and networks, with comments
   gossamer simulate configs/gasloc.toml --set data.source=TEXT     # TEXT: a file or a folder of yours
@@ -27,9 +25,14 @@ NEXT = """next, with your own text and network:
 
 
 def command(
-    *, overrides: Overrides = (), out: Path = Path("runs/demo"), seeds: str = "", jobs: int | None = None, resume: bool = False,
+    *,
+    overrides: Overrides = (),
+    out: Path = Path("runs/demo"),
+    seeds: str = "",
+    jobs: int | None = None,
+    resume: bool = False,
     output: Watchable = WATCHABLE,
-) -> None:  # fmt: skip
+) -> None:
     """Compares GASLoC in random pairs with DiLoCo, and both without momentum: 8 workers, each with a small Llama; two minutes.
 
     It is gossamer compare with the experiment file demo.toml, which gossamer init writes. The text is the source of Python's
@@ -46,9 +49,14 @@ def command(
     if not output.silent and sys.stderr.isatty():
         output = replace(output, watch=True, opens=True)
     compare.command(
-        EXAMPLES / "demo.toml", overrides=overrides, out=out, seeds=seeds, jobs=runs_at_a_time(jobs),
-        earlier=compare.Earlier(resume=resume), output=output,
-    )  # fmt: skip
+        EXAMPLES / "demo.toml",
+        overrides=overrides,
+        out=out,
+        seeds=seeds,
+        jobs=runs_at_a_time(jobs),
+        earlier=compare.Earlier(resume=resume),
+        output=output,
+    )
     if not output.json:
         echo(f"\n{meaning(read_results(out / 'outcomes.jsonl'))}\n\n{NEXT}")
 
@@ -84,9 +92,7 @@ def meaning(found: "Sequence[PointResult]") -> str:
     return f"What it means: {sentence}{sure}{priced}"
 
 
-def _means(
-    found: "Sequence[PointResult]", of: Callable[[Mapping[str, Any]], float | None]
-) -> dict[str, float]:  # fmt: skip
+def _means(found: "Sequence[PointResult]", of: Callable[[Mapping[str, Any]], float | None]) -> dict[str, float]:
     """A figure of each method, the mean over its seeds; none of a method that lacks one somewhere."""
     figures: dict[str, list[float | None]] = {}
     for one in found:

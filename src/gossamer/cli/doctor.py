@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from gossamer.run.config.run_file import RunConfig
     from gossamer.transport.keys import Keys
 
-__all__ = ["command"]
-
 _CLOCK_S = 5.0
 """Clocks that are further apart make the times in the logs of two machines useless to compare."""
 _DISK_CHECKPOINTS = 3
@@ -39,10 +37,16 @@ class _Finding(NamedTuple):
 
 
 def command(
-    file: Annotated[Path | None, Parameter(help="run file (TOML): its [peers], memory and disk are looked at too")] = None,
-    /, *, join: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None,
-    listen: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None, key: Path | None = None, json: Json = False,
-) -> int:  # fmt: skip
+    file: Annotated[
+        Path | None, Parameter(help="run file (TOML): its [peers], memory and disk are looked at too")
+    ] = None,
+    /,
+    *,
+    join: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None,
+    listen: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None,
+    key: Path | None = None,
+    json: Json = False,
+) -> int:
     """Finds what would keep this machine from taking part in a run over machines; each line is a fact, with a remedy for a fault.
 
     Start it with --listen on the machine that others shall reach, and with --join on each of them: then they try the way in both
@@ -133,9 +137,11 @@ def _name(own: str | None) -> _Finding:
         )
     if is_loopback(leads_to):
         return _Finding(
-            "name", "warning", f"'{name}' leads to {leads_to}, where no other machine reaches this one",
+            "name",
+            "warning",
+            f"'{name}' leads to {leads_to}, where no other machine reaches this one",
             f"give {own or 'an address'} instead of the name in --listen, --address and --server",
-        )  # fmt: skip
+        )
     return _Finding("name", "ok", f"'{name}' leads to {leads_to}")
 
 
@@ -152,9 +158,11 @@ def _address(own: str | None, peer: str | None) -> _Finding:
         )
     if is_loopback(own) and not (peer and is_loopback(peer)):
         return _Finding(
-            "address", "fault", f"'{peer}' leads to {socket.gethostbyname(peer or '')}, which is this machine itself",
+            "address",
+            "fault",
+            f"'{peer}' leads to {socket.gethostbyname(peer or '')}, which is this machine itself",
             "give the address of the other machine, as a name in /etc/hosts may lead everybody to himself",
-        )  # fmt: skip
+        )
     return _Finding("address", "ok", f"{own}{_interface(own)} leads to {towards}")
 
 
@@ -192,9 +200,11 @@ def _key(config: "RunConfig", keys: "Keys | None") -> _Finding:
     if keys is None:
         known = "GOSSAMER_SECRET is set" if environment_secret() else "GOSSAMER_SECRET is not set"
         return _Finding(
-            "key", "warning", f"the run file has no [peers], so what the machines send is not encrypted; {known}",
+            "key",
+            "warning",
+            f"the run file has no [peers], so what the machines send is not encrypted; {known}",
             "make keys with gossamer keys new NAME, unless all machines are in one network that you trust",
-        )  # fmt: skip
+        )
     mine = sorted(keys.numbers(keys.certificate))
     numbers = (
         ", ".join("the server" if number == config.workers else f"worker {number}" for number in mine) or "no worker"
@@ -314,9 +324,11 @@ def _way(host: str, port: int, own: str | None, keys: "Keys | None") -> Iterator
         if keys is None and not secret:
             socket.create_connection((host, port), timeout=PATIENCE_S).close()
             yield _Finding(
-                "peer", "ok", f"somebody listens at {at}",
+                "peer",
+                "ok",
+                f"somebody listens at {at}",
                 "give the run file with [peers], or set GOSSAMER_SECRET, to try more than that",
-            )  # fmt: skip
+            )
             return
         with contextlib.ExitStack() as until:
             back = None if own is None else until.enter_context(listen(own, 0))
@@ -328,9 +340,11 @@ def _way(host: str, port: int, own: str | None, keys: "Keys | None") -> Iterator
     who = "the secret" if keys is None else "the key of a peer"
     if way is None:
         yield _Finding(
-            "peer", "ok", f"a run at {at} has {who} and speaks this version",
+            "peer",
+            "ok",
+            f"a run at {at} has {who} and speaks this version",
             "the way back and the speed are tried where gossamer doctor --listen answers",
-        )  # fmt: skip
+        )
         return
     yield _Finding("peer", "ok", f"{at} answers in {1e3 * way.round_trip_s:.3g} ms, and has {who}")
     yield _way_back(way.seen_as, own, way.reached_back)
@@ -372,6 +386,8 @@ def _way_back(seen_as: str, own: str | None, reached: bool) -> _Finding:
         return _Finding("way back", "ok", f"this machine can be reached at {seen_as}")
     nat = "" if seen_as == own else f" that is seen as {seen_as}"
     return _Finding(
-        "way back", "warning", f"this machine ({own}{nat}) cannot be reached from there, as behind NAT or a firewall",
+        "way back",
+        "warning",
+        f"this machine ({own}{nat}) cannot be reached from there, as behind NAT or a firewall",
         "it can take part, as it dials and others use its connection; it cannot be the one that others join",
-    )  # fmt: skip
+    )

@@ -9,8 +9,6 @@ from gossamer.cli.output import Json, print_json
 from gossamer.cli.run_file_options import parts_of_folder
 from gossamer.record.progress import echo
 
-__all__ = ["command"]
-
 
 def command(
     folder: Annotated[Path, Parameter(name="RUN")],

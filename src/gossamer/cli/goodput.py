@@ -13,13 +13,14 @@ from gossamer.record.progress import echo
 if TYPE_CHECKING:
     from gossamer.network.estimates.goodput import GoodputOptions
 
-__all__ = ["command"]
-
 
 def command(
-    *, overrides: Annotated[tuple[str, ...], Parameter(name="--set", metavar="KEY=VALUE")] = (),
-    published: bool = False, plot: Annotated[Path | None, Parameter(metavar="FILE")] = None, json: Json = False,
-) -> None:  # fmt: skip
+    *,
+    overrides: Annotated[tuple[str, ...], Parameter(name="--set", metavar="KEY=VALUE")] = (),
+    published: bool = False,
+    plot: Annotated[Path | None, Parameter(metavar="FILE")] = None,
+    json: Json = False,
+) -> None:
     """Prints the share of all chip time whose training steps count when chips fail, by formula and simulated.
 
     Args:
@@ -27,8 +28,7 @@ def command(
         published: the published goodputs of Decoupled DiLoCo next to ours instead; takes only restart_s and downtime_s
         plot: draw goodput against the number of chips (.png or .svg)
     """
-    from gossamer.network.estimates.goodput import GoodputOptions, goodput_curves
-    from gossamer.network.estimates.limits import build_settings
+    from gossamer.network.estimates.goodput import GoodputOptions, build_settings, goodput_curves
     from gossamer.network.estimates.utilisation import plot_curves
     from gossamer.run.config.document import parse_overrides
 
@@ -70,6 +70,8 @@ def _print_published(options: "GoodputOptions", json: bool) -> None:
         for cell in cells
     ]
     print_estimate(
-        ("method", "learners", "chips", "published", "ours"), rows, assumptions,
+        ("method", "learners", "chips", "published", "ours"),
+        rows,
+        assumptions,
         json={"rows": cells, "assumptions": assumptions} if json else None,
-    )  # fmt: skip
+    )

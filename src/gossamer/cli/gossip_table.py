@@ -6,8 +6,6 @@ from typing import Any
 from gossamer.rounds.stability import Gossip, Outlook
 from gossamer.topologies import Topology
 
-__all__ = ["gossip_facts", "gossip_table"]
-
 _TAGS = ("static", "everyone", "tree", "symmetric", "doubly_stochastic", "psd", "exchangeable")
 
 
@@ -67,12 +65,16 @@ def gossip_facts(topology: Topology, found: Outlook) -> dict[str, Any]:
         "laplacian_condition": found.laplacian_condition,
         "gossip": {
             site: {
-                "momentum": one.consensus.gamma, "gossip_step": one.consensus.alpha, "radius": one.stability.radius,
-                "variance": one.stability.variance, "largest_momentum": one.largest_gamma, "best_gossip_step": one.best_alpha,
+                "momentum": one.consensus.gamma,
+                "gossip_step": one.consensus.alpha,
+                "radius": one.stability.radius,
+                "variance": one.stability.variance,
+                "largest_momentum": one.largest_gamma,
+                "best_gossip_step": one.best_alpha,
             }
             for site, one in zip(sites, found.gossip, strict=False)
         },
-    }  # fmt: skip
+    }
 
 
 def _row(title: str, found: Gossip, largest: str) -> tuple[str, ...]:

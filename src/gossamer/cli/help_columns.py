@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from cyclopts.help import HelpPanel
     from rich.console import Console, ConsoleOptions, RenderableType
 
-__all__ = ["HelpColumns"]
-
 _WIDEST_NAME = 20
 _NARROWEST_TEXT = 30
 

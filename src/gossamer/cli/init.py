@@ -11,16 +11,17 @@ from cyclopts import Parameter
 from gossamer.cli.output import Json, print_json
 from gossamer.cli.tables import print_sentence
 
-__all__ = ["EXAMPLES", "command"]
-
 EXAMPLES = Path(__file__).parents[1] / "configs"
 """The example run files, experiment files and network files, as they are installed."""
 
 
 def command(
-    folder: Path = Path("configs"), /, *,
-    listed: Annotated[bool, Parameter(name="--list")] = False, json: Json = False,
-) -> None:  # fmt: skip
+    folder: Path = Path("configs"),
+    /,
+    *,
+    listed: Annotated[bool, Parameter(name="--list")] = False,
+    json: Json = False,
+) -> None:
     """Writes commented run files, experiment files and a network file to start from; a file that exists is kept as it is.
 
     Args:

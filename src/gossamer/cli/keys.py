@@ -9,13 +9,17 @@ from gossamer.cli.output import Json, print_json
 from gossamer.errors import ConfigError
 from gossamer.record.progress import echo
 
-__all__ = ["command"]
-
 
 def command(
-    action: Annotated[Literal["new", "show"], Parameter(name="ACTION", help="new: make a key; show: print the lines of it")],
-    name: str | None = None, /, *, out: Path | None = None, json: Json = False,
-) -> None:  # fmt: skip
+    action: Annotated[
+        Literal["new", "show"], Parameter(name="ACTION", help="new: make a key; show: print the lines of it")
+    ],
+    name: str | None = None,
+    /,
+    *,
+    out: Path | None = None,
+    json: Json = False,
+) -> None:
     """Makes a key for this machine, or shows the lines that every machine's run file needs to let it take part.
 
     Args:

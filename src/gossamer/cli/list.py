@@ -9,8 +9,6 @@ from gossamer.cli.tables import print_table
 from gossamer.errors import ConfigError, choose
 from gossamer.record.progress import echo
 
-__all__ = ["command"]
-
 
 def command(kind: str | None = None, /, *, json: Json = False) -> None:
     """Lists rules, topologies, codecs, servers, pairs, boundaries and methods.
@@ -26,9 +24,13 @@ def command(kind: str | None = None, /, *, json: Json = False) -> None:
     from gossamer.topologies import TOPOLOGIES
 
     tables = {
-        "rules": RULES, "topologies": TOPOLOGIES, "codecs": CODECS, "servers": SERVERS, "pairs": PAIRS,
+        "rules": RULES,
+        "topologies": TOPOLOGIES,
+        "codecs": CODECS,
+        "servers": SERVERS,
+        "pairs": PAIRS,
         "boundaries": BOUNDARIES,
-    }  # fmt: skip
+    }
     keys = ("name", "what", "options")
     also = {"boundaries": _bottlenecks()}
     listed: dict[str, tuple[tuple[str, ...], tuple[str, ...], Sequence[tuple[str, ...]]]] = {

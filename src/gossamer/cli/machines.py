@@ -11,8 +11,6 @@ from gossamer.errors import ConfigError
 if TYPE_CHECKING:
     from gossamer.transport.processes.local import Among
 
-__all__ = ["ONE_MACHINE", "Machines"]
-
 PORT = 29400
 """Where worker 0 listens unless another port is given."""
 

@@ -19,8 +19,6 @@ from gossamer.record.progress import echo, printable
 if TYPE_CHECKING:
     from gossamer.report.terminal import Terminal
 
-__all__ = ["PLAIN", "Json", "Output", "json_value", "must_be_new_file", "print_json", "uncollected", "working"]
-
 Json = Annotated[bool, Parameter(name="--json", help="print the result as one JSON object on one line (docs/json.md)")]
 """Of a verb that shows no progress."""
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from gossamer.run.planning.plan import PlanSettings, RunPlan
     from gossamer.run.planning.planned_stages import StagePlan
 
-__all__ = ["PlanOptions", "command"]
-
 _CODECS = ("bf16", "int8", "fp4")
 _MOST_E_FOLDS = math.log(10)
 
@@ -176,11 +174,19 @@ def _settings(options: PlanOptions, step: dict[str, int], parameters: int) -> "P
 
     tokens, law = _tokens(options, parameters, step["vocab_size"])
     return PlanSettings(
-        **step, workers=options.workers, local_steps=whole_numbers("--local-steps", options.local_steps),
-        codecs=bits_per_parameter(options.codec or _CODECS, parameters), tokens=tokens,
-        hours=options.hours, keep_all=options.keep_all, step_s=options.step_s, peak_flops=options.peak_flops, mfu=options.mfu,
-        source=options.data or "stdlib", law=law,
-    )  # fmt: skip
+        **step,
+        workers=options.workers,
+        local_steps=whole_numbers("--local-steps", options.local_steps),
+        codecs=bits_per_parameter(options.codec or _CODECS, parameters),
+        tokens=tokens,
+        hours=options.hours,
+        keep_all=options.keep_all,
+        step_s=options.step_s,
+        peak_flops=options.peak_flops,
+        mfu=options.mfu,
+        source=options.data or "stdlib",
+        law=law,
+    )
 
 
 def _tokens(options: PlanOptions, parameters: int, vocab_size: int) -> "tuple[float | None, Law | None]":
@@ -235,16 +241,28 @@ def _facts(
         return {**one._asdict(), **read, **expected}
 
     return {
-        "parameters": made.parameters, "workers": made.workers, "tokens": choice.tokens, "hours": choice.hours,
+        "parameters": made.parameters,
+        "workers": made.workers,
+        "tokens": choice.tokens,
+        "hours": choice.hours,
         "hours_to_loss": None if (hours := _hours_to_loss(made, choice, options)) == math.inf else hours,
-        "chosen": of(choice.best), "undecided": [of(one) for one in choice.undecided],
+        "chosen": of(choice.best),
+        "undecided": [of(one) for one in choice.undecided],
         "candidates": [of(one) for one in [*made.candidates, *priced.candidates]],
-        "race": None if found is None else race_facts(found), "outside": choice.scale.outside,
-        "data_parallel_along": quicker_collective(made), "unpriced": priced.unpriced, "run_file": options.out,
-        "stages": None if cut is None else {
-            "replica_bytes": cut.replica_bytes, "chosen": cut.chosen, "tried": cut.tried, "refused": cut.refused,
+        "race": None if found is None else race_facts(found),
+        "outside": choice.scale.outside,
+        "data_parallel_along": quicker_collective(made),
+        "unpriced": priced.unpriced,
+        "run_file": options.out,
+        "stages": None
+        if cut is None
+        else {
+            "replica_bytes": cut.replica_bytes,
+            "chosen": cut.chosen,
+            "tried": cut.tried,
+            "refused": cut.refused,
         },
-    }  # fmt: skip
+    }
 
 
 def _what(network: "Network", options: PlanOptions, file: Path) -> "tuple[Network, ModelConfig, dict[str, int]]":
@@ -315,11 +333,14 @@ def _print_cut(cut: "StagePlan") -> None:
     )
     rows = [
         (
-            f"{one.forward}, {one.backward} back", str(one.micro_batches), f"{one.step_s:.4g}", f"{one.unhindered:.1%}",
+            f"{one.forward}, {one.backward} back",
+            str(one.micro_batches),
+            f"{one.step_s:.4g}",
+            f"{one.unhindered:.1%}",
             f"{one.computing:.1%}",
         )
         for one in cut.tried
-    ]  # fmt: skip
+    ]
     headings = ("boundary codec", "micro-batches", "s/step", "speed left", "computing")
     print_table(headings, rows, bold=cut.tried.index(chosen))
     for name, why in cut.refused.items():
@@ -333,9 +354,7 @@ def _print_cut(cut: "StagePlan") -> None:
     echo()
 
 
-def _print(
-    made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "Pick", options: PlanOptions
-) -> None:  # fmt: skip
+def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "Pick", options: PlanOptions) -> None:
     """Prints how a replica is cut, the candidates, and which is taken."""
     from gossamer.report.table import digits_text
     from gossamer.run.planning.candidates import USUAL

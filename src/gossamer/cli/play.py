@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from gossamer.run.play.film import Film
     from gossamer.run.play.live import Live
 
-__all__ = ["again", "command", "film_page", "live_page"]
-
 PORT = 8251
 
 

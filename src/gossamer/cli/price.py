@@ -9,8 +9,6 @@ from gossamer.cli.output import Json, print_json, working
 from gossamer.errors import ConfigError
 from gossamer.record.progress import echo
 
-__all__ = ["command"]
-
 
 def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *, json: Json = False) -> None:
     """Prices a recorded run on a network: wall-clock and utilisation, without training again.

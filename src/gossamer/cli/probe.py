@@ -20,14 +20,20 @@ if TYPE_CHECKING:
     from gossamer.run.config.run_file import RunConfig
     from gossamer.transport.processes.local import Among
 
-__all__ = ["command"]
-
 
 def command(
-    file: Annotated[Path | None, Parameter(help="run file (TOML) whose inner step is measured")] = None, /, *, out: Path,
-    overrides: Overrides = (), local: int | None = None, links_only: bool = False, max_bytes: int = 1 << 24,
-    test_s: float = 0.5, machines: Machines = ONE_MACHINE, output: Output = PLAIN,
-) -> int:  # fmt: skip
+    file: Annotated[Path | None, Parameter(help="run file (TOML) whose inner step is measured")] = None,
+    /,
+    *,
+    out: Path,
+    overrides: Overrides = (),
+    local: int | None = None,
+    links_only: bool = False,
+    max_bytes: int = 1 << 24,
+    test_s: float = 0.5,
+    machines: Machines = ONE_MACHINE,
+    output: Output = PLAIN,
+) -> int:
     """Measures the links between workers and an inner step of each, and writes them as a network file.
 
     Args:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from gossamer.run.planning.choice import Candidate, Pick
     from gossamer.run.planning.plan import RunPlan
 
-__all__ = ["NO_RACE", "Race", "RaceOptions", "print_race", "race", "race_facts"]
-
 _SEEDS, _SHARE = 3, 0.8
 """Seeds that must fit, and the share of the minutes that may be filled by estimate."""
 _TOGETHER, _START_S, _ROUND_S = 0.7, 1.5, 0.01
@@ -95,8 +93,13 @@ class Race(NamedTuple):
 
 
 def race(
-    made: "RunPlan", choice: "Pick", candidates: "Sequence[Candidate]", network: Path, asked: RaceOptions, output: Watchable
-) -> Race:  # fmt: skip
+    made: "RunPlan",
+    choice: "Pick",
+    candidates: "Sequence[Candidate]",
+    network: Path,
+    asked: RaceOptions,
+    output: Watchable,
+) -> Race:
     """Trains the shortlist of a plan for the minutes.
 
     Raises: ConfigError for minutes in which nothing fits, and a folder that exists; as `simulate`, but for runs that diverge.
@@ -205,9 +208,14 @@ def _fitting(ways: "Sequence[Course]", made: "RunPlan", seconds: float, jobs: in
         if way.parameters not in step_s:
             (run, *_) = points(document(way, made, made.options.source, compiled=False))
             step_s[way.parameters] = step_time(settings_of(run.config), 0, torch.device("cpu"), test_s=0.2).seconds
-        takes = _SEEDS / min(jobs, _SEEDS * len(way.entrants)) * sum(
-            _START_S + one.rounds * _ROUND_S + one.taken * _TOGETHER * step_s[way.parameters] for one in way.entrants
-        )  # fmt: skip
+        takes = (
+            _SEEDS
+            / min(jobs, _SEEDS * len(way.entrants))
+            * sum(
+                _START_S + one.rounds * _ROUND_S + one.taken * _TOGETHER * step_s[way.parameters]
+                for one in way.entrants
+            )
+        )
         if takes <= _SHARE * seconds:
             found = way
             continue
@@ -227,19 +235,28 @@ def race_facts(found: Race) -> dict[str, Any]:
     def of(label: str, one: Candidate) -> dict[str, Any]:
         stands = None if found.standing is None else found.standing.above.get(label)
         return {
-            "label": label, "chosen": label == found.choice, "rounds": found.rounds(label), "round_s": one.round_s,
-            "tokens": found.tokens(label), "losses": found.losses[label],
+            "label": label,
+            "chosen": label == found.choice,
+            "rounds": found.rounds(label),
+            "round_s": one.round_s,
+            "tokens": found.tokens(label),
+            "losses": found.losses[label],
             "above": None if stands is None else {"nats": stands.mean, "half": stands.half},
             "alike": found.standing is not None and label in found.standing.alike,
-        }  # fmt: skip
+        }
 
     return {
-        "folder": found.folder, "report": found.report, "parameters": found.parameters, "source": found.text["data"]["source"],
-        "seeds": found.seeds, "best": None if found.standing is None else found.standing.best,
+        "folder": found.folder,
+        "report": found.report,
+        "parameters": found.parameters,
+        "source": found.text["data"]["source"],
+        "seeds": found.seeds,
+        "best": None if found.standing is None else found.standing.best,
         "decided": found.standing is not None and found.standing.decided,
         "taken": found.taken,
-        "candidates": [of(label, one) for label, one in found.candidates.items()], "left": found.left,
-    }  # fmt: skip
+        "candidates": [of(label, one) for label, one in found.candidates.items()],
+        "left": found.left,
+    }
 
 
 def print_race(found: Race) -> None:

@@ -12,8 +12,6 @@ from gossamer.cli.output import Json, print_json
 from gossamer.errors import ConfigError
 from gossamer.record.progress import echo
 
-__all__ = ["command", "print_runs"]
-
 log = logging.getLogger("gossamer")
 
 

@@ -17,26 +17,6 @@ if TYPE_CHECKING:
     from gossamer.run.config.run_file import RunConfig
     from gossamer.run.config.user_parts import UserParts
 
-__all__ = [
-    "ALL_SAVE",
-    "AUTO",
-    "NO_CHANGES",
-    "Changes",
-    "ExperimentFile",
-    "File",
-    "Overrides",
-    "check_experiment",
-    "experiment_and_folder",
-    "imported_parts",
-    "is_resumable",
-    "parts_of_folder",
-    "parts_to_train",
-    "resume_hint",
-    "run_and_folder",
-    "runs_at_a_time",
-    "whole_numbers",
-]
-
 AUTO = "auto"
 """In place of a run folder: the run in its own folder, from its newest checkpoint, or from the start where it has none."""
 ALL_SAVE = "all runs are asked to stop after their round, and to save then"
@@ -160,8 +140,14 @@ def imported_parts(config: "RunConfig", printed: Collection[str] = (), without: 
 
 
 def parts_of_folder(
-    config: "RunConfig", folder: Path, purpose: "Purpose", *, allowed: bool, without: Collection[str] = (), speaks: bool = True,
-) -> "UserParts":  # fmt: skip
+    config: "RunConfig",
+    folder: Path,
+    purpose: "Purpose",
+    *,
+    allowed: bool,
+    without: Collection[str] = (),
+    speaks: bool = True,
+) -> "UserParts":
     """The user's own parts of a run that a folder holds: nothing is imported for a folder from elsewhere unless that is allowed.
 
     Args:
@@ -181,9 +167,16 @@ def parts_of_folder(
 
 
 def parts_to_train(
-    config: "RunConfig", folder: Path, resumed: "Resume", *, allowed: bool, recorded: Path | None = None,
-    of_folder: Path | None = None, speaks: bool = True, joins: bool = False,
-) -> "UserParts":  # fmt: skip
+    config: "RunConfig",
+    folder: Path,
+    resumed: "Resume",
+    *,
+    allowed: bool,
+    recorded: Path | None = None,
+    of_folder: Path | None = None,
+    speaks: bool = True,
+    joins: bool = False,
+) -> "UserParts":
     """The user's own parts of a run that is trained: those of a run file, which somebody chose, or of the folder that is resumed.
 
     Args:

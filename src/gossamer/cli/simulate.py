@@ -15,15 +15,20 @@ if TYPE_CHECKING:
     from gossamer.run.config.run_file import RunConfig
     from gossamer.run.config.user_parts import UserParts
 
-__all__ = ["command", "train_here"]
-
 log = logging.getLogger("gossamer")
 
 
 def command(
-    file: File = None, /, *, changes: Changes = NO_CHANGES, out: Path | None = None, resume: Path | None = None,
-    replay: Path | None = None, allow_code: bool = False, output: Watchable = WATCHABLE,
-) -> None:  # fmt: skip
+    file: File = None,
+    /,
+    *,
+    changes: Changes = NO_CHANGES,
+    out: Path | None = None,
+    resume: Path | None = None,
+    replay: Path | None = None,
+    allow_code: bool = False,
+    output: Watchable = WATCHABLE,
+) -> None:
     """Trains all workers of a run in this process, and writes its report.
 
     Args:
@@ -80,7 +85,7 @@ def train_here(
 
 def _say_what_it_is_not(file: Path | None) -> None:
     """Warns where the run file is that of a recorded run whose settings changed on its way, and is not enough to repeat it."""
-    from gossamer.record.branches import described, read_branches
+    from gossamer.record.lineage import described, read_branches
 
     if file is None or file.name != "run.toml":
         return
@@ -88,5 +93,7 @@ def _say_what_it_is_not(file: Path | None) -> None:
         log.warning(
             "the run in '%s' went on with other settings %s; its run.toml has the settings since then alone, so this is another "
             "run; --replay %s computes the recorded one",
-            file.parent, described(branches[-1]), file.parent,
-        )  # fmt: skip
+            file.parent,
+            described(branches[-1]),
+            file.parent,
+        )

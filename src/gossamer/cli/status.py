@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from gossamer.record.logs.seconds import RoundSeconds
     from gossamer.report.reading.status import RunStatus
 
-__all__ = ["command"]
-
 
 def command(folder: Annotated[Path, Parameter(name="RUN")], /, *, json: Json = False) -> None:
     """Shows who takes part in a run, in which round everybody is, how old that news is, and where the last round's seconds went.
@@ -48,11 +46,18 @@ def _print(found: "RunStatus") -> None:
     headings += ["round s", "compute", "transfer", "waiting", "other", "waits for"]
     rows = [
         [
-            str(one.worker), one.standing, str(one.round), _age(one.age_s), "-" if one.loss is None else f"{one.loss:.4f}",
-            str(one.missed), str(one.unsure), str(one.declined), *_seconds(one.seconds),
+            str(one.worker),
+            one.standing,
+            str(one.round),
+            _age(one.age_s),
+            "-" if one.loss is None else f"{one.loss:.4f}",
+            str(one.missed),
+            str(one.unsure),
+            str(one.declined),
+            *_seconds(one.seconds),
         ]
         for one in found.workers
-    ]  # fmt: skip
+    ]
     print_table(headings, rows, text=2)
 
 

@@ -12,9 +12,6 @@ from rich.text import Text
 from gossamer.cli.output import print_json
 from gossamer.record.progress import echo, printable
 
-__all__ = ["print_estimate", "print_sentence", "print_table"]
-
-
 _SHORTEST = 8
 
 
@@ -27,9 +24,12 @@ def print_sentence(text: str, indent: int = 0) -> None:
     console, text = Console(), printable(text)
     if console.is_terminal:
         text = textwrap.fill(
-            text, console.width, subsequent_indent=" " * min(indent, console.width // 2), break_on_hyphens=False,
+            text,
+            console.width,
+            subsequent_indent=" " * min(indent, console.width // 2),
+            break_on_hyphens=False,
             break_long_words=False,
-        )  # fmt: skip
+        )
     echo(text)
 
 

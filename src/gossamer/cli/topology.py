@@ -8,14 +8,19 @@ from gossamer.cli.output import Json, print_json, uncollected
 from gossamer.errors import ConfigError
 from gossamer.record.progress import echo
 
-__all__ = ["command"]
-
 
 def command(
-    name: str, /, *, workers: int = 8, momentum: float = 0.7, alpha: float = 1.0, round: int = 0, seed: int = 0,
+    name: str,
+    /,
+    *,
+    workers: int = 8,
+    momentum: float = 0.7,
+    alpha: float = 1.0,
+    round: int = 0,
+    seed: int = 0,
     overrides: Annotated[tuple[str, ...], Parameter(name="--set", metavar="KEY=VALUE")] = (),
     json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Shows a topology: graph, spectral gap, chi, and the stability of gossip on it.
 
     Args:

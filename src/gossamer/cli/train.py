@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from gossamer.run.config.resolved import ResolvedRun
     from gossamer.transport.processes.local import Among
 
-__all__ = ["ServerOptions", "command", "import_early"]
-
 log = logging.getLogger("gossamer")
 
 _ALLOW_CODE = "--allow-code"
@@ -74,11 +72,20 @@ _NO_SERVER = ServerOptions()
 
 
 def command(
-    file: File = None, /, *, changes: Changes = NO_CHANGES, out: Path | None = None, resume: Path | None = None,
-    local: int | None = None, restarts: int = 0, join: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None,
+    file: File = None,
+    /,
+    *,
+    changes: Changes = NO_CHANGES,
+    out: Path | None = None,
+    resume: Path | None = None,
+    local: int | None = None,
+    restarts: int = 0,
+    join: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None,
     allow_code: bool = False,
-    machines: Machines = ONE_MACHINE, served: ServerOptions = _NO_SERVER, output: Watchable = WATCHABLE,
-) -> int:  # fmt: skip
+    machines: Machines = ONE_MACHINE,
+    served: ServerOptions = _NO_SERVER,
+    output: Watchable = WATCHABLE,
+) -> int:
     """Trains as one worker of a run, as the server of one, or starts all workers on this machine.
 
     Args:
@@ -283,7 +290,7 @@ def _shows() -> bool:
 
 def _train_one(
     config: "ResolvedRun", folder: Path, join: str | None, served: ServerOptions, *, resume: "Resume"
-) -> None:  # fmt: skip
+) -> None:
     """What this process is in the run: one of its workers, or its server."""
     if config.kind in ("pair", "no waiting"):
         from gossamer.run.asynchronous.train_asynchronous import train_asynchronous
@@ -315,8 +322,8 @@ def _train_one(
 
 def _result(config: "ResolvedRun", folder: Path, local: int | None, served: ServerOptions) -> dict[str, Any]:
     """The last validations that this process knows of: those of all workers where it has started them, else its own."""
-    from gossamer.record.branches import read_branches
     from gossamer.record.folder import newest_evaluation, read_metrics
+    from gossamer.record.lineage import read_branches
 
     lines = read_metrics(folder)
     validated = {line["worker"]: line for line in lines if line["kind"] == "validation" and "worker" in line}
@@ -329,11 +336,15 @@ def _result(config: "ResolvedRun", folder: Path, local: int | None, served: Serv
     losses = [line.get("loss") for line in validated.values() if line["round"] == newest]
     own = [] if None in losses else [float(loss) for loss in losses if loss is not None]
     return {
-        "folder": folder, "name": config.name, "workers": config.workers, "rounds": config.rounds, "round": newest + 1,
+        "folder": folder,
+        "name": config.name,
+        "workers": config.workers,
+        "rounds": config.rounds,
+        "round": newest + 1,
         "loss": scored.get("loss") if scored is not None and scored["round"] == newest else None,
         "loss_of_workers": math.fsum(own) / len(own) if own else None,
         "validation": {worker: line.get("loss") for worker, line in validated.items()},
-    }  # fmt: skip
+    }
 
 
 def _worker_here(config: "ResolvedRun") -> int:
@@ -362,8 +373,15 @@ def import_early(*more: str) -> None:
 
 
 def _start_workers(
-    config: "ResolvedRun", folder: Path, n: int, words: list[str], among: "Among | None", *, resume: "Resume", restarts: int
-) -> int:  # fmt: skip
+    config: "ResolvedRun",
+    folder: Path,
+    n: int,
+    words: list[str],
+    among: "Among | None",
+    *,
+    resume: "Resume",
+    restarts: int,
+) -> int:
     """Starts all workers of a run, and its server if it has one, on this machine; or some of them, among those of others."""
     from gossamer.cli import main
     from gossamer.record.folder import must_be_new
@@ -403,8 +421,9 @@ def _start_workers(
         tables = ", ".join("{" + ", ".join(f"{k} = {v!r}" for k, v in toml_value(one).items()) + "}" for one in lost)
         log.warning(
             "a process was ended by signal %d; all %d start again, and go on from the newest round that they have",
-            code - _SIGNAL, sum(config.processes),
-        )  # fmt: skip
+            code - _SIGNAL,
+            sum(config.processes),
+        )
         again = [
             *words,
             *([] if resume else ["--resume", AUTO]),
@@ -414,9 +433,7 @@ def _start_workers(
     return code
 
 
-def _start_participants(
-    config: "ResolvedRun", folder: Path, n: int, words: list[str], among: "Among | None"
-) -> int:  # fmt: skip
+def _start_participants(config: "ResolvedRun", folder: Path, n: int, words: list[str], among: "Among | None") -> int:
     """Starts workers that go on without the dead on this machine, and says at the end who was lost on the way."""
     from gossamer.cli import main
     from gossamer.record.logs.order import read_order

@@ -22,13 +22,18 @@ if TYPE_CHECKING:
     from gossamer.run.experiments.search import GridPoint
     from gossamer.run.experiments.tune import Tuned
 
-__all__ = ["command", "tuned_page"]
-
 
 def command(
-    file: ExperimentFile = None, /, *, overrides: Overrides = (), out: Path | None = None, scale: str = "",
-    jobs: int | None = None, resume: bool = False, output: Output = PLAIN,
-) -> None:  # fmt: skip
+    file: ExperimentFile = None,
+    /,
+    *,
+    overrides: Overrides = (),
+    out: Path | None = None,
+    scale: str = "",
+    jobs: int | None = None,
+    resume: bool = False,
+    output: Output = PLAIN,
+) -> None:
     """Finds learning rates and outer settings for every variant of an experiment file, with the same budget of tokens for each.
 
     The file says in [tune] what is tried. The chosen settings are written as tuned.toml, which gossamer compare runs.
@@ -127,12 +132,20 @@ def _plain(one: "Tuned") -> dict[str, Any]:
     chosen = {} if found.best is None else contender.chosen(found.best)
     tried = [
         {
-            "lr": contender.lr(setting), "outer": setting.outer, "steps": contender.steps(rung),
-            "tokens": contender.space.cost(Trial(setting, rung)), "losses": losses,
+            "lr": contender.lr(setting),
+            "outer": setting.outer,
+            "steps": contender.steps(rung),
+            "tokens": contender.space.cost(Trial(setting, rung)),
+            "losses": losses,
         }
         for (setting, rung), losses in one.losses.items()
-    ]  # fmt: skip
+    ]
     return {
-        "method": contender.row.label, "chosen": chosen, "interior": found.best is not None and not found.edges,
-        "edges": found.edges, "spent_tokens": found.spent, "budget_tokens": contender.asked.budget_tokens, "tried": tried,
-    }  # fmt: skip
+        "method": contender.row.label,
+        "chosen": chosen,
+        "interior": found.best is not None and not found.edges,
+        "edges": found.edges,
+        "spent_tokens": found.spent,
+        "budget_tokens": contender.asked.budget_tokens,
+        "tried": tried,
+    }

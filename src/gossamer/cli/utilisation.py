@@ -11,15 +11,17 @@ from gossamer.cli.tables import print_estimate
 from gossamer.errors import ConfigError
 from gossamer.record.progress import echo
 
-__all__ = ["command"]
-
 
 def command(
-    *, model: str = "1b", method: str = "streaming",
+    *,
+    model: str = "1b",
+    method: str = "streaming",
     overrides: Annotated[tuple[str, ...], Parameter(name="--set", metavar="KEY=VALUE")] = (),
-    figure9: bool = False, analytic: bool = False, plot: Annotated[Path | None, Parameter(metavar="FILE")] = None,
+    figure9: bool = False,
+    analytic: bool = False,
+    plot: Annotated[Path | None, Parameter(metavar="FILE")] = None,
     json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Prints compute utilisation as a function of bandwidth, for published models.
 
     Args:
@@ -65,7 +67,7 @@ def _print_bandwidths(model: str, method: str, options: Mapping[str, Any], json:
 
 def _print_hours(options: Mapping[str, Any], json: bool) -> None:
     """Prints where the hours of a run go, method by method, and all that was assumed."""
-    from gossamer.network.estimates.limits import build_settings
+    from gossamer.network.estimates.goodput import build_settings
     from gossamer.network.estimates.wall_clock import HOURS_HEADINGS, WallClockOptions, hours_rows, wall_clock_table
 
     made = wall_clock_table(build_settings(WallClockOptions, options, "option of --analytic"))
@@ -74,7 +76,7 @@ def _print_hours(options: Mapping[str, Any], json: bool) -> None:
 
 def _print_stragglers(options: Mapping[str, Any], json: bool) -> dict[str, Any]:
     """Prints mean utilisation with one straggler, and all that was assumed; returns the curves."""
-    from gossamer.network.estimates.limits import build_settings
+    from gossamer.network.estimates.goodput import build_settings
     from gossamer.network.estimates.straggler import STRAGGLER_METHODS, StragglerRun, straggler_rows, straggler_table
 
     run = build_settings(StragglerRun, options, "option of --figure9", without=["model"])
@@ -83,8 +85,11 @@ def _print_stragglers(options: Mapping[str, Any], json: bool) -> dict[str, Any]:
     curves = {name: [(p.bandwidth_bps, p.mean) for p in points if p.method == name] for name in STRAGGLER_METHODS}
     rows = [{key: value for key, value in p._asdict().items() if key != "assumptions"} for p in points]
     print_estimate(
-        ("Gbit/s", *STRAGGLER_METHODS), straggler_rows(run), assumptions, text=0,
+        ("Gbit/s", *STRAGGLER_METHODS),
+        straggler_rows(run),
+        assumptions,
+        text=0,
         title="share of the time spent computing, mean over workers (straggler's local steps)",
         json={"rows": rows, "assumptions": assumptions} if json else None,
-    )  # fmt: skip
+    )
     return curves

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from gossamer.report.page.web import Page
 
-__all__ = ["WATCHABLE", "Watchable", "calculators", "command"]
-
 PORT = 8250
 _PAGES: list["subprocess.Popen[bytes]"] = []
 """Kept, as nobody waits for them."""

@@ -14,8 +14,7 @@ a link do not share its bandwidth. Virtual time affects the result, because it d
 belongs to one network and cannot be priced on another.
 """
 
-from gossamer.clock.event_settings import Away, EventsConfig
-from gossamer.clock.events import SERVER, Absence, Phase, Record, Relay, Transfer, Update
+from gossamer.clock.events import SERVER, Absence, Away, EventsConfig, Phase, Record, Relay, Transfer, Update
 from gossamer.clock.gossip_loop import GossipRun
 from gossamer.clock.pair_loop import PairRun
 from gossamer.clock.phases import Learner, LoopOptions, Report

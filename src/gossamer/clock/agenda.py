@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 from gossamer.clock.events import Record
 from gossamer.clock.saved import as_dicts, rebuilt
 
-__all__ = ["ABSENCE", "ARRIVAL", "DECISION", "PHASE", "RELAY", "REPLY", "Agenda", "AgendaState", "VirtualTimeLoop"]
-
 # The order of events at the same time. Phases end before any message arrives, so that with equal clocks and free links all
 # messages of a round have arrived when the first is handled. What servers send each other in no time comes before the next
 # push.
@@ -46,9 +44,7 @@ class Agenda:
         stuck: called when nothing but absences is planned.
     """
 
-    def __init__(
-        self, perform: Callable[[Any], list[Record]], stuck: Callable[[], list[Record]] = lambda: []
-    ) -> None:  # fmt: skip
+    def __init__(self, perform: Callable[[Any], list[Record]], stuck: Callable[[], list[Record]] = lambda: []) -> None:
         self.time_s = 0.0
         self._perform, self._stuck = perform, stuck
         self._heap: list[_Planned] = []

@@ -8,8 +8,6 @@ from gossamer.clock.events import SERVER
 from gossamer.errors import ConfigError
 from gossamer.network.links import Network, jitter_factors, links_of, tcp_bps
 
-__all__ = ["Durations", "regions_in"]
-
 
 def regions_in(network: Network, workers: int) -> tuple[int, ...]:
     """The region of each worker, its site; that of worker 0 is number 0, and so on in the order of their smallest workers."""

@@ -1,8 +1,13 @@
-"""Events of asynchronous training; every loop reports its course in these records."""
+"""Events of asynchronous training, in which every loop reports its course, and the settings that decide them."""
 
-from typing import Any, Literal, NamedTuple
+import math
+from typing import Annotated, Any, Literal, NamedTuple
 
-__all__ = ["SERVER", "Absence", "Phase", "Record", "Relay", "Transfer", "Update"]
+from pydantic import AllowInfNan
+
+from gossamer.errors import ConfigError
+from gossamer.settings.options import Count, NotNegative, Positive
+from gossamer.settings.schema import settings
 
 SERVER = -1
 """The server's number where a worker's is expected."""
@@ -61,3 +66,41 @@ class Update(NamedTuple):
 
 
 Record = Absence | Phase | Transfer | Relay | Update
+
+
+@settings("events.absences")
+class Away:
+    """A worker that leaves, and may return."""
+
+    worker: int
+    """Its number."""
+    leave_s: NotNegative
+    """Virtual seconds after which it leaves."""
+    return_s: Annotated[float, AllowInfNan(True)] = math.inf
+    """Virtual seconds after which it returns; inf for never."""
+
+    def __post_init__(self) -> None:
+        if not self.leave_s < self.return_s:
+            raise ConfigError(
+                f"events.absences has worker {self.worker} leave at {self.leave_s} s and return at {self.return_s} s; "
+                "let it leave at 0 s or later, and return after that"
+            )
+
+
+@settings("events")
+class EventsConfig:
+    """Settings of a run with a server, with pairs, or with run.wait = false; synchronous runs do not read them."""
+
+    network: str | None = None
+    """The name of the network whose times decide in a simulation which messages are late; optional where there is only one."""
+    dylu: bool = False
+    """Whether slower workers take fewer inner steps a phase, so that all phases take about as long; the fastest worker takes
+    run.local_steps."""
+    fragments: Count = 1
+    """Parts of the model that a server keeps and workers push one by one."""
+    overlap: bool = False
+    """Whether a worker continues to train while a reply of the server is in flight; needs at least two fragments."""
+    meetings: Positive | None = None
+    """Meetings of a worker per mean local phase, for a pair rule; 1 by default."""
+    absences: tuple[Away, ...] = ()
+    """Workers that leave, and when."""

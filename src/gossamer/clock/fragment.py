@@ -9,8 +9,6 @@ from gossamer.asynchronous import PushInfo, ServerRule, Slack
 from gossamer.finite import must_be_finite
 from gossamer.layout import Layout
 
-__all__ = ["FragmentState", "Push", "RegionReport", "StartingPoint", "Waiting"]
-
 
 class StartingPoint(NamedTuple):
     """The parameters of one fragment that a worker trains from, and the number of the server's updates to it so far."""

@@ -11,8 +11,6 @@ from gossamer.finite import must_be_finite
 from gossamer.layout import Layout
 from gossamer.tree import leaves, must_fit, refill
 
-__all__ = ["GlobalCore", "GlobalState"]
-
 
 class GlobalState(NamedTuple):
     """The part of a checkpoint for a global server; `sent` has a region, a fragment, and the updates when it was answered."""

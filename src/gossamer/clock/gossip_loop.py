@@ -22,8 +22,6 @@ from gossamer.rules import Rule
 from gossamer.topologies import Topology
 from gossamer.tree import Tree, leaves, must_fit, refill
 
-__all__ = ["GossipRun"]
-
 
 class _Mix(NamedTuple):
     """An event: a worker mixes what it has just published with what has reached it from those that were present."""
@@ -68,9 +66,13 @@ class GossipRun(VirtualTimeLoop):
     """
 
     def __init__(
-        self, rule: Rule, topology: Topology, learners: Sequence[Learner], network: Network,
+        self,
+        rule: Rule,
+        topology: Topology,
+        learners: Sequence[Learner],
+        network: Network,
         options: LoopOptions = DEFAULTS,
-    ) -> None:  # fmt: skip
+    ) -> None:
         codec = options.codec or exact()
         check(Combination(kind="no waiting", workers=len(learners), rule=rule, topology=topology, codec=codec))
         self.rule, self.topology, self.learners = rule, topology, learners

@@ -6,13 +6,11 @@ from torch import Tensor
 
 from gossamer.clock.phases import Learner
 from gossamer.rounds.exchange import initial_state
-from gossamer.rounds.forms import own_message
 from gossamer.rounds.kernel import Decoded, outer_update
+from gossamer.rounds.together import own_message
 from gossamer.rules import Context, Rule
 from gossamer.topologies.mixing import Mixing, without
 from gossamer.tree import Tree, leaves, must_fit
-
-__all__ = ["GossipWorker"]
 
 
 class GossipWorker:

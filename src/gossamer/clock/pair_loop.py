@@ -21,8 +21,6 @@ from gossamer.network.links import Network
 from gossamer.rng import numpy_rng
 from gossamer.tree import Tree, leaves, must_fit, refill
 
-__all__ = ["PairRun"]
-
 
 @dataclass
 class _Peer:
@@ -94,9 +92,13 @@ class PairRun(VirtualTimeLoop):
     """
 
     def __init__(
-        self, rule: PairRule, learners: Sequence[Learner], network: Network, rates: Rates,
+        self,
+        rule: PairRule,
+        learners: Sequence[Learner],
+        network: Network,
+        rates: Rates,
         options: LoopOptions = DEFAULTS,
-    ) -> None:  # fmt: skip
+    ) -> None:
         for (i, j), rate in rates.items():
             if not 0 <= i < j < len(learners) or not 0 < rate < math.inf:
                 raise ConfigError(

@@ -8,8 +8,6 @@ from gossamer.asynchronous import PairRule
 from gossamer.clock.phases import Learner
 from gossamer.tree import Tree, leaves, must_fit, refill
 
-__all__ = ["PairWorker"]
-
 
 class PairWorker:
     """The parameters x and the state s of one worker as time passes, after a local phase, and when it meets another.

@@ -11,25 +11,12 @@ from gossamer.clock.agenda import ABSENCE, PHASE, Agenda
 from gossamer.clock.durations import Durations
 from gossamer.clock.events import Absence, Record
 from gossamer.codecs import Codec, fitted
-from gossamer.codecs.exact import EXACT
+from gossamer.codecs.cast import EXACT
 from gossamer.codecs.message import round_trip
 from gossamer.errors import ConfigError
 from gossamer.finite import must_be_finite
 from gossamer.layout import Layout
 from gossamer.tree import Tree
-
-__all__ = [
-    "DEFAULTS",
-    "Begins",
-    "Budget",
-    "Learner",
-    "LoopOptions",
-    "PhaseEnd",
-    "Phases",
-    "PhasesState",
-    "Report",
-    "ordered",
-]
 
 
 class Report(Protocol):
@@ -82,8 +69,15 @@ class LoopOptions(NamedTuple):
     """Called when a local phase begins, so that a driver may start to compute it."""
 
     def transmit(
-        self, message: Tree, layout: Layout, worker: int, number: int, fragment: int = 0, *, on: torch.device | None = None,
-    ) -> tuple[Tree, int]:  # fmt: skip
+        self,
+        message: Tree,
+        layout: Layout,
+        worker: int,
+        number: int,
+        fragment: int = 0,
+        *,
+        on: torch.device | None = None,
+    ) -> tuple[Tree, int]:
         """The decoded message of a worker after its phase `number`, and the bytes of its payload.
 
         Args: `layout` is that of the fragment; `on` the device that decodes it, that of the message by default.
@@ -147,9 +141,14 @@ class Phases:
     """
 
     def __init__(
-        self, agenda: Agenda, durations: Durations, learners: Sequence[Learner], options: LoopOptions,
-        ended: Callable[[int, int, float], list[Record]], changed: Callable[[Absence], list[Record]],
-    ) -> None:  # fmt: skip
+        self,
+        agenda: Agenda,
+        durations: Durations,
+        learners: Sequence[Learner],
+        options: LoopOptions,
+        ended: Callable[[int, int, float], list[Record]],
+        changed: Callable[[Absence], list[Record]],
+    ) -> None:
         self._agenda, self._durations, self._learners = agenda, durations, learners
         self._begins, self._ended, self._changed = options.begins, ended, changed
         self._budget = Budget(options.budget)

@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, TypeAdapter
 from torch import Tensor
 
-__all__ = ["as_dicts", "rebuilt", "tensors_of", "within"]
-
 T = TypeVar("T")
 
 

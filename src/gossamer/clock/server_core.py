@@ -36,16 +36,6 @@ from gossamer.errors import CheckpointError
 from gossamer.layout import Layout
 from gossamer.tree import leaves, must_fit, refill
 
-__all__ = [
-    "WAITS",
-    "CloseWindow",
-    "CoreState",
-    "Send",
-    "ServerAction",
-    "ServerCore",
-]
-
-
 WAITS = Slack()
 """The slack of a worker that waits for its reply, as real ones do."""
 
@@ -126,9 +116,16 @@ class ServerCore:
     """
 
     def __init__(
-        self, rule: ServerRule, x: Tensor, layout: Layout, spans: Sequence[tuple[int, int]], local_steps: Sequence[int], *,
-        budget: Budget | None = None, expected_until_s: float = -math.inf,
-    ) -> None:  # fmt: skip
+        self,
+        rule: ServerRule,
+        x: Tensor,
+        layout: Layout,
+        spans: Sequence[tuple[int, int]],
+        local_steps: Sequence[int],
+        *,
+        budget: Budget | None = None,
+        expected_until_s: float = -math.inf,
+    ) -> None:
         self.spans, self.absorbed_steps = spans, 0
         self._rule, self._budget, self._expected_until_s = rule, budget, expected_until_s
         self.layouts = [layout.slice(a, b) for a, b in spans]

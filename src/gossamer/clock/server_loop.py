@@ -21,8 +21,6 @@ from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.incompatibilities import check
 from gossamer.tree import must_fit, nbytes
 
-__all__ = ["ServerRun"]
-
 
 class _Arrival(NamedTuple):
     """An event: a push arrives."""
@@ -105,9 +103,15 @@ class ServerRun(VirtualTimeLoop):
     """
 
     def __init__(
-        self, rule: ServerRule, learners: Sequence[Learner], network: Network, *,
-        spans: Sequence[tuple[int, int]] | None = None, overlap: bool = False, options: LoopOptions = DEFAULTS,
-    ) -> None:  # fmt: skip
+        self,
+        rule: ServerRule,
+        learners: Sequence[Learner],
+        network: Network,
+        *,
+        spans: Sequence[tuple[int, int]] | None = None,
+        overlap: bool = False,
+        options: LoopOptions = DEFAULTS,
+    ) -> None:
         x, layout = learners[0].x.cpu(), learners[0].layout  # the server computes on the host, as real ones do
         self.spans = ((0, layout.numel),) if spans is None else spans
         check(Combination(kind="server", server=rule.name, fragments=len(self.spans), overlap=overlap))

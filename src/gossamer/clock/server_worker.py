@@ -8,8 +8,6 @@ from gossamer.clock.fragment import Push, StartingPoint
 from gossamer.clock.phases import Learner, Report
 from gossamer.tree import must_fit
 
-__all__ = ["ServerWorker", "ServerWorkerState"]
-
 
 @dataclass
 class _Held:
@@ -46,9 +44,13 @@ class ServerWorker:
     """
 
     def __init__(
-        self, learner: Learner, spans: Sequence[tuple[int, int]], starts: Mapping[int, StartingPoint], *,
+        self,
+        learner: Learner,
+        spans: Sequence[tuple[int, int]],
+        starts: Mapping[int, StartingPoint],
+        *,
         overlap: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.learner, self.spans, self.overlap = learner, spans, overlap
         self.waits_for: int | None = None
         """The fragment whose reply it waits for; None while it trains."""

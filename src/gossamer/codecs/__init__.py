@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from gossamer.codecs.cast import bf16 as bf16
+from gossamer.codecs.cast import exact as exact
 from gossamer.codecs.cast import fp16 as fp16
 from gossamer.codecs.codec import Codec, both_ways, fitted
 from gossamer.codecs.dct import dct_topk as dct_topk
-from gossamer.codecs.exact import exact as exact
 from gossamer.codecs.quantize import fp4 as fp4
 from gossamer.codecs.quantize import int4 as int4
 from gossamer.codecs.quantize import int8 as int8

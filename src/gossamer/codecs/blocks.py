@@ -9,8 +9,6 @@ from torch.nn.functional import pad
 
 from gossamer.layout import Reused
 
-__all__ = ["SLAB", "absmax", "absmax_bf16", "as_blocks", "empty", "num_blocks", "slab_on", "spans", "storable"]
-
 SLAB = 1 << 16  # elements; fp32 temporaries of this size stay in the cache
 _DEVICE_SLAB = (
     1 << 26

@@ -12,8 +12,6 @@ from gossamer.codecs.codec import Codec, fitted
 from gossamer.layout import Layout, Leaf
 from gossamer.tree import Tree
 
-__all__ = ["by_part"]
-
 
 class _Part:
     """The slices of a vector that one part has, and the codec for them."""

@@ -1,16 +1,16 @@
-"""The interface of codecs: a pair of pure functions between a tensor and its payload on the wire."""
+"""The interface of codecs: a pair of pure functions between a tensor and its payload on the wire, and its measured error."""
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gossamer.layout import Layout
 from gossamer.settings.options import in_short
 from gossamer.tree import Tree
-
-__all__ = ["Codec", "both_ways", "fitted"]
 
 
 class Codec(NamedTuple):
@@ -84,3 +84,24 @@ def both_ways(codec: Codec, back: Codec) -> Codec:
     ('fp4', 'bf16')
     """
     return codec._replace(back=back)
+
+
+_NUMEL = 4096
+
+
+def relative_error(codec: Codec) -> float:
+    """`||x - x'|| / ||x||` for 4096 Gaussian numbers x, always the same; infinite where x' is not finite.
+
+    A claim such as `contraction` holds for every x and is far from what happens; parameters are close to Gaussian.
+
+    Cost: the codec once each way, below a millisecond.
+
+    >>> from gossamer.codecs import exact, int4, topk
+    >>> [round(relative_error(codec), 1) for codec in (exact(), int4(), topk())]
+    [0.0, 0.1, 0.9]
+    """
+    if codec.exact:
+        return 0.0
+    x = torch.randn(_NUMEL, generator=torch.Generator().manual_seed(0))
+    error = float((codec.decode(codec.encode(x, 0), x) - x).norm() / x.norm())
+    return error if math.isfinite(error) else math.inf

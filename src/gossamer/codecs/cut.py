@@ -9,8 +9,6 @@ from torch import Tensor
 from gossamer.codecs.blocks import num_blocks, slab_on, spans
 from gossamer.layout import Layout
 
-__all__ = ["Cut", "runs", "tiles"]
-
 
 class Cut(NamedTuple):
     """The rows of a flat vector of `numel` elements, in the order in which they are encoded."""

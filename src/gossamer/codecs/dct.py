@@ -13,8 +13,6 @@ from gossamer.codecs.codec import Codec
 from gossamer.codecs.topk import Kept, ValueFormat, topk, value_dtype
 from gossamer.settings.options import factory
 
-__all__ = ["dct", "dct_topk"]
-
 _SIDE = 64
 _TILE = _SIDE * _SIDE
 

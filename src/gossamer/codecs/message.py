@@ -11,17 +11,6 @@ from gossamer.errors import ConfigError, TransportError, first_line
 from gossamer.finite import all_finite
 from gossamer.tree import Tree, leaves, map_leaves, nbytes, refill
 
-__all__ = [
-    "decode",
-    "decode_received",
-    "each_shape_once",
-    "encode",
-    "owners_share",
-    "payload_bytes",
-    "payload_like",
-    "round_trip",
-]
-
 
 def encode(codec: Codec, message: Tree, key: int) -> Tree:
     """The payload of each tensor of a message, in a tuple parallel to its leaves.

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["lookup", "num_bytes", "pack_codes", "pack_indices", "unpack_codes", "unpack_indices"]
-
 _WORDS = {4: torch.int16, 2: torch.int32, 1: torch.int64}
 _SPREAD = {
     4: ((4, 0x0F0F),),

@@ -21,8 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["LONG", "Passes", "compile_to", "passes_for"]
-
 LONG = 1 << 14
 """Elements from which a tensor is worth the call."""
 _SOURCE = Path(__file__).with_suffix(".c")

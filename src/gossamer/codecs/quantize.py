@@ -18,8 +18,6 @@ from gossamer.codecs.packing import lookup, num_bytes, pack_codes
 from gossamer.codecs.passes import passes_for
 from gossamer.settings.options import factory
 
-__all__ = ["Block", "Quantized", "Rounding", "fp4", "int4", "int8", "sign"]
-
 Rounding = Literal["nearest", "stochastic"]
 Block = Annotated[int, Field(ge=8, le=SLAB, multiple_of=8)]
 _SEVENTHS = tuple((code - 8) / 7 for code in range(16))

@@ -14,8 +14,6 @@ from gossamer.codecs.topk import PerChunk, ValueFormat, fits_chunk, gather, num_
 from gossamer.errors import TransportError
 from gossamer.settings.options import factory
 
-__all__ = ["Cocktail", "Drawn", "Run", "cocktail", "randomk"]
-
 _KEY_BYTES = 8
 Run = Annotated[int, Field(ge=1, le=1 << 16)]
 _KEYS = 1 << 63

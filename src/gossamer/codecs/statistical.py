@@ -11,8 +11,6 @@ from gossamer.codecs.blocks import SLAB, empty, spans
 from gossamer.codecs.codec import Codec
 from gossamer.settings.options import factory
 
-__all__ = ["BinMeans", "int8_statistical"]
-
 
 class BinMeans(NamedTuple):
     """A bin number for every element (uint8), and the mean of each of the 256 bins (fp32)."""

@@ -18,22 +18,6 @@ from gossamer.layout import Layout
 from gossamer.settings.options import check_option, factory
 from gossamer.tree import nbytes
 
-__all__ = [
-    "LARGEST_CHUNK",
-    "Kept",
-    "KeptCoarsely",
-    "PerChunk",
-    "ValueFormat",
-    "fits_chunk",
-    "gather",
-    "num_kept",
-    "place",
-    "topk",
-    "topk2bit",
-    "value_bytes",
-    "value_dtype",
-]
-
 LARGEST_CHUNK = 4096  # the range of an index of 12 bits
 PerChunk = Annotated[int, Field(ge=1, le=LARGEST_CHUNK)]
 

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from gossamer.errors import DataError
 
-__all__ = ["Binary", "TokenArray", "closer_hash", "is_for_validation", "open_binary", "sampled_hash"]
-
 _HEADER_BYTES = 256 * 4
 _OF_MAGIC = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
 """The first number of a header of llm.c, and the numbers that follow the header: those of GPT-2, and of Llama 3."""

@@ -13,8 +13,6 @@ from gossamer.data.streams import StreamCorpus
 from gossamer.data.token_files import FileCorpus, SourceRead
 from gossamer.data.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Batches", "Corpus", "open_corpus", "text_fingerprint"]
-
 
 class Batches(Protocol):
     """Open training data. Workers may ask for their batches from several threads, each worker from one at a time."""

@@ -17,20 +17,6 @@ from typing import Any, NamedTuple
 
 from gossamer.errors import DataError, first_line, require
 
-__all__ = [
-    "Document",
-    "SourceFiles",
-    "besides",
-    "field",
-    "found_at",
-    "held_out",
-    "holds_tokens",
-    "is_as_long_as_its_text",
-    "must_have_text",
-    "read_documents",
-    "utf8",
-]
-
 PLAIN = (".txt", ".text", ".md", ".rst", ".py")  # one document a file
 SUFFIXES = (*PLAIN, ".jsonl", ".parquet")  # in upper case too, and all but the last also behind .gz
 TOKENS = ".bin"  # tokens that others have made, by name or by glob: a folder may hold .bin files of any kind

@@ -12,9 +12,6 @@ from gossamer.settings.options import Count, Number
 from gossamer.settings.schema import settings
 from gossamer.settings.user_code import is_code
 
-__all__ = ["MANY_PASSES", "DataConfig", "must_fit_memory", "passes_over", "passes_warning"]
-
-
 _Text = Annotated[str, Field(min_length=1), Words("text: a path, 'stdlib' or 'hf:NAME'")]
 _Shards = Annotated[
     Literal["iid", "contiguous"] | Annotated[tuple[Number, ...], Field(min_length=1)],

@@ -22,8 +22,6 @@ from gossamer.data.tokenizer import Tokenizer
 from gossamer.errors import DataError, first_line, require
 from gossamer.rng import numpy_rng
 
-__all__ = ["StreamCorpus"]
-
 log = logging.getLogger("gossamer")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Between two attempts to open a stream that broke off: at first, doubled after each, and at most."""

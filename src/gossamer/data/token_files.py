@@ -40,8 +40,6 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-__all__ = ["FileCorpus", "Piece", "SourceRead", "Tokens", "opened_binaries"]
-
 PIECE_CHARS = 1 << 16  # longer documents are cut, so that one book cannot become the whole validation text
 
 
@@ -302,9 +300,15 @@ def _stamps(sources: Sequence[SourceFiles]) -> list[tuple[Any, ...]]:
 
 def _cache_name(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[SourceFiles], cache: Path) -> str:
     made_of = [
-        5, _content(sources, cache), tokenizer.json(), tokenizer.before, tokenizer.after, config.text_field,
-        config.val_fraction, config.max_bytes,
-    ]  # fmt: skip
+        5,
+        _content(sources, cache),
+        tokenizer.json(),
+        tokenizer.before,
+        tokenizer.after,
+        config.text_field,
+        config.val_fraction,
+        config.max_bytes,
+    ]
     return hashlib.blake2b(json.dumps(made_of).encode(), digest_size=12).hexdigest()
 
 

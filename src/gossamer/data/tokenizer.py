@@ -12,12 +12,19 @@ from numpy.typing import NDArray
 
 from gossamer.errors import DataError, first_line, require
 
-__all__ = ["Tokenizer", "load_tokenizer", "local_file", "local_tokenizer", "tokenizer_fingerprint", "vocabulary"]
-
 # Of a tokenizer whose post-processor ends no text, and that no tokenizer_config.json speaks for.
 END_TOKENS = (
-    "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>", "<|eos|>", "<EOS>", "[EOS]", "<|end|>",
-)  # fmt: skip
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eos|>",
+    "<EOS>",
+    "[EOS]",
+    "<|end|>",
+)
 _MOST_IDS = 1 << 24  # the widest vocabularies have a million
 _TRIED = (
     "The quick brown fox isn't 12,345.678 metres from (the) lazy dog's kennel: \"why?\" -- e-mail it; 100% of A/B_tests!",

@@ -35,8 +35,6 @@ from gossamer.rules import Rule
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["prepare_outer"]
-
 
 def prepare_outer(
     accelerator: "Accelerator", model: nn.Module, rule: str | Rule | OuterMethod, **options: Unpack[OuterOptions]

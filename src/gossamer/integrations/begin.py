@@ -19,20 +19,6 @@ from gossamer.record.fault import FaultKind
 from gossamer.rules import Rule
 from gossamer.transport.processes.backend import backend_of
 
-__all__ = [
-    "begin_outer",
-    "let_every_worker_save",
-    "load_outer",
-    "must_be_alone",
-    "must_have_rounds",
-    "must_resume_alike",
-    "place_in",
-    "save_outer",
-    "warn_of_copies",
-    "warn_of_few_checkpoints",
-]
-
-
 M = TypeVar("M", bound=nn.Module)
 log = logging.getLogger("gossamer")
 _UNKNOWN = 1 << 60
@@ -106,8 +92,11 @@ def must_have_rounds(outer: Outer[Any], total: float) -> None:
         log.warning(
             "the last %d of %d optimizer steps of worker %d will not be exchanged, as a round has %d; let the number of steps be "
             "a multiple of local_steps",
-            left, mine, outer.worker, outer.local_steps,
-        )  # fmt: skip
+            left,
+            mine,
+            outer.worker,
+            outer.local_steps,
+        )
 
 
 def warn_of_few_checkpoints(outer: Outer[Any], kept: int, every: float, where: str) -> None:
@@ -174,8 +163,10 @@ def warn_of_copies(model: nn.Module, processes: int, framework: str, *, asked: b
     log.warning(
         "%s holds the whole model in each of the %d processes of this worker, %sso that each of them exchanges all of it; let "
         "FSDP2 shard it on GPUs, or shard it with fully_shard in a loop of your own",
-        framework, processes, silently,
-    )  # fmt: skip
+        framework,
+        processes,
+        silently,
+    )
 
 
 def save_outer(outer: Outer[Any], folder: Path, options: OuterOptions) -> None:

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 else:
     Callback = require("lightning.pytorch", "integrations", "LightningCallback").Callback
 
-__all__ = ["LightningCallback", "last_common_checkpoint"]
-
 _STEP = re.compile(r"step=?(\d+)(?:-v\d+)?\.ckpt$")
 
 

@@ -14,8 +14,6 @@ from gossamer.library.parts import in_own_words
 from gossamer.transport.processes.backend import backend_of
 from gossamer.transport.processes.launch import join
 
-__all__ = ["Place", "as_worker", "newest_common_step"]
-
 log = logging.getLogger("gossamer")
 
 

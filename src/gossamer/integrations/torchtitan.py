@@ -24,8 +24,6 @@ from torchtitan.tools.logging import logger  # pyright: ignore
 from gossamer.errors import ConfigError
 from gossamer.library import Outer
 
-__all__ = ["data", "metrics", "outer", "site_of"]
-
 SITE = "GOSSAMER_SITE"
 
 
@@ -68,10 +66,18 @@ class _Optimizers(OptimizersContainer):
             one, parts = self._asked, self.model_parts
             model: nn.Module = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
             self._outer = Outer[nn.Module](
-                model, one.rule, local_steps=one.local_steps, codec=one.codec,
-                topology=one.topology, seed=one.seed, timeout_s=one.timeout_s, site=site_of(os.environ.get(SITE)), join=one.join,
-                elastic=one.elastic, peers=one.peers,
-            )  # fmt: skip
+                model,
+                one.rule,
+                local_steps=one.local_steps,
+                codec=one.codec,
+                topology=one.topology,
+                seed=one.seed,
+                timeout_s=one.timeout_s,
+                site=site_of(os.environ.get(SITE)),
+                join=one.join,
+                elastic=one.elastic,
+                peers=one.peers,
+            )
             atexit.register(self._outer.close)  # torchtitan ends without a word to its optimizers
             _MADE.append(self._outer)
         return self._outer
@@ -88,8 +94,12 @@ class _Optimizers(OptimizersContainer):
             self._bytes += found.bytes_sent
             logger.info(
                 "gossamer: site %d of %d, round %d, %d bytes sent, %.3f s in exchanges",
-                outer.worker, outer.n, outer.rounds, found.bytes_sent, self._seconds,
-            )  # fmt: skip
+                outer.worker,
+                outer.n,
+                outer.rounds,
+                found.bytes_sent,
+                self._seconds,
+            )
 
     def said_of_sites(self, loss: float) -> dict[str, float]:
         """What torchtitan's metrics get: of this process, and the mean of what the sites have told last of their losses."""
@@ -156,9 +166,13 @@ class _Metrics(MetricsProcessor):
         pass
 
     def log(
-        self, step: int, global_avg_loss: float, global_max_loss: float, grad_norm: float,
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """What torchtitan logs, and `outer/...`."""
         if not isinstance(self.optimizers, _Optimizers):
             raise ConfigError(
@@ -169,8 +183,10 @@ class _Metrics(MetricsProcessor):
         found = self.optimizers.said_of_sites(global_avg_loss)
         logger.info(
             "gossamer: loss %.5f over %d sites after round %d",
-            found["outer/loss_over_sites"], found["outer/sites"], found["outer/rounds"],
-        )  # fmt: skip
+            found["outer/loss_over_sites"],
+            found["outer/sites"],
+            found["outer/rounds"],
+        )
         super().log(step, global_avg_loss, global_max_loss, grad_norm, {**(extra_metrics or {}), **found})
 
 

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 else:
     TrainerCallback = require("transformers", "integrations", "TransformersCallback").TrainerCallback
 
-__all__ = ["TransformersCallback", "last_common_checkpoint"]
-
 
 def last_common_checkpoint(folder: str | Path | None) -> str | None:
     """The newest checkpoint of this worker's folder whose step all workers have; None where they have none in common.

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-__all__ = ["as_dtensor", "copied_over", "like_parameter", "local", "mesh_of", "processes_of", "reshard"]
-
 
 def as_dtensor(t: Tensor) -> "DTensor | None":
     """The tensor, if it is a DTensor; there are none where nobody has imported their module."""

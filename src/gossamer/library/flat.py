@@ -18,8 +18,6 @@ from gossamer.library.dtensors import as_dtensor, copied_over, like_parameter, l
 from gossamer.rounds.schedule import Schedule
 from gossamer.transport.wire import checksum
 
-__all__ = ["Flat", "flat_of", "layouts_with_wrappers", "must_carry_copies", "with_bare_names"]
-
 
 class Flat(Protocol):
     """The trainable parameters of a model as one flat vector."""
@@ -187,8 +185,9 @@ class _Copies:
         parts = [self._own_part(name) for name in self._names]
         ends = [0, *accumulate(part.numel() for part in parts)]
         leaves = [
-            Leaf(name, tuple(part.shape), a, b) for name, part, (a, b) in zip(self._names, parts, pairwise(ends), strict=True)
-        ]  # fmt: skip
+            Leaf(name, tuple(part.shape), a, b)
+            for name, part, (a, b) in zip(self._names, parts, pairwise(ends), strict=True)
+        ]
         self.layout = Layout(tuple(leaves), ends[-1])
         last = [max((k + 1 for k, leaf in enumerate(whole.leaves) if leaf.stop <= b), default=0) for _, b in spans]
         self.spans = tuple((ends[a], ends[b]) for a, b in pairwise([0, *last]))

@@ -15,8 +15,6 @@ from gossamer.errors import ConfigError, PeerError
 from gossamer.layout import bare_name
 from gossamer.library.dtensors import as_dtensor, local
 
-__all__ = ["Rest", "broadcast", "fingerprints", "must_be_alike", "must_be_trainable", "must_not_be_wrapped", "rest_of"]
-
 Rest = Literal["compare", "broadcast", "own"]
 """What is done at the start with frozen parameters and buffers, which are never exchanged: compared, taken from worker 0, or
 left as each worker has them."""

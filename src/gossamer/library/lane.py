@@ -28,23 +28,6 @@ from gossamer.transport.sockets.addresses import is_loopback, own_address, split
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "Lane",
-    "at_board",
-    "board",
-    "claimed",
-    "join_sites",
-    "lane_in",
-    "lane_of_launcher",
-    "lane_of_site",
-    "must_have_equal_shards",
-    "opened",
-    "outer_store",
-    "taken",
-    "unequal_shards",
-]
-
-
 log = logging.getLogger("gossamer")
 
 
@@ -162,9 +145,7 @@ def lane_of_launcher(timeout_s: float) -> Lane:
     return Lane(everyone, (member.rank,), member.rank, joint=store, address=address)
 
 
-def lane_of_site(
-    site: tuple[int, int], mesh: "DeviceMesh | None", timeout_s: float, keys: Keys | None = None
-) -> Lane:  # fmt: skip
+def lane_of_site(site: tuple[int, int], mesh: "DeviceMesh | None", timeout_s: float, keys: Keys | None = None) -> Lane:
     """The lane of this process in its own world, which is one site of several; it is still to join the others.
 
     Raises: ConfigError for a mesh that leaves processes of the world out; PeerError when these say different things.
@@ -302,7 +283,7 @@ def must_have_equal_shards(lane: Lane, timeout_s: float) -> None:
     assert lane.joint is not None
     member = Member.at(
         lane.worker, lane.sites, torch.device("cpu"), PrefixStore("sites", lane.joint), secret=environment_secret()
-    )  # fmt: skip
+    )
     said = agree(member, f"{lane.sites} sites", lane.shards, timeout_s=timeout_s)
     if odd := next((k for k, shards in enumerate(said) if shards != said[0]), 0):
         raise PeerError(unequal_shards(0, said[0], odd, said[odd]))

@@ -13,8 +13,6 @@ from gossamer.record.logs.trace import Operation
 from gossamer.topologies.mixing import widen
 from gossamer.tree import Tree, leaves
 
-__all__ = ["Meter", "OuterMetrics"]
-
 _PIECE = 1 << 17  # elements that are compared at a time on a CPU, so that their differences stay in the cache
 
 

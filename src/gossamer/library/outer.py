@@ -51,8 +51,6 @@ from gossamer.tree import leaves, must_fit
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Outer"]
-
 log = logging.getLogger("gossamer")
 M = TypeVar("M", bound=nn.Module)
 
@@ -141,19 +139,37 @@ class Outer(Generic[M]):
 
     @knows_its_words
     def __init__(
-        self, model: M, rule: str | Rule | OuterMethod, *, topology: str | Topology | None = None,
-        local_steps: int | None = None, seed: int = 0, codec: str | Codec | None = None, schedule: Schedule | None = None,
-        reduction: Reduction = "ordered", timeout_s: float = 300.0, compile: bool = False,
-        process_group: dist.ProcessGroup | None = None, rest: Rest = "compare", mesh: "DeviceMesh | None" = None,
-        site: tuple[int, int] | None = None, join: str | None = None, elastic: bool = False,
+        self,
+        model: M,
+        rule: str | Rule | OuterMethod,
+        *,
+        topology: str | Topology | None = None,
+        local_steps: int | None = None,
+        seed: int = 0,
+        codec: str | Codec | None = None,
+        schedule: Schedule | None = None,
+        reduction: Reduction = "ordered",
+        timeout_s: float = 300.0,
+        compile: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        rest: Rest = "compare",
+        mesh: "DeviceMesh | None" = None,
+        site: tuple[int, int] | None = None,
+        join: str | None = None,
+        elastic: bool = False,
         peers: str | Path | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         must_be_trainable(model)
         for name, given, kind in (
-            ("local_steps", LOCAL_STEPS if local_steps is None else local_steps, Count), ("seed", seed, int),
-            ("reduction", reduction, Reduction), ("timeout_s", timeout_s, Positive), ("compile", compile, bool),
-            ("rest", rest, Rest), ("elastic", elastic, bool), ("peers", peers, str | Path | None),
-        ):  # fmt: skip
+            ("local_steps", LOCAL_STEPS if local_steps is None else local_steps, Count),
+            ("seed", seed, int),
+            ("reduction", reduction, Reduction),
+            ("timeout_s", timeout_s, Positive),
+            ("compile", compile, bool),
+            ("rest", rest, Rest),
+            ("elastic", elastic, bool),
+            ("peers", peers, str | Path | None),
+        ):
             check_option("Outer", name, given, kind)
         reshard(model)
         mesh = mesh_of(model.named_parameters(), mesh)
@@ -170,9 +186,17 @@ class Outer(Generic[M]):
                 self._lane.shards,
             )
         facts = settled_parts(
-            rule, topology, codec, schedule, local_steps, reduction=reduction, n=self.n, seed=seed, shards=self._lane.shards,
+            rule,
+            topology,
+            codec,
+            schedule,
+            local_steps,
+            reduction=reduction,
+            n=self.n,
+            seed=seed,
+            shards=self._lane.shards,
             elastic=elastic,
-        )  # fmt: skip
+        )
         facts = facts._replace(rule=settled_rule(facts))
         self.method = method_of(facts, compile=compile)
         for sentence in warnings_of(facts):
@@ -190,9 +214,15 @@ class Outer(Generic[M]):
         self._watched = True  # until the first round has ended, for a wrapper that is put on later
         self._meter = Meter()
         common = common_of(
-            self.method, self.layout, self.x.dtype, reduction=reduction, rest=rest, local_steps=self.local_steps, seed=seed,
+            self.method,
+            self.layout,
+            self.x.dtype,
+            reduction=reduction,
+            rest=rest,
+            local_steps=self.local_steps,
+            seed=seed,
             shard=self._flat.words,
-        )  # fmt: skip
+        )
         self._site: ElasticSite | None = None
         self._peers = self._meet(common, process_group, join, elastic=elastic, timeout_s=timeout_s)
         self._flat.write()
@@ -201,10 +231,16 @@ class Outer(Generic[M]):
         self._agreed = False  # whether all workers continue from the same, which none of them can know by itself
         parts = [(self.x[a:b], self.layout.slice(a, b)) for a, b in self._flat.spans]
         self._loop = OuterLoop(
-            self.method, self._peers.transport, parts, local_steps=self.local_steps, full_steps=self.local_steps,
-            seed=seed, reduce=self._peers.timed_reduce(self._meter.add_waiting), shard=self.shard,
+            self.method,
+            self._peers.transport,
+            parts,
+            local_steps=self.local_steps,
+            full_steps=self.local_steps,
+            seed=seed,
+            reduce=self._peers.timed_reduce(self._meter.add_waiting),
+            shard=self.shard,
             over_shards=self._siblings.total,
-        )  # fmt: skip
+        )
         if self._site is not None:
             self._site.attach(self._loop, seed)
         self._stops: list[Stop] = []
@@ -220,7 +256,7 @@ class Outer(Generic[M]):
 
     def _meet(
         self, common: Common, group: dist.ProcessGroup | None, join: str | None, *, elastic: bool, timeout_s: float
-    ) -> Peers:  # fmt: skip
+    ) -> Peers:
         """Finds the other workers.
 
         In two parts, after each of which the processes of this worker learn whether all of them have come through: the second
@@ -234,10 +270,17 @@ class Outer(Generic[M]):
             if elastic and join is not None:
                 rule, schedule = self.method.rule, self.method.schedule
                 self._site = elastic_site(
-                    self._lane, self._siblings, common, join, self.x, rest_of(self.model), closes=rule.needs == "everyone",
+                    self._lane,
+                    self._siblings,
+                    common,
+                    join,
+                    self.x,
+                    rest_of(self.model),
+                    closes=rule.needs == "everyone",
                     closings=sum(bool(stop.sends) for stop in schedule.stops(0, self.local_steps)),
-                    exchanges=self.method.sends_per_round, timeout_s=timeout_s,
-                )  # fmt: skip
+                    exchanges=self.method.sends_per_round,
+                    timeout_s=timeout_s,
+                )
                 lane = None if self._site.is_back else self._lane
                 return Peers.of_site(self._site.transport, lane, self._site.start, timeout_s)
             if dist.is_initialized() or self._lane.joint is not None:
@@ -264,9 +307,7 @@ class Outer(Generic[M]):
         """Inner steps of this worker since the start, those before a resume included."""
         return self.rounds * self.local_steps + self.steps
 
-    def drawing(
-        self, batch: int | None = None, *, part: int | None = None
-    ) -> contextlib.AbstractContextManager[None]:  # fmt: skip
+    def drawing(self, batch: int | None = None, *, part: int | None = None) -> contextlib.AbstractContextManager[None]:
         """Lets what runs inside draw its random numbers, such as those of dropout, by seed, worker and inner step.
 
             with outer.drawing():
@@ -504,9 +545,7 @@ class Outer(Generic[M]):
                 "a mean over everyone the model is that mean, and after gossip take that of one site, or the mean of saved ones"
             )
         buffers = dict(self.model.named_buffers())
-        averaged = [
-            local(t) for t in buffers.values() if t.is_floating_point() and t.layout == torch.strided
-        ]  # fmt: skip
+        averaged = [local(t) for t in buffers.values() if t.is_floating_point() and t.layout == torch.strided]
         saved = [(t, t.detach().clone()) for t in buffers.values()]
         with in_own_words():
             try:
@@ -514,7 +553,7 @@ class Outer(Generic[M]):
                     self._flat.read()
                     mean, *means = mean_over_workers(
                         [self.x, *averaged], self._peers.transport, self.n, self.rounds, self._loop.exchanges
-                    )  # fmt: skip
+                    )
             except PeerError as error:
                 raise PeerError(
                     f"the mean model was not made, as not all workers entered mean_model(): {error}"
@@ -608,9 +647,11 @@ class Outer(Generic[M]):
                 "processes; call it where none are, use a schedule without overlap, or save state_dict() on each process"
             )
         state: dict[str, Any] = {
-            "outer.of": json.dumps(self._is_of_whatever_shards), "outer.start": self._peers.start,
-            "outer.rounds": self.rounds, "outer.steps": self.steps,
-        }  # fmt: skip
+            "outer.of": json.dumps(self._is_of_whatever_shards),
+            "outer.start": self._peers.start,
+            "outer.rounds": self.rounds,
+            "outer.steps": self.steps,
+        }
         for setup in self._loop.fragments:
             part = setup.part
             for copy, flat in enumerate(leaves(part.s)):
@@ -794,6 +835,7 @@ class Outer(Generic[M]):
                 "the parameters of worker %d did not change in the %d inner steps before its first exchange; call "
                 "outer.step() after optimizer.step() and not after each micro-batch, and let the optimizer have the parameters "
                 "of this model; nothing is wrong if a GradScaler skipped these steps, or the learning rate was 0",
-                self.worker, self.steps,
-            )  # fmt: skip
+                self.worker,
+                self.steps,
+            )
         self._before = None

@@ -14,8 +14,6 @@ from gossamer.library.outer import Outer
 from gossamer.library.parts import OuterMethod, OuterOptions
 from gossamer.rules import Rule
 
-__all__ = ["outer_loop"]
-
 log = logging.getLogger("gossamer")
 M = TypeVar("M", bound=nn.Module)
 

@@ -26,19 +26,6 @@ from gossamer.transport.sockets.addresses import is_wildcard, split
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "LOCAL_STEPS",
-    "OuterMethod",
-    "OuterOptions",
-    "Reduction",
-    "in_own_words",
-    "keys_of_sites",
-    "knows_its_words",
-    "must_be_a_site",
-    "ranks_of",
-    "settled_parts",
-]
-
 P = ParamSpec("P")
 Reduction = Literal["ordered", "all_reduce"]
 LOCAL_STEPS = 30
@@ -141,9 +128,18 @@ def knows_its_words(init: Callable[P, None]) -> Callable[P, None]:
 
 
 def settled_parts(
-    rule: object, topology: object, codec: object, schedule: object, local_steps: int | None, *, reduction: Reduction,
-    n: int, seed: int, shards: int = 1, elastic: bool = False,
-) -> Combination:  # fmt: skip
+    rule: object,
+    topology: object,
+    codec: object,
+    schedule: object,
+    local_steps: int | None,
+    *,
+    reduction: Reduction,
+    n: int,
+    seed: int,
+    shards: int = 1,
+    elastic: bool = False,
+) -> Combination:
     """The parts that run, with everything that was not given filled in: by the method, or by what fits the rule.
 
     Raises: ConfigError for what is no rule, topology, codec or schedule, and for a method of another number of workers.
@@ -160,9 +156,17 @@ def settled_parts(
         rule = rule.rule
     rule = _rule(rule)
     return Combination(
-        driver="library", workers=n, rule=rule, topology=_topology(topology, rule, n, seed), codec=_codec(codec),
-        schedule=_schedule(schedule), local_steps=local_steps or LOCAL_STEPS, reduction=reduction, shards=shards, elastic=elastic,
-    )  # fmt: skip
+        driver="library",
+        workers=n,
+        rule=rule,
+        topology=_topology(topology, rule, n, seed),
+        codec=_codec(codec),
+        schedule=_schedule(schedule),
+        local_steps=local_steps or LOCAL_STEPS,
+        reduction=reduction,
+        shards=shards,
+        elastic=elastic,
+    )
 
 
 def _rule(given: object) -> Rule:

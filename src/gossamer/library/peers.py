@@ -32,8 +32,6 @@ from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.store import Entries, NoAnswerError
 from gossamer.transport.secret import environment_secret
 
-__all__ = ["Common", "Peers", "common_of", "model_in_words", "must_agree", "read_losses"]
-
 _LONGEST = 160  # characters of a peer's words in an error
 _ANSWER_S = 2.0
 """How long a store has for an answer that only informs."""
@@ -54,8 +52,16 @@ class Common(NamedTuple):
 
 
 def common_of(
-    m: Method, layout: Layout, dtype: torch.dtype, *, reduction: str, rest: Rest, local_steps: int, seed: int, shard: str = ""
-) -> Common:  # fmt: skip
+    m: Method,
+    layout: Layout,
+    dtype: torch.dtype,
+    *,
+    reduction: str,
+    rest: Rest,
+    local_steps: int,
+    seed: int,
+    shard: str = "",
+) -> Common:
     """What a worker of this configuration must have in common with the others.
 
     Numbers of local steps may differ, except where messages in flight are counted in steps.
@@ -68,8 +74,12 @@ def common_of(
         choice_in_words(m.rule.name, m.rule.options),
         choice_in_words(m.topology.name, m.topology.options),
         f"{_codec(m.codec)}{f' and back {_codec(m.codec.back)}' if m.codec.back else ''}",
-        str(m.schedule), reduction, rest, str(local_steps) if same_steps else "any", str(seed),
-    )  # fmt: skip
+        str(m.schedule),
+        reduction,
+        rest,
+        str(local_steps) if same_steps else "any",
+        str(seed),
+    )
 
 
 def model_in_words(layout: Layout, dtype: torch.dtype, shard: str) -> str:
@@ -129,9 +139,14 @@ class Peers:
     """
 
     def __init__(
-        self, transport: Transport, reduce: Reduce | None = None, group: dist.ProcessGroup | None = None,
-        member: Member | None = None, start: str = "", timeout_s: float = 300.0,
-    ) -> None:  # fmt: skip
+        self,
+        transport: Transport,
+        reduce: Reduce | None = None,
+        group: dist.ProcessGroup | None = None,
+        member: Member | None = None,
+        start: str = "",
+        timeout_s: float = 300.0,
+    ) -> None:
         self.transport, self.reduce = transport, reduce
         self.start = start or secrets.token_hex(8)  # a repeated one would let the states of two runs pass for one
         self._group, self._member, self._timeout_s, self._is_silent = group, member, timeout_s, False
@@ -158,9 +173,15 @@ class Peers:
 
     @classmethod
     def of(
-        cls, theirs: dist.ProcessGroup | None, lane: Lane, common: Common, x: Tensor, others: Mapping[str, Tensor],
-        *, timeout_s: float,
-    ) -> "Peers":  # fmt: skip
+        cls,
+        theirs: dist.ProcessGroup | None,
+        lane: Lane,
+        common: Common,
+        x: Tensor,
+        others: Mapping[str, Tensor],
+        *,
+        timeout_s: float,
+    ) -> "Peers":
         """Meets the other workers: checks that all have the same configuration, and broadcasts what worker 0 starts from.
 
         Args:

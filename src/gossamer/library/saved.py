@@ -14,8 +14,6 @@ from gossamer.record.fault import FaultKind
 from gossamer.rounds.loop import InFlight
 from gossamer.rules import Rule
 
-__all__ = ["FORMAT", "OuterState", "must_be_of", "must_continue_alike", "what_it_is_of"]
-
 log = logging.getLogger("gossamer")
 FORMAT = 2
 """Of the states that are saved; those of 0.1.0 have no number, and do not say what they are of."""
@@ -45,11 +43,16 @@ def what_it_is_of(common: Common, rule: Rule, lane: Lane, *, local_steps: int) -
         **({"shard": f"{lane.shard} of {lane.shards}"} if lane.shards > 1 else {}),
         "model": common.model,
         **lineage.state_is_of(
-            rule.name, rule.options, topology=common.topology, workers=lane.n, codec=common.codec, schedule=common.schedule,
+            rule.name,
+            rule.options,
+            topology=common.topology,
+            workers=lane.n,
+            codec=common.codec,
+            schedule=common.schedule,
             local_steps=str(local_steps),
         ),
         "worker": str(lane.worker),
-    }  # fmt: skip
+    }
 
 
 def must_be_of(state: Mapping[str, Any], mine: Mapping[str, str], same_models: Collection[str] = ()) -> None:

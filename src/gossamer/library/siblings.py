@@ -13,8 +13,6 @@ from gossamer.errors import PeerError, first_line
 from gossamer.library.lane import Lane, outer_store
 from gossamer.transport.processes.backend import gloo_group
 
-__all__ = ["Siblings"]
-
 _WIDTH = 16
 """Numbers of one message beside those that there are of each worker."""
 _MOST = (1 << 63) - 1
@@ -126,9 +124,7 @@ class Siblings:
         """Ends the connections. A second call does nothing."""
         self._group = None
 
-    def _least(
-        self, place: _Place, numbers: Sequence[int], what: str, failure: Exception | None = None
-    ) -> list[int]:  # fmt: skip
+    def _least(self, place: _Place, numbers: Sequence[int], what: str, failure: Exception | None = None) -> list[int]:
         """The least of each number over the processes; what has failed on one of them fails on all.
 
         All messages have one size and say what is decided: one that has failed is at the next place already when the others wait

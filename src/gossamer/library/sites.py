@@ -57,8 +57,6 @@ from gossamer.transport.sockets.connection import Endpoint
 from gossamer.transport.sockets.header import Limits
 from gossamer.tree import must_fit
 
-__all__ = ["ElasticSite", "LaneTransport", "elastic_site"]
-
 log = logging.getLogger("gossamer")
 T = TypeVar("T")
 
@@ -157,9 +155,18 @@ class ElasticSite:
     """
 
     def __init__(
-        self, begins: _Start, siblings: Siblings, endpoint: Endpoint, *, closes: bool, closings: int, numel: int,
-        device: torch.device, mine: _UnderWay, join: str,
-    ) -> None:  # fmt: skip
+        self,
+        begins: _Start,
+        siblings: Siblings,
+        endpoint: Endpoint,
+        *,
+        closes: bool,
+        closings: int,
+        numel: int,
+        device: torch.device,
+        mine: _UnderWay,
+        join: str,
+    ) -> None:
         self.lane, self.start, self._siblings, self._endpoint = begins.lane, begins.run, siblings, endpoint
         self._closes, self._donor = closes, begins.donor
         self.is_back = begins.donor is not None
@@ -175,9 +182,14 @@ class ElasticSite:
         # A message has at most four tensors of the size of x, in fp64 at most.
         limit_bytes = 32 * numel + (1 << 16) if closes else None
         self._inner = ElasticTransport(
-            begins.members, endpoint, host=self._host, device=device, limit_bytes=limit_bytes, closings=closings,
+            begins.members,
+            endpoint,
+            host=self._host,
+            device=device,
+            limit_bytes=limit_bytes,
+            closings=closings,
             led=not siblings.first,
-        )  # fmt: skip
+        )
         self.transport = LaneTransport(self._inner, siblings, self.lane, closes=closes)
         self._tell = f"under way/{self.lane.worker}/{self.lane.shard}", json.dumps(mine)
         self._join = join
@@ -339,9 +351,15 @@ class ElasticSite:
                 return inner.give_slot(place.nonce, place.address, allowed)
 
             host(
-                channel, endpoint.run, inner.members.limits, inner.worker, boundary=self._boundary, give_slot=give_slot,
-                entries=lambda: dict(inner.members.entries), keys=endpoint.keys,
-            )  # fmt: skip
+                channel,
+                endpoint.run,
+                inner.members.limits,
+                inner.worker,
+                boundary=self._boundary,
+                give_slot=give_slot,
+                entries=lambda: dict(inner.members.entries),
+                keys=endpoint.keys,
+            )
         except (OSError, GossamerError) as error:
             log.info("site %d stopped serving one that comes back: %s", self.lane.worker, error)
 
@@ -365,9 +383,7 @@ class ElasticSite:
         for own, other in zip(mine, theirs, strict=True):
             own.detach().copy_(other)
 
-    def take(
-        self, mine: Sequence[Tensor], load: Callable[[Sequence[Tensor]], None], source: int | None = None
-    ) -> int:  # fmt: skip
+    def take(self, mine: Sequence[Tensor], load: Callable[[Sequence[Tensor]], None], source: int | None = None) -> int:
         """Takes the state of another site, after the same round on all processes; returns the round to go on with.
 
         Args:
@@ -405,9 +421,7 @@ class ElasticSite:
             self.is_back = False
         return round
 
-    def _state_of_all_lanes(
-        self, source: int | None, mine: Sequence[Tensor]
-    ) -> tuple[int, int, dict[str, Any]]:  # fmt: skip
+    def _state_of_all_lanes(self, source: int | None, mine: Sequence[Tensor]) -> tuple[int, int, dict[str, Any]]:
         """The site that gives its state, after which round, and this lane's part of it, once all lanes have theirs.
 
         A site whose state does not fit in one of the lanes is asked again when no other has given one.
@@ -447,9 +461,7 @@ class ElasticSite:
                 time.sleep(min(0.5, self._endpoint.timeout_s / 8))
         raise AssertionError
 
-    def _read_state(
-        self, offer: Offer | None, mine: Sequence[Tensor]
-    ) -> tuple[dict[str, Any] | None, str]:  # fmt: skip
+    def _read_state(self, offer: Offer | None, mine: Sequence[Tensor]) -> tuple[dict[str, Any] | None, str]:
         """What a site gave in this lane, and why it cannot be taken; None without a reason where it gave none of a round."""
         if offer is None or offer.raw is None:
             return None, ""
@@ -497,9 +509,15 @@ class ElasticSite:
         place = Applicant(own.nonce, own.address, own.slot, True, None, after)
         try:
             return ask(
-                entry.address, endpoint.secret, place, run=endpoint.run, limits=self._inner.members.limits,
-                timeout_s=endpoint.timeout_s, keys=endpoint.keys, whom=donor,
-            )  # fmt: skip
+                entry.address,
+                endpoint.secret,
+                place,
+                run=endpoint.run,
+                limits=self._inner.members.limits,
+                timeout_s=endpoint.timeout_s,
+                keys=endpoint.keys,
+                whom=donor,
+            )
         except (OSError, PeerError) as error:
             log.info("site %d got no state of site %d: %s", self.lane.worker, donor, error)
             return None
@@ -552,9 +570,18 @@ class ElasticSite:
 
 
 def elastic_site(
-    lane: Lane, siblings: Siblings, common: Common, join: str, x: Tensor, others: Mapping[str, Tensor], *,
-    closes: bool, closings: int, exchanges: int, timeout_s: float,
-) -> ElasticSite:  # fmt: skip
+    lane: Lane,
+    siblings: Siblings,
+    common: Common,
+    join: str,
+    x: Tensor,
+    others: Mapping[str, Tensor],
+    *,
+    closes: bool,
+    closings: int,
+    exchanges: int,
+    timeout_s: float,
+) -> ElasticSite:
     """Meets the other sites, or comes back to them, and starts this process's lane.
 
     Args:
@@ -573,9 +600,16 @@ def elastic_site(
         begins = meets.all_start() if donor < 0 else meets.come_back(donor)
         endpoint = Endpoint(listener, meets.run_key(begins.run), environment_secret(), timeout_s, keys=lane.keys)
         site = ElasticSite(
-            begins, siblings, endpoint, closes=closes, closings=closings, numel=x.numel(), device=x.device,
-            mine=mine._replace(run=begins.run), join=join,
-        )  # fmt: skip
+            begins,
+            siblings,
+            endpoint,
+            closes=closes,
+            closings=closings,
+            numel=x.numel(),
+            device=x.device,
+            mine=mine._replace(run=begins.run),
+            join=join,
+        )
     except BaseException:
         listener.close()
         if lane.behind is not None:
@@ -593,8 +627,15 @@ class _Meets:
     """How a process finds out how its site begins, at the board of the run."""
 
     def __init__(
-        self, lane: Lane, mine: _UnderWay, common: Common, names: Sequence[str], limits: Limits, join: str, timeout_s: float
-    ) -> None:  # fmt: skip
+        self,
+        lane: Lane,
+        mine: _UnderWay,
+        common: Common,
+        names: Sequence[str],
+        limits: Limits,
+        join: str,
+        timeout_s: float,
+    ) -> None:
         assert lane.joint is not None
         self._lane, self._mine, self._common, self._names, self._limits = lane, mine, common, names, limits
         self._join, self._timeout_s, self._nonce = join, timeout_s, secrets.randbelow(_NONCES)
@@ -687,9 +728,16 @@ class _Meets:
             raise _DifferError(f"{error}; the run at '{self._join}' is under way") from None
         place = Applicant(self._nonce, self._mine.address, wants=self._lane.worker)
         return ask(
-            way.address, self._entries.secret, place, run=self.run_key(way.run), limits=self._limits,
-            timeout_s=self._timeout_s, state=False, keys=self._lane.keys, whom=site,
-        )  # fmt: skip
+            way.address,
+            self._entries.secret,
+            place,
+            run=self.run_key(way.run),
+            limits=self._limits,
+            timeout_s=self._timeout_s,
+            state=False,
+            keys=self._lane.keys,
+            whom=site,
+        )
 
     def _under_way(self) -> list[int]:
         """The other sites that have said that they train, or had."""

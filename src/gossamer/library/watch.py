@@ -10,8 +10,6 @@ from torch import nn
 from gossamer.errors import PeerError
 from gossamer.library.dtensors import local
 
-__all__ = ["Watch", "explained", "has_gradients", "versions_of", "warn_of_phases"]
-
 log = logging.getLogger("gossamer")
 
 
@@ -68,10 +66,12 @@ class Watch:
             log.warning(
                 "worker %d ends with %d inner steps that were not exchanged, as a round has %d%s; %slet the number of steps be a "
                 "multiple of local_steps",
-                self._worker, steps, self._local_steps,
+                self._worker,
+                steps,
+                self._local_steps,
                 "" if self.exchanged else ", and no round ended at all, so that it has trained apart from the others",
                 "a loop that resumes from the state just saved goes on with them; else " if self.saved else "",
-            )  # fmt: skip
+            )
         elif not self.called and self._checksum() != self._start:
             self.quiet = True
             log.warning(

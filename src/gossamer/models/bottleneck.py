@@ -9,8 +9,6 @@ from torch.nn import functional as F
 
 from gossamer.models.sizes import BottleneckConfig
 
-__all__ = ["BOTTLENECKS", "ResidualBottleneck", "Subspace", "narrow", "widen_stream"]
-
 
 class ResidualBottleneck(nn.Module):
     """Lets w numbers of a token cross each of its cuts: an encoder and a decoder, and w coordinates that bypass both.

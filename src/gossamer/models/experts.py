@@ -11,8 +11,6 @@ from torch.nn import functional as F
 
 from gossamer.models.sizes import ExpertsConfig
 
-__all__ = ["Experts", "balance_of", "keep_experts"]
-
 
 class Experts(nn.Module):
     """`y = Σ_(e in the k largest p) p_e / (Σ of the k) · expert_e(x)` with `p = softmax(R x)` over all E experts.

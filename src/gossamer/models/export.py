@@ -15,8 +15,6 @@ from gossamer.models.llama import INIT_STD, NORM_EPS, ROPE_THETA, Llama
 from gossamer.models.sizes import in_subspace
 from gossamer.record.whole_files import atomic_write, make_folder, writing
 
-__all__ = ["export", "export_state"]
-
 _MODULE = "modeling_bottleneck.py"
 """The module that a model with residual bottlenecks needs in `transformers`."""
 
@@ -92,9 +90,12 @@ def _spread(model: Llama) -> dict[str, Tensor]:
 
 
 _OF_MIXTRAL = {
-    "mlp.router": "block_sparse_moe.gate", "mlp.experts": "block_sparse_moe.experts",
-    "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3",
-}  # fmt: skip
+    "mlp.router": "block_sparse_moe.gate",
+    "mlp.experts": "block_sparse_moe.experts",
+    "gate_proj": "w1",
+    "down_proj": "w2",
+    "up_proj": "w3",
+}
 
 
 def _name(name: str) -> str:

@@ -6,8 +6,6 @@ from typing import NamedTuple
 from gossamer.errors import ConfigError
 from gossamer.models.sizes import ExpertsConfig
 
-__all__ = ["Holders", "holders_of", "must_deal"]
-
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 

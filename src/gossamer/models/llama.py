@@ -17,11 +17,6 @@ from gossamer.models.bottleneck import ResidualBottleneck, Subspace
 from gossamer.models.experts import Experts, balance_of
 from gossamer.models.sizes import ExpertsConfig, ModelConfig, Shape, in_subspace, written
 
-__all__ = [
-    "MLP", "NORM_EPS", "Attention", "Decoder", "Layer", "Llama", "RMSNorm", "attended", "build_model", "logits_of", "loss",
-    "rotary", "rotated",
-]  # fmt: skip
-
 ROPE_THETA = 10_000.0
 NORM_EPS = 1e-6
 INIT_STD = 0.02

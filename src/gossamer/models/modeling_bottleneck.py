@@ -10,8 +10,6 @@ from torch import nn
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
-__all__ = ["BottleneckLlama"]
-
 _Llama: Any = LlamaForCausalLM  # what it imports would take a type checker as long as a third of Gossamer
 
 

@@ -7,8 +7,6 @@ from torch import nn
 
 from gossamer.errors import ConfigError, require
 
-__all__ = ["pretrained"]
-
 
 def pretrained(folder: str | Path, dtype: str = "float32") -> nn.Module:
     """The causal language model that `save_pretrained` has written into a folder, such as the `model` of a run.

@@ -7,8 +7,6 @@ from gossamer.data.tokenizer import Tokenizer
 from gossamer.errors import ConfigError
 from gossamer.models.llama import Llama
 
-__all__ = ["sample"]
-
 
 @torch.no_grad()
 def sample(

@@ -12,19 +12,6 @@ from gossamer.settings.options import Count, Decay, NotNegative, Number
 from gossamer.settings.schema import settings
 from gossamer.settings.user_code import is_code
 
-__all__ = [
-    "SIZES",
-    "BottleneckConfig",
-    "ExpertsConfig",
-    "ModelConfig",
-    "Shape",
-    "crossing",
-    "in_subspace",
-    "parameter_count",
-    "tensors",
-    "written",
-]
-
 
 class Shape(NamedTuple):
     """The dimensions of a Llama, except for its vocabulary."""
@@ -219,10 +206,14 @@ def tensors(config: ModelConfig, vocab_size: int) -> tuple[tuple[str, tuple[int,
     found: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (vocab_size, written(config, 0)))]
     for k in range(layers):
         layer = {
-            "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv_size, hidden), "self_attn.v_proj": (kv_size, hidden),
-            "self_attn.o_proj": (written(config, k), hidden), **_feed_forward(config, written(config, k)),
-            "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
-        }  # fmt: skip
+            "self_attn.q_proj": (hidden, hidden),
+            "self_attn.k_proj": (kv_size, hidden),
+            "self_attn.v_proj": (kv_size, hidden),
+            "self_attn.o_proj": (written(config, k), hidden),
+            **_feed_forward(config, written(config, k)),
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+        }
         found += [(f"model.layers.{k}.{name}.weight", shape) for name, shape in layer.items()]
     found.append(("model.norm.weight", (hidden,)))
     if narrow is not None:

@@ -15,8 +15,6 @@ from torch.nn import functional as F
 from gossamer.models.llama import NORM_EPS, attended, rotary, rotated
 from gossamer.models.sizes import Shape
 
-__all__ = ["stacked_losses"]
-
 
 def stacked_losses(weights: Mapping[str, Tensor], shape: Shape, batch: Tensor) -> Tensor:
     """The loss of each replica on its own batch, `[R]`; equal to `gossamer.models.llama.loss` but for rounding.
@@ -54,7 +52,7 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
 
 def _attention(
     x: Tensor, layer: Mapping[str, Tensor], shape: Shape, sizes: tuple[int, int, int], positions: Tensor
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     R, B, S = sizes
     cos, sin = positions
     q, k, v = (

@@ -14,18 +14,6 @@ from gossamer.models.bottleneck import narrow, widen_stream
 from gossamer.models.llama import Decoder, Llama
 from gossamer.models.sizes import in_subspace
 
-__all__ = [
-    "OwnLayers",
-    "Stage",
-    "cutting_faults",
-    "minimax",
-    "must_be_enough",
-    "piece_of",
-    "stages_of",
-    "work_of_pieces",
-]
-
-
 _MOST_SPLITS = 5e6
 """That are compared to find the best one, which takes some seconds."""
 
@@ -111,14 +99,16 @@ def cutting_faults(cuts: Sequence[int], layers: int, *, tied: bool) -> Iterator[
     """The settings with which a model of so many layers cannot be cut: each with its value, and why not."""
     if cuts and tied:
         yield (
-            "model.tie_embeddings", "true",
+            "model.tie_embeddings",
+            "true",
             "the embedding is on the first stage and the output head on the last; set it to false",
-        )  # fmt: skip
+        )
     if any(a >= b for a, b in pairwise([0, *cuts, layers])):
         yield (
-            "pipeline.cuts", f"{[*cuts]}",
+            "pipeline.cuts",
+            f"{[*cuts]}",
             f"the model has {layers} layers and every stage needs one; take increasing numbers from 1 to {layers - 1}",
-        )  # fmt: skip
+        )
 
 
 def piece_of(name: str, cuts: Sequence[int]) -> int:

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from gossamer.network.links import Floats
 
-__all__ = ["Fluid", "LinkChange", "Use", "ends_at_once", "max_min_rates", "rates_of_few"]
-
 Places = NDArray[np.int64]
 _SAME = 1 + 1e-12
 """Shares that differ only in their last bits count as equal."""

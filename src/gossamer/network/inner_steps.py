@@ -12,8 +12,6 @@ from gossamer.network.links import Network
 from gossamer.network.pipeline_time import PipelineStep, StageLinks, pipeline_step
 from gossamer.record.logs.pipeline_work import PipelineWork
 
-__all__ = ["InnerSteps", "inner_steps"]
-
 
 class InnerSteps(NamedTuple):
     """The inner steps of a run on a network."""
@@ -64,8 +62,15 @@ def _step(links: StageLinks, work: PipelineWork, step_s: float) -> PipelineStep:
 
     def step_with(forward_bytes: Sequence[int]) -> PipelineStep:
         return pipeline_step(
-            forward_s, backward_s, forward_bytes, work["backward_bytes"], micro_batches, links, work["schedule"], work["chunks"]
-        )  # fmt: skip
+            forward_s,
+            backward_s,
+            forward_bytes,
+            work["backward_bytes"],
+            micro_batches,
+            links,
+            work["schedule"],
+            work["chunks"],
+        )
 
     whole, first = step_with(work["forward_bytes"]), work["first"]
     if first == 1:  # nothing that a boundary remembers

@@ -67,29 +67,6 @@ from gossamer.settings.fields import Words
 from gossamer.settings.options import Count
 from gossamer.settings.schema import build, parse_toml, read_toml, settings, toml_value
 
-__all__ = [
-    "Change",
-    "Duplex",
-    "Floats",
-    "JitterKind",
-    "Links",
-    "MeanKind",
-    "Network",
-    "PerWorker",
-    "Route",
-    "Site",
-    "StepOf",
-    "from_options",
-    "from_toml",
-    "jitter_factors",
-    "links_of",
-    "read_network",
-    "tcp_bps",
-    "times_as_fast",
-    "to_options",
-    "to_toml",
-]
-
 Floats = NDArray[np.float64]
 PerWorker = float | tuple[float, ...]
 Duplex = Literal["full", "half"]
@@ -104,9 +81,12 @@ def _finite_or_endless(bps: float) -> float:
 
 
 _Rate = Annotated[
-    float, AllowInfNan(True), Field(ge=1), AfterValidator(_finite_or_endless),
+    float,
+    AllowInfNan(True),
+    Field(ge=1),
+    AfterValidator(_finite_or_endless),
     Words("a number of bits per second from 1 to 1e18, or inf"),
-]  # fmt: skip
+]
 _Seconds = Annotated[float, Field(ge=0, le=1e9), Words("a number of seconds from 0 to 1e9")]
 _Loss = Annotated[float, Field(ge=0, le=0.5), Words("a share of the packets from 0 to 0.5")]
 _Index = Annotated[int, Field(ge=0, lt=2**31)]
@@ -511,5 +491,9 @@ def times_as_fast(network: Network, factor: float) -> Network:
     }
     routes = tuple(replace(route, bandwidth_bps=rates(route.bandwidth_bps)) for route in network.routes)
     return replace(
-        network, uplink_bps=rates(network.uplink_bps), downlink_bps=rates(network.downlink_bps), sites=sites, routes=routes
-    )  # fmt: skip
+        network,
+        uplink_bps=rates(network.uplink_bps),
+        downlink_bps=rates(network.downlink_bps),
+        sites=sites,
+        routes=routes,
+    )

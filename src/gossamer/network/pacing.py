@@ -25,20 +25,6 @@ import numpy as np
 from gossamer.network.links import Floats, Links, Network, links_of
 from gossamer.record.logs.trace import Operation
 
-__all__ = [
-    "Pace",
-    "PaceNote",
-    "Pacer",
-    "cycle_s",
-    "first_leg_bytes",
-    "fitting_steps",
-    "links_at",
-    "note_of",
-    "paces_of",
-    "uplinks_bps",
-    "whole_steps",
-]
-
 ROUNDS = 8
 """Number of rounds that a measurement looks back."""
 SLACK_STEPS, SLACK = 0.25, 0.05

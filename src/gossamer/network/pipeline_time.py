@@ -22,8 +22,6 @@ from gossamer.errors import ConfigError
 from gossamer.settings.options import Positive
 from gossamer.settings.schema import settings
 
-__all__ = ["Order", "Pass", "PipelineStep", "StageLinks", "order_of", "pipeline_step"]
-
 Order = Literal["gpipe", "1f1b", "interleaved"]
 
 
@@ -120,9 +118,15 @@ def _interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> li
 
 
 def pipeline_step(
-    forward_s: Sequence[float], backward_s: Sequence[float], forward_bytes: Sequence[float], backward_bytes: Sequence[float],
-    micro_batches: int, links: StageLinks, schedule: Order = "1f1b", chunks: int = 1,
-) -> PipelineStep:  # fmt: skip
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    forward_bytes: Sequence[float],
+    backward_bytes: Sequence[float],
+    micro_batches: int,
+    links: StageLinks,
+    schedule: Order = "1f1b",
+    chunks: int = 1,
+) -> PipelineStep:
     """The seconds of an inner step of a pipeline, by its operations and messages in the order of time.
 
     Args:
@@ -160,9 +164,12 @@ class _Run:
     """An inner step, event by event. Of two values the first is for forward, the second for backward passes."""
 
     def __init__(
-        self, seconds: tuple[Sequence[float], Sequence[float]], sizes: tuple[Sequence[float], Sequence[float]],
-        orders: Sequence[Sequence[Pass]], links: StageLinks,
-    ) -> None:  # fmt: skip
+        self,
+        seconds: tuple[Sequence[float], Sequence[float]],
+        sizes: tuple[Sequence[float], Sequence[float]],
+        orders: Sequence[Sequence[Pass]],
+        links: StageLinks,
+    ) -> None:
         self._seconds, self._sizes, self._links, self._orders = seconds, sizes, links, orders
         stages, last = len(orders), len(seconds[0]) // len(orders) - 1
         self._has = {(0, one) for one in orders[0] if one.forward and one.chunk == 0}

@@ -49,8 +49,6 @@ from gossamer.network.timeline import (
 )
 from gossamer.record.logs.trace import KINDS, Integers, Kind, Messages, Trace
 
-__all__ = ["price", "price_everyone", "price_together"]
-
 _MOST_REPLAYED = 1000
 """Most messages of a single round that is replayed; with more, each event may change the rates of all others."""
 
@@ -183,9 +181,16 @@ def _exchange(
 
 
 def _ended(
-    start: Floats, ready: Floats, waits_on: Integers, source: Integers, target: Integers, size: Integers | Floats,
-    ways: "_Ways", links: Links, ask: bool,
-) -> tuple[Floats, Integers, bool]:  # fmt: skip
+    start: Floats,
+    ready: Floats,
+    waits_on: Integers,
+    source: Integers,
+    target: Integers,
+    size: Integers | Floats,
+    ways: "_Ways",
+    links: Links,
+    ask: bool,
+) -> tuple[Floats, Integers, bool]:
     """An exchange of these streams, which use these ways."""
     leaves = np.maximum(ready[source], start[target])
     takes, sure = _even_shares(ways, leaves, size, ask)
@@ -198,9 +203,15 @@ def _ended(
 
 
 def _arrived(
-    start: Floats, ready: Floats, waits_on: Integers, source: Integers, target: Integers, leaves: Floats, arrival: Floats,
+    start: Floats,
+    ready: Floats,
+    waits_on: Integers,
+    source: Integers,
+    target: Integers,
+    leaves: Floats,
+    arrival: Floats,
     slower_up: NDArray[np.bool_],
-) -> tuple[Floats, Integers]:  # fmt: skip
+) -> tuple[Floats, Integers]:
     """When an exchange ends for each worker, and whom it waits for, given when its messages leave and arrive."""
     end, waits_on = _latest(ready, source, target, arrival), waits_on.copy()
     for worker in (source, target):
@@ -213,7 +224,7 @@ def _arrived(
 
 def _exchange_by_events(
     start: Floats, ready: Floats, messages: Messages, links: Links, network: Network
-) -> tuple[Floats, Integers]:  # fmt: skip
+) -> tuple[Floats, Integers]:
     """An exchange whose messages do not share their links evenly all the time, as `Replay` has it but for rounding."""
     n, (source, target, size) = len(ready), streams_of(messages)
     up_s, down_s = 1 / links.uplink_bps[source], 1 / links.downlink_bps[target]

@@ -19,13 +19,11 @@ import torch
 
 from gossamer.errors import ConfigError, PeerError
 from gossamer.network.links import Network, Route, Site, StepOf
-from gossamer.topologies.matching import factors
+from gossamer.topologies.sequences import factors
 from gossamer.transport.contract import Ticket, Transport
 from gossamer.transport.processes.group import GroupTransport
 from gossamer.transport.processes.launch import agree, join
 from gossamer.transport.processes.member import Member
-
-__all__ = ["Measured", "StepTimer", "network_of", "probe"]
 
 PINGS = 5
 SMALLEST_BYTES = 1 << 14
@@ -51,9 +49,13 @@ StepTimer = Callable[[Member], tuple[float, StepOf]]
 
 
 def probe(
-    step: StepTimer | None = None, *, max_bytes: int = 1 << 24, test_s: float = 0.5, max_rounds: int = 15,
+    step: StepTimer | None = None,
+    *,
+    max_bytes: int = 1 << 24,
+    test_s: float = 0.5,
+    max_rounds: int = 15,
     timeout_s: float = 60.0,
-) -> Network | None:  # fmt: skip
+) -> Network | None:
     """Joins the other workers, as `run_local` or who else has numbered them started them, and measures their links.
 
     Args:
@@ -235,10 +237,13 @@ def _measured(worker: int, fact: Any, n: int) -> dict[int, Measured]:
     """The measurements that a worker sent. Raises PeerError for anything else."""
     match fact:
         case dict() if fact and all(
-            key.isdigit() and int(key) < n and isinstance(way, list) and len(way) == 2
+            key.isdigit()
+            and int(key) < n
+            and isinstance(way, list)
+            and len(way) == 2
             and all(isinstance(x, float) and 0 < x < math.inf for x in way)
             for key, way in fact.items()
-        ):  # fmt: skip
+        ):
             return {int(key): Measured(*way) for key, way in fact.items()}
     raise PeerError(
         f"worker {worker} sent {fact!r:.60} as its measurements, which is malformed; install the same gossamer everywhere"

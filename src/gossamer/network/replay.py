@@ -22,8 +22,6 @@ from gossamer.network.timeline import (
 )
 from gossamer.record.logs.trace import Kind, Messages, Trace
 
-__all__ = ["Replay"]
-
 
 class _Stream(NamedTuple):
     """A message under way."""

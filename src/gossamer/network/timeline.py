@@ -8,19 +8,6 @@ import numpy as np
 from gossamer.network.links import Floats, Links, MeanKind, Network, jitter_factors
 from gossamer.record.logs.trace import KINDS, Integers, Kind, Messages, Trace
 
-__all__ = [
-    "Leg",
-    "Timeline",
-    "compute_seconds",
-    "legs_among",
-    "legs_of",
-    "no_rounds",
-    "operations_of",
-    "overlap_of_each",
-    "streams_of",
-    "utilisation_in_words",
-]
-
 
 class Timeline(NamedTuple):
     """When everything happened, as arrays `[rounds, workers]`; a worker's round starts when its previous one ends."""

@@ -8,8 +8,6 @@ from torch import nn
 from gossamer.optimizers.contract import InnerOptimizer, Joined
 from gossamer.optimizers.gpa import GPA
 
-__all__ = ["NamedState", "for_optimizer", "inside", "named_state"]
-
 
 class NamedState(NamedTuple):
     """What an optimizer knows, whatever groups its parameters are in; of a `Joined` one, each part has its own."""

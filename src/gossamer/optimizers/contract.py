@@ -6,8 +6,6 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["InnerOptimizer", "Joined", "loss_of"]
-
 
 class InnerOptimizer(Protocol):
     """The interface of an optimizer that a worker needs; everything in `torch.optim` has it."""

@@ -7,11 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gossamer.optimizers.accum_adamw import pieces
 from gossamer.optimizers.contract import InnerOptimizer, loss_of
-from gossamer.optimizers.pieces import pieces
 from gossamer.settings.options import Count, Decay, Portion, checked
-
-__all__ = ["GPA", "mu_x_like_diloco", "toward"]
 
 
 class GPA(Optimizer):

@@ -1,38 +1,48 @@
 """The inner optimizer of one worker: its settings, its construction and its learning-rate schedule."""
 
 import functools
+import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import torch
 from pydantic import AllowInfNan, Field
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Muon
+from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.optimizers import GPA, AccumAdamW, InnerOptimizer, Joined, SpectralMuon
 from gossamer.optimizers.spectral_muon import has_bf16
-from gossamer.optimizers.uncompiled import uncompiled
 from gossamer.settings.fields import Changeable, OneOf
 from gossamer.settings.options import Count, Decay, NotNegative, Number, Portion, Positive
 from gossamer.settings.schema import settings
 from gossamer.settings.user_code import is_code
 
-__all__ = [
-    "InnerConfig",
-    "OptimizerFactory",
-    "build_optimizer",
-    "clip_gradients",
-    "lr_scale",
-    "share_moments",
-    "warmup_steps",
-    "warn_of_slow_bf16",
-    "without_momentum",
-]
+_GUARDED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
+T = TypeVar("T", bound=Optimizer)
+
+
+def uncompiled(kind: type[T]) -> type[T]:
+    """The same optimizer, to the last bit, for steps that are not compiled.
+
+    torch (2.13) imports its compiler in order to keep it out of these functions and around every step. What it wraps is called
+    here instead, without gradients as torch does. Where torch wraps nothing, this is the optimizer itself.
+
+    >>> issubclass(uncompiled(torch.optim.SGD), torch.optim.SGD)
+    True
+    """
+    return cast(type[T], _uncompiled(kind))
+
+
+@functools.cache
+def _uncompiled(kind: type[Optimizer]) -> type[Optimizer]:
+    own: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name)) for name in _GUARDED}
+    return type(kind.__name__, (kind,), {**own, "step": torch.no_grad()(inspect.unwrap(kind.step))})
+
 
 log = logging.getLogger("gossamer")
 
@@ -103,10 +113,13 @@ class InnerConfig:
 
 
 def build_optimizer(
-    config: InnerConfig, model: nn.Module, *,
-    x: Mapping[nn.Parameter, Tensor] | None = None, z: Mapping[nn.Parameter, Tensor] | None = None,
+    config: InnerConfig,
+    model: nn.Module,
+    *,
+    x: Mapping[nn.Parameter, Tensor] | None = None,
+    z: Mapping[nn.Parameter, Tensor] | None = None,
     own: OptimizerFactory | None = None,
-) -> InnerOptimizer:  # fmt: skip
+) -> InnerOptimizer:
     """The optimizer for the trainable parameters of a model, which may be views of a flat buffer.
 
     Args:

@@ -17,8 +17,6 @@ from gossamer.optimizers.by_name import inside
 from gossamer.optimizers.contract import InnerOptimizer, Joined
 from gossamer.optimizers.gpa import GPA
 
-__all__ = ["must_be_state_of"]
-
 _CHANGING = {"lr", "largest_lr", "sum_of_weights"}
 """Options of a group that change from step to step."""
 _OURS = (AdamW, Muon, SGD)

@@ -12,8 +12,6 @@ from gossamer.errors import ConfigError
 from gossamer.optimizers.contract import loss_of
 from gossamer.settings.options import Decay, NotNegative, checked
 
-__all__ = ["SpectralMuon", "has_bf16", "orthogonalized"]
-
 _TRIPLES = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from gossamer.record.whole_files import atomic_write, make_folder, worker_suffix
 
-__all__ = ["Address", "read_addresses", "write_address"]
-
 
 class Address(NamedTuple):
     """The address of one slot."""

@@ -39,21 +39,6 @@ from gossamer.record.tensor_file import TENSOR_TYPES, write_tensors
 from gossamer.record.whole_files import atomic_write, sync_folder, worker_suffix
 from gossamer.settings.schema import RECORD, Records
 
-__all__ = [
-    "Lineage",
-    "check_finite",
-    "decoded",
-    "encoded",
-    "fault",
-    "generation_faults",
-    "load",
-    "rewind",
-    "rounds",
-    "save",
-    "saved_text",
-    "says_what_it_is_of",
-]
-
 FORMAT, FIRST_FORMAT = "gossamer checkpoint 2", "gossamer checkpoint 1"
 MAX_DEPTH = 100  # of a nested state; an optimizer has five or six
 MAX_MANIFEST_BYTES = 64 << 20  # some 100,000 tensors; a larger one is a mistake or an attack
@@ -90,8 +75,15 @@ _MANIFESTS: dict[str, Records[Any]] = {
 
 
 def save(
-    folder: Path, round: int, worker: int, state: Any, *, digest: str | Lineage, keep: int = 2, since: int | None = None,
-) -> None:  # fmt: skip
+    folder: Path,
+    round: int,
+    worker: int,
+    state: Any,
+    *,
+    digest: str | Lineage,
+    keep: int = 2,
+    since: int | None = None,
+) -> None:
     """Writes one generation of one worker, then removes its generations before the newest `keep`.
 
     Tensors that share memory are written separately, and are loaded as tensors that do not share it.
@@ -124,10 +116,17 @@ def save(
         size, sha256 = write_tensors(scratch, tensors)
         document = _sealed(
             {
-                "format": FORMAT, "round": round, "worker": worker, "digest": line.digest, "step": _step_of(state),
-                "of": {**line.of}, "bytes": size, "sha256": sha256, "state": tree,
+                "format": FORMAT,
+                "round": round,
+                "worker": worker,
+                "digest": line.digest,
+                "step": _step_of(state),
+                "of": {**line.of},
+                "bytes": size,
+                "sha256": sha256,
+                "state": tree,
             }
-        )  # fmt: skip
+        )
         if len(document) > MAX_MANIFEST_BYTES:
             raise CheckpointError(
                 f"the state of worker {worker} needs a manifest of {len(document)} bytes and at most "

@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 from gossamer.errors import CheckpointError
 
-__all__ = ["Fault", "FaultKind", "fault_heard"]
-
 _LONGEST = 400  # characters of a clause that another worker has said
 
 

@@ -39,10 +39,10 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from gossamer.errors import ConfigError
-from gossamer.record.branches import Branch, branch_of, read_branches
 from gossamer.record.dashboards.loggers import Dashboards
 from gossamer.record.dashboards.prometheus import Exporter
 from gossamer.record.jsonl import json_line, json_lines, keep_before, must_be_own
+from gossamer.record.lineage import Branch, branch_of, read_branches
 from gossamer.record.logs.seconds import RoundSeconds, seconds_line, seconds_lines
 from gossamer.record.logs.stage_seconds import STAGES_FILE
 from gossamer.record.logs.trace import Entry, line_of
@@ -50,22 +50,6 @@ from gossamer.record.machines import Threads, machine_line, this_machine
 from gossamer.record.whole_files import Appender, atomic_write, make_folder, worker_suffix
 from gossamer.settings.options import Count
 from gossamer.settings.schema import RECORD, Records, settings
-
-__all__ = [
-    "METRICS",
-    "RecordConfig",
-    "RunFolder",
-    "Unrecorded",
-    "finite",
-    "is_of_its_branch",
-    "metrics_line",
-    "must_be_new",
-    "newest_evaluation",
-    "note_evaluation",
-    "read_metrics",
-    "recoveries",
-    "run_file",
-]
 
 
 @settings("record")
@@ -275,10 +259,15 @@ class RunFolder:
         if self._config.prometheus_port:
             self._prometheus = Exporter(self._config.prometheus_host, self._config.prometheus_port, self.worker)
         self._dashboards = Dashboards(
-            self.path, self.worker, self._run_toml, next_step, tensorboard=self._config.tensorboard,
-            wandb_project=self._config.wandb_project, trackio_project=self._config.trackio_project,
+            self.path,
+            self.worker,
+            self._run_toml,
+            next_step,
+            tensorboard=self._config.tensorboard,
+            wandb_project=self._config.wandb_project,
+            trackio_project=self._config.trackio_project,
             traced_per_round=self._traced_per_round,
-        )  # fmt: skip
+        )
         self._metrics, self._trace = Appender(self._metrics_path), Appender(self._trace_path)
 
 

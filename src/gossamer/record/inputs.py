@@ -24,8 +24,6 @@ from gossamer.errors import DataError
 from gossamer.record.whole_files import atomic_write, worker_suffix
 from gossamer.settings.schema import RECORD, Records
 
-__all__ = ["CodeInput", "Inputs", "StateKey", "mark_of", "read_inputs", "state_key", "write_inputs"]
-
 _KEY_FILE = "run-folders.key"
 _KEY_BYTES = 32
 _LARGEST_BYTES = 16 << 20

@@ -13,19 +13,6 @@ from gossamer.errors import DataError
 from gossamer.record.whole_files import atomic_write, worker_of_file
 from gossamer.settings.schema import RECORD, Records
 
-__all__ = [
-    "Parser",
-    "json_from_peer",
-    "json_line",
-    "json_lines",
-    "json_text",
-    "keep_before",
-    "keep_records",
-    "must_be_own",
-    "records",
-    "short",
-]
-
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 

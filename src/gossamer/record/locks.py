@@ -22,8 +22,6 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-__all__ = ["holding", "must_be_idle", "trains_here"]
-
 ENDING_S = 3.0
 """How long a process is waited for that may be about to end, as workers do whose launcher was killed a moment ago."""
 LOOKING_S = 0.2
@@ -32,9 +30,7 @@ _NAME = ".lock"
 
 
 @contextlib.contextmanager
-def holding(
-    folder: Path, worker: int | None, part: int = 0, parts: int = 1, *, strict: bool = True
-) -> Iterator[None]:  # fmt: skip
+def holding(folder: Path, worker: int | None, part: int = 0, parts: int = 1, *, strict: bool = True) -> Iterator[None]:
     """Inside, this process alone writes what a worker or one part of it writes into a run folder; None writes for all.
 
     Args: `strict` refuses where another process holds the lock; else this one goes on without it, as one does that others of its

@@ -21,8 +21,6 @@ from gossamer.record.jsonl import json_line, records
 from gossamer.settings.options import Count, Number
 from gossamer.settings.schema import RECORD, Records
 
-__all__ = ["MOST_THREADS", "Computed", "Machine", "Threads", "machine_line", "read_machines", "this_machine"]
-
 MOST_THREADS = 1024
 """Of one worker; a record with more is damaged, and would start that many."""
 _Word = Annotated[str, Field(max_length=300)]

@@ -13,8 +13,6 @@ from typing_extensions import TypedDict
 from gossamer.settings.schema import RECORD
 from gossamer.version import __version__
 
-__all__ = ["Origin", "origin"]
-
 
 @with_config(RECORD)
 class Origin(TypedDict):

@@ -12,8 +12,6 @@ from gossamer.errors import CheckpointError, TrainingError
 from gossamer.record.checkpoint import MAX_MANIFEST_BYTES, check_finite, decoded, encoded
 from gossamer.record.tensor_file import tensor_bytes
 
-__all__ = ["cold", "frozen", "packed", "unpacked"]
-
 
 def packed(state: Any) -> bytes:
     """The bytes of a state; as in `checkpoint.save`, tensors that share memory are written separately. Cost: one copy.

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import IO
 
-__all__ = ["echo", "is_quiet", "printable", "quieted", "say"]
-
 _ESCAPED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Control characters, invisible ones such as those that turn the direction of reading, halves of pairs, and line separators."""
 _QUIET = ContextVar("quiet", default=False)

@@ -13,18 +13,6 @@ from typing import Self
 
 from gossamer.errors import DiskError
 
-__all__ = [
-    "Appender",
-    "LineWriter",
-    "atomic_write",
-    "make_folder",
-    "sync_folder",
-    "worker_of_file",
-    "worker_suffix",
-    "writing",
-]
-
-
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The disk, the user's share of it, or what a file may hold."""
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EPERM, errno.EISDIR)

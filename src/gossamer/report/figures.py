@@ -4,6 +4,8 @@ A sweep over one key gives final loss against it, a sweep over two a heat map. A
 wall-clock at which each method first reaches the target's last loss, or the losses at equal bytes and equal time.
 """
 
+import contextlib
+import io
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,14 +14,49 @@ from typing import Annotated, Any, Protocol
 from pydantic import Field
 
 from gossamer.errors import ConfigError, choose, require
-from gossamer.report.charts import chart_style, line_style, plain_axes, svg
 from gossamer.report.paired import Side, Slope, effect, effect_cells, effect_heads, p_text, trend
 from gossamer.report.reach import ROUNDS, SENT, curves_of, ends, paired_table, reach, validated_once
 from gossamer.report.results import PointResult
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.settings.schema import settings
 
-__all__ = ["Figure", "check_figure", "draw_figure", "figure_table", "mean_and_deviation", "swept"]
+INK, FAINT = "#2b2b2b", "#d9d9d9"
+_COLOURS = ("#1f6f9f", "#d2691e", "#3f8f5b", "#8a5aa8", "#b8476b", "#8c7a3d", "#4a4a4a", "#2aa3a3")
+_DASHES = ((), (5, 2), (1, 1.5), (5, 1.5, 1, 1.5))
+
+
+@contextlib.contextmanager
+def chart_style() -> Iterator[None]:
+    """Matplotlib settings for making and writing figures; with a fixed salt, equal figures give equal bytes."""
+    import matplotlib
+
+    with matplotlib.rc_context(
+        {"svg.hashsalt": "gossamer", "font.family": "DejaVu Sans", "font.size": 9, "text.color": INK}
+    ):
+        yield
+
+
+def plain_axes(axes: Any, x_label: str, *, grid: bool = True) -> None:
+    """Removes everything from the axes that nobody reads."""
+    axes.set_xlabel(x_label, color=INK)
+    if grid:
+        axes.grid(which="both", color=FAINT, linewidth=0.6)
+    axes.tick_params(which="both", colors=INK, length=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FAINT)
+
+
+def svg(figure: Any) -> bytes:
+    """A matplotlib figure as SVG, without a date."""
+    image = io.BytesIO()
+    figure.savefig(image, format="svg", metadata={"Date": None})
+    return image.getvalue()
+
+
+def line_style(place: int) -> tuple[str, Any]:
+    """Colour and line style of the run at this place: all colours solid first, then dashed."""
+    dashes = _DASHES[place // len(_COLOURS) % len(_DASHES)]
+    return _COLOURS[place % len(_COLOURS)], (0, dashes) if dashes else "-"
 
 
 @settings("figure")
@@ -318,8 +355,14 @@ def _draw_points(axes: Any, points: Mapping[float, Sequence[float]], label: str,
         list(points),
         [statistics.fmean(own) for own in points.values()],
         [statistics.stdev(own) if len(own) > 1 else 0.0 for own in points.values()],
-        color=colour, label=label, marker="o", markersize=4, capsize=3, linewidth=1.6, linestyle=line if joined else "",
-    )  # fmt: skip
+        color=colour,
+        label=label,
+        marker="o",
+        markersize=4,
+        capsize=3,
+        linewidth=1.6,
+        linestyle=line if joined else "",
+    )
 
 
 def _draw_maps(results: Sequence[PointResult], figure: Figure) -> Any:
@@ -341,9 +384,14 @@ def _draw_maps(results: Sequence[PointResult], figure: Figure) -> Any:
         for (x, y), loss in mine.items():
             dark = loss > (low + high) / 2
             axes.text(
-                x_values.index(x), y_values.index(y), f"{loss:.3f}", ha="center", va="center",
-                color="white" if dark else "black", weight="bold" if loss == best else "normal",
-            )  # fmt: skip
+                x_values.index(x),
+                y_values.index(y),
+                f"{loss:.3f}",
+                ha="center",
+                va="center",
+                color="white" if dark else "black",
+                weight="bold" if loss == best else "normal",
+            )
         axes.set_xticks(range(len(x_values)), [str(x) for x in x_values])
         axes.set_yticks(range(len(y_values)), [str(y) for y in y_values])
         axes.set_title(method, fontsize=10)

@@ -8,11 +8,6 @@ from typing import Literal, NamedTuple
 from gossamer.errors import require
 from gossamer.report.table import DASH
 
-__all__ = [
-    "Effect", "Side", "Slope", "Standing", "effect", "effect_cells", "effect_heads", "holm", "p_text", "standing", "t_within",
-    "trend",
-]  # fmt: skip
-
 Side = Literal["below", "above"]
 Slope = Literal["rising", "falling"]
 _LEVEL = 0.05  # of every test
@@ -67,10 +62,14 @@ def effect(pairs: Sequence[tuple[float, float]], *, margin: float | None = None,
         return float(mean <= bound) if error == 0 else 1 - below(bound)
 
     return Effect(
-        differences, mean, _quantile(1 - _LEVEL, n - 1) * error, percent,
+        differences,
+        mean,
+        _quantile(1 - _LEVEL, n - 1) * error,
+        percent,
         None if side is None else below(0.0) if side == "below" else above(0.0),
-        None if margin is None else max(below(margin), above(-margin)), min(1.0, 2 * min(below(0.0), above(0.0))),
-    )  # fmt: skip
+        None if margin is None else max(below(margin), above(-margin)),
+        min(1.0, 2 * min(below(0.0), above(0.0))),
+    )
 
 
 def t_within(t: float, nu: int) -> float:

@@ -8,8 +8,6 @@ from gossamer.report.paired import Side, effect_cells, effect_heads
 from gossamer.report.results import PointResult
 from gossamer.report.table import markdown_lines
 
-__all__ = ["ENDS", "ROUNDS", "SENT", "Reach", "curves_of", "ends", "paired_table", "reach", "validated_once"]
-
 SENT, ROUNDS, ENDS = "sent bytes", "rounds", "end"
 """In place of a network's name: runs are compared by what they sent, round by round, or each at its own end."""
 
@@ -71,12 +69,16 @@ def ends(results: Sequence[PointResult], target: str) -> list[Reach]:
     lasts = {run.seed: loss for run in results if run.method == target and (loss := run.row["loss"]) is not None}
     return [
         Reach(
-            run.method, ENDS, run.seed, None, None if (loss := run.row["loss"]) is None else loss - lasts[run.seed],
+            run.method,
+            ENDS,
+            run.seed,
+            None,
+            None if (loss := run.row["loss"]) is None else loss - lasts[run.seed],
             lasts[run.seed],
         )
         for run in results
         if run.method != target and run.seed in lasts
-    ]  # fmt: skip
+    ]
 
 
 def validated_once(results: Sequence[PointResult]) -> bool:
@@ -90,9 +92,7 @@ def curves_of(run: PointResult, *, paired: bool) -> dict[str, Sequence[tuple[flo
     return {**more, **run.row["loss_at_s"]}
 
 
-def paired_table(
-    found: Sequence[Reach], target: str, *, margin: float | None = None, side: Side | None = None
-) -> str:  # fmt: skip
+def paired_table(found: Sequence[Reach], target: str, *, margin: float | None = None, side: Side | None = None) -> str:
     """The differences in loss as Markdown: each seed's, and their mean with its 95 % interval, in nats and in per cent.
 
     Args: as in `effect`; the one-sided tests of all methods are adjusted together (Holm).

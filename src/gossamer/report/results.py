@@ -13,8 +13,6 @@ from gossamer.record.jsonl import json_line, records
 from gossamer.record.origin import Origin
 from gossamer.settings.schema import RECORD, Records
 
-__all__ = ["PointResult", "read_results", "result_lines"]
-
 
 class PointResult(NamedTuple):
     """The result of one run of an experiment."""

@@ -18,24 +18,6 @@ from gossamer.network.links import Network
 from gossamer.record.progress import printable
 from gossamer.report.reading.runs import read_runs, summary_row
 
-__all__ = [
-    "DASH",
-    "MANY",
-    "digits_text",
-    "html_table",
-    "loss_rank",
-    "markdown_lines",
-    "markdown_table",
-    "markdown_text",
-    "number_text",
-    "over_seeds",
-    "ranked",
-    "render_table",
-    "seconds_text",
-    "summary_rows",
-    "table_cells",
-]
-
 MANY = 12
 """From this number of runs on, tables are ranked by loss and charts get a panel for each run."""
 DASH = "–"

@@ -26,8 +26,6 @@ from gossamer.report.page.view import standings
 from gossamer.report.reading.follow import FollowedRun
 from gossamer.report.reading.thinning import Grid
 
-__all__ = ["Terminal"]
-
 log = logging.getLogger("gossamer")
 _EVERY_S = 0.5
 """Between two looks into the folder."""
@@ -74,9 +72,14 @@ class Terminal:
             return self
         if self._console.is_terminal:
             before = sys.stderr
-            self._live = self._open.enter_context(Live(
-                console=self._console, auto_refresh=False, redirect_stdout=sys.stdout.isatty(), vertical_overflow="crop",
-            ))  # fmt: skip
+            self._live = self._open.enter_context(
+                Live(
+                    console=self._console,
+                    auto_refresh=False,
+                    redirect_stdout=sys.stdout.isatty(),
+                    vertical_overflow="crop",
+                )
+            )
             for handler in logging.getLogger().handlers:  # its warnings go above the table as well
                 if isinstance(handler, logging.StreamHandler) and handler.stream is before:
                     handler.setStream(sys.stderr)

@@ -7,8 +7,6 @@ from typing import Any
 
 from gossamer.report.paired import effect
 
-__all__ = ["verdict"]
-
 
 def verdict(rows: Sequence[Mapping[str, Any]], *, running: bool = False) -> str:
     """What the last losses of some runs show, from the differences between methods seed by seed and their 95 % interval.

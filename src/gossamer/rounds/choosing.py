@@ -9,8 +9,6 @@ from torch import Tensor
 
 from gossamer.rounds.merging import length
 
-__all__ = ["FragmentChoice"]
-
 
 class FragmentChoice:
     """The choices of one worker, which are those of all: they follow from where outer updates have led, and nobody's own steps.

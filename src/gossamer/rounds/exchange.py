@@ -12,7 +12,7 @@ Why it cannot deadlock: only `receive` and `finish` wait, everything is sent bef
 is waited for first, and a message is named by its round and fragment. Worker i waits only for messages that their senders post
 before they wait for anything that i sends later; by induction over what was sent, all of them come.
 
-Who calls the functions of a rule: `init` and `send` are called here and in `gossamer.rounds.forms` only, `combine` and `recv` in
+Who calls the functions of a rule: `init` and `send` are called here and in `rounds.together` only, `combine` and `recv` in
 `gossamer.rounds.kernel` only, except that a mean over everyone is combined here: one chunk by each owner, or once for all workers
 of a process. Codecs are called in `gossamer.codecs.message` only. A rule or a codec that wraps another calls the one it wraps,
 and `gossamer.testing` the rule that it checks.
@@ -27,32 +27,19 @@ from torch import Tensor
 
 from gossamer import rng
 from gossamer.codecs import Codec
-from gossamer.codecs.exact import EXACT
+from gossamer.codecs.cast import EXACT
 from gossamer.codecs.message import decode, decode_received, encode
 from gossamer.errors import TrainingError, TransportError
 from gossamer.finite import GO_ON, must_be_finite
 from gossamer.record.logs.trace import Operation
-from gossamer.rounds.forms import chunks, message_template, own_message, sizes_of
 from gossamer.rounds.kernel import Decoded, cut, update_spans
 from gossamer.rounds.merging import merging
 from gossamer.rounds.setup import AllOf, Sent, Setup, StageSide, Waits
-from gossamer.rounds.together import Together
+from gossamer.rounds.together import Together, chunks, message_template, own_message, sizes_of
 from gossamer.rules import Context, Rule
 from gossamer.topologies.mixing import Mixing, Row, pull, widen, without
 from gossamer.transport.contract import IncompleteError, Reduce, Ticket
 from gossamer.tree import Tree, leaves, map_leaves, must_fit, nbytes, refill
-
-__all__ = [
-    "Each",
-    "Exchange",
-    "begin",
-    "finish_all",
-    "initial_state",
-    "sent_again",
-    "update_from_zeros",
-    "with_mixing",
-]
-
 
 Each = Callable[[Callable[[Any], Any], Iterable[Any]], Any]  # a map over workers, in parallel or not
 

@@ -16,8 +16,6 @@ from gossamer.rules import Context, Rule
 from gossamer.topologies.mixing import Combine, Row
 from gossamer.tree import Tree, leaves, map_leaves
 
-__all__ = ["PLAIN", "Decoded", "Kernel", "compiled", "cut", "must_have_compiler", "outer_update", "update_spans"]
-
 CHUNK = 1 << 16  # temporaries of 256 kB stay in a cache of 1 MB or more; smaller ones pay more for the calls of Python
 
 

@@ -37,8 +37,6 @@ from gossamer.topologies.mixing import Mixing
 from gossamer.transport.contract import Closes, IncompleteError, Reduce, Transport
 from gossamer.tree import Tree, leaves
 
-__all__ = ["InFlight", "OuterLoop"]
-
 
 class InFlight(TypedDict):
     """What a checkpoint keeps of an exchange that is under way."""
@@ -66,10 +64,19 @@ class OuterLoop:
     """
 
     def __init__(
-        self, m: Method, transport: Transport, parts: Sequence[tuple[Tensor, Layout]], *, local_steps: int, full_steps: int,
-        seed: int, reduce: Reduce | None = None, together: Together | None = None, shard: int = 0,
+        self,
+        m: Method,
+        transport: Transport,
+        parts: Sequence[tuple[Tensor, Layout]],
+        *,
+        local_steps: int,
+        full_steps: int,
+        seed: int,
+        reduce: Reduce | None = None,
+        together: Together | None = None,
+        shard: int = 0,
         over_shards: Callable[[float], float] = float,
-    ):  # fmt: skip
+    ):
         self.method, self.worker, self._over_shards = m, transport.worker, over_shards
         self.local_steps, self.full_steps = local_steps, full_steps
         self._updates, self._topology_of = topology_of_updates(m.rule, m.topology.n, seed), m.topology_of(seed)
@@ -91,9 +98,18 @@ class OuterLoop:
                 overlap_steps = rule.delay_rounds * full_steps + m.schedule.overlap_steps
                 codec = fitted(m.codec, layout)
                 setup = Setup(
-                    rule, codec, transport, part, draws, m.kernel, reduce, together, overlap_steps, m.schedule.merge,
+                    rule,
+                    codec,
+                    transport,
+                    part,
+                    draws,
+                    m.kernel,
+                    reduce,
+                    together,
+                    overlap_steps,
+                    m.schedule.merge,
                     m.schedule.merge_strength,
-                )  # fmt: skip
+                )
             else:
                 setup = Setup(averaging, exact(), transport, part, draws, m.kernel, reduce, together)
             mixing = m.topology.mixing(0, self.alive(0, p))
@@ -294,12 +310,16 @@ class OuterLoop:
         """What a checkpoint needs of the exchanges that are under way."""
         return [
             {
-                "round": round, "fragment": p, "local_steps": exchange.ctx.local_steps, "rank": exchange.ctx.rank,
-                "chosen": self.fragment_of(p), "sent": leaves(exchange.sent),
+                "round": round,
+                "fragment": p,
+                "local_steps": exchange.ctx.local_steps,
+                "rank": exchange.ctx.rank,
+                "chosen": self.fragment_of(p),
+                "sent": leaves(exchange.sent),
             }
             for (round, p), exchange in self.in_flight.items()
             if exchange.sent is not None
-        ]  # fmt: skip
+        ]
 
     def restore_in_flight(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Sends again what was under way; all workers must resume from the same round.

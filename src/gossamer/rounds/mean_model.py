@@ -8,8 +8,6 @@ from torch import Tensor
 from gossamer.topologies.mixing import widen
 from gossamer.transport.contract import Ticket, Transport
 
-__all__ = ["mean_of", "mean_over_workers"]
-
 
 def mean_of(vectors: Sequence[Tensor]) -> Tensor:
     """The mean model, `(1/n) Σ_i x_i`, summed in worker order in fp32 at least; equal vectors are their own mean, bit for bit."""

@@ -11,8 +11,6 @@ from gossamer.layout import Layout
 from gossamer.topologies.mixing import widen
 from gossamer.tree import Tree
 
-__all__ = ["Merge", "length", "merging"]
-
 Merge = Literal["keep", "taylor"] | float
 _BLOCK = 1 << 14  # elements that torch sums in one thread, so that the number of threads changes no bit
 

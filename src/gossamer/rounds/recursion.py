@@ -12,8 +12,6 @@ from gossamer.layout import Layout, Leaf
 from gossamer.rules import Consensus, Context, Rule
 from gossamer.tree import Tree, leaves, map_leaves, refill
 
-__all__ = ["Recursion", "of_consensus", "of_rule"]
-
 Array = NDArray[Any]
 
 

@@ -11,8 +11,6 @@ from typing import Literal, NamedTuple
 from gossamer.settings.options import Count, NotNegative, Number, Portion
 from gossamer.settings.schema import settings
 
-__all__ = ["Schedule", "Stop"]
-
 
 class Stop(NamedTuple):
     """A point of a round at which a worker exchanges with its peers: it first sends, then receives.

@@ -16,8 +16,6 @@ from gossamer.rules import Rule
 from gossamer.transport.contract import Reduce, Ticket, Transport
 from gossamer.tree import Tree
 
-__all__ = ["AllOf", "Part", "Sent", "Setup", "StageSide", "Waits", "in_sides"]
-
 
 class Part(NamedTuple):
     """What one worker owns of one fragment: the live parameters (or gradients), and the outer state; both updated in place."""
@@ -111,9 +109,7 @@ class AllOf(NamedTuple):
             one.wait(ticket)
 
 
-def in_sides(
-    setup: Setup, codec: Codec, transports: Sequence[Transport], stage_of: Callable[[str], int]
-) -> Setup:  # fmt: skip
+def in_sides(setup: Setup, codec: Codec, transports: Sequence[Transport], stage_of: Callable[[str], int]) -> Setup:
     """The setup of a worker in one piece whose peers are in stages: each stage sends and receives its own tensors alone.
 
     The rule must be elementwise, and the tensors of a stage one after the other in the fragment.

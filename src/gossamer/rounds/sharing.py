@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from gossamer.topologies.mixing import Mixing
 
-__all__ = ["Sharing", "first_sharing", "shares"]
-
 
 @lru_cache(maxsize=64)
 def shares(slots: int, present: frozenset[int]) -> tuple[tuple[int, ...], ...]:

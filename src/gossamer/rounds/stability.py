@@ -27,21 +27,6 @@ from gossamer.settings.options import Decay, check_option
 from gossamer.topologies import Topology
 from gossamer.topologies.mixing import Mixing, laplacian_condition, matrix, spectral_gap
 
-__all__ = [
-    "Gossip",
-    "Outlook",
-    "Stability",
-    "best_alpha",
-    "largest_stable_gamma",
-    "mean_gap",
-    "outlook",
-    "resolve_alpha",
-    "stability",
-    "stability_of",
-    "stability_warning",
-    "too_large",
-]
-
 Array = NDArray[Any]
 
 _MOST_WORK, _MOST_SEARCHED = 5e8, 1e7

@@ -12,8 +12,6 @@ from gossamer.topologies import Topology, make_topology
 from gossamer.topologies.mixing import mean, pull, widen
 from gossamer.tree import Tree
 
-__all__ = ["MixedUpdate", "left_by_updates", "rule_of_updates", "topology_of_updates"]
-
 
 def topology_of_updates(rule: Rule, n: int, seed: int) -> Topology | None:
     """The topology over which a rule mixes updates; None for a rule that mixes none.

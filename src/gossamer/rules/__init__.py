@@ -11,6 +11,7 @@ from gossamer.rules.cocktail import cocktail as cocktail
 from gossamer.rules.contract import Consensus, Context, OuterSGD, Rule
 from gossamer.rules.data_parallel import data_parallel as data_parallel
 from gossamer.rules.diloco import diloco as diloco
+from gossamer.rules.diloco import slowmo as slowmo
 from gossamer.rules.dilocox import dilocox as dilocox
 from gossamer.rules.eager import eager as eager
 from gossamer.rules.easgd import easgd as easgd
@@ -28,7 +29,6 @@ from gossamer.rules.restarted import omr as omr
 from gossamer.rules.restarted import restarted as restarted
 from gossamer.rules.robust import robust as robust
 from gossamer.rules.sgp import sgp as sgp
-from gossamer.rules.slowmo import slowmo as slowmo
 from gossamer.rules.sparta import sparta as sparta
 from gossamer.rules.trusted import trusted as trusted
 from gossamer.rules.weighted import weighted as weighted

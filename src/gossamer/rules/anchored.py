@@ -12,8 +12,6 @@ from gossamer.settings.options import Given, factory, like, wrapper
 from gossamer.topologies.mixing import Row, mean, pull
 from gossamer.tree import Tree
 
-__all__ = ["anchored", "anchored_gasloc"]
-
 
 class _State(NamedTuple):
     """The state of the rule inside, and the anchor, bitwise the same on all workers."""

@@ -10,8 +10,6 @@ from gossamer.settings.options import Share, factory
 from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
 
-__all__ = ["choco"]
-
 
 class _State(NamedTuple):
     """This worker's public copy, and how far the neighbours' public copies pull it."""

@@ -16,8 +16,6 @@ from gossamer.settings.options import Count, Given, wrapper
 from gossamer.topologies.mixing import Row, pull, widen
 from gossamer.tree import Tree, leaves, map_leaves
 
-__all__ = ["clipped"]
-
 Factor = Annotated[float, Field(ge=1)]
 _FEWEST = 3
 """Ratios that must be known before a message is compared with them."""
@@ -42,9 +40,7 @@ class _State(NamedTuple):
 
 
 @wrapper
-def clipped(
-    rule: Given[Rule], at: Factor = 1.5, decline: Factor = 2.5, strikes: Count = 2, window: Count = 16
-) -> Rule:  # fmt: skip
+def clipped(rule: Given[Rule], at: Factor = 1.5, decline: Factor = 2.5, strikes: Count = 2, window: Count = 16) -> Rule:
     """Gives a rule messages that are no farther away than messages usually are, and none of a worker that often is farther.
 
     gossip:                a_j = m_j - m_i,  u² ← 0.9 u² + ||m_i - start of the round||²,  what this worker itself has drifted

@@ -12,8 +12,6 @@ from gossamer.settings.options import factory
 from gossamer.topologies.mixing import mean
 from gossamer.tree import Tree
 
-__all__ = ["cocktail"]
-
 
 class _State(NamedTuple):
     """The shared copy c, and the accumulated error of the second compression: both bitwise the same on all workers."""

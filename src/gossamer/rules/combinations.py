@@ -9,17 +9,6 @@ from gossamer.errors import ConfigError
 from gossamer.rules.contract import Context, Rule, sends_parameters
 from gossamer.tree import Tree
 
-__all__ = [
-    "by_worker",
-    "geometric_median",
-    "krum",
-    "must_average",
-    "norm",
-    "ordered_sum",
-    "trimmed_mean",
-    "weighted_sum",
-]
-
 _WEISZFELD_STEPS, _NEAREST = 32, 1e-8
 _BLOCK = 1024  # elements that one thread sums, so that the bits do not depend on the number of threads
 

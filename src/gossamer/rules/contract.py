@@ -14,22 +14,6 @@ from gossamer.settings.options import in_short
 from gossamer.topologies.mixing import Combine, mean
 from gossamer.tree import Tree, leaves
 
-__all__ = [
-    "ActsOn",
-    "Adapted",
-    "Consensus",
-    "Context",
-    "Limit",
-    "MomentumSite",
-    "Needs",
-    "OuterSGD",
-    "Rule",
-    "amplification",
-    "inside",
-    "reset_inside",
-    "sends_parameters",
-]
-
 _RENAMED = {"hear": "combine", "n1_limit": "single_worker_limit"}
 T = TypeVar("T")
 Needs = Literal["everyone", "connected", "static", "tree", "push"]

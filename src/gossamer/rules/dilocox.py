@@ -24,8 +24,6 @@ from gossamer.settings.options import Count, Decay, Number, Positive, factory
 from gossamer.topologies.mixing import Row
 from gossamer.tree import Tree, map_leaves
 
-__all__ = ["dilocox"]
-
 
 class _State(NamedTuple):
     """Where the round began, the momentum, the error to send next, what is in flight, and the right factors to start from.

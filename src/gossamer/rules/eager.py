@@ -10,8 +10,6 @@ from gossamer.settings.options import Decay, Positive, factory
 from gossamer.topologies.mixing import mean
 from gossamer.tree import Tree
 
-__all__ = ["eager"]
-
 
 class _State(NamedTuple):
     """Where the round began, and the outer momentum b; both differ between workers."""

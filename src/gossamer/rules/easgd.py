@@ -9,8 +9,6 @@ from gossamer.settings.options import Share, factory
 from gossamer.topologies.mixing import mean
 from gossamer.tree import Tree
 
-__all__ = ["easgd"]
-
 
 class _State(NamedTuple):
     """The centre, bitwise the same on all workers."""

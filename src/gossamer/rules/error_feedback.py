@@ -11,8 +11,6 @@ from gossamer.rules.diloco import diloco
 from gossamer.settings.options import Given, Positive, Share, factory, wrapper
 from gossamer.tree import Tree
 
-__all__ = ["error_feedback", "sparseloco"]
-
 
 class _State(NamedTuple):
     """The state of the wrapped rule, and the error that was not sent yet."""

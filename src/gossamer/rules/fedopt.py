@@ -10,8 +10,6 @@ from gossamer.settings.options import Decay, Positive, factory
 from gossamer.topologies.mixing import mean
 from gossamer.tree import Tree
 
-__all__ = ["fedopt"]
-
 
 class _State(NamedTuple):
     """Where the round began, and the first and second moment of the averaged pseudo-gradient."""

@@ -12,8 +12,6 @@ from gossamer.topologies import TOPOLOGIES
 from gossamer.topologies.mixing import mean, pull
 from gossamer.tree import Tree
 
-__all__ = ["fgd"]
-
 
 class _State(NamedTuple):
     """Where the round began, the outer momentum b, which is never mixed, and the mixed pseudo-gradient (absent without one)."""
@@ -25,9 +23,11 @@ class _State(NamedTuple):
 
 @factory
 def fgd(
-    lr: Positive = 0.7, momentum: Decay = 0.7, mix_parameters: Literal["gossip", "global"] = "gossip",
+    lr: Positive = 0.7,
+    momentum: Decay = 0.7,
+    mix_parameters: Literal["gossip", "global"] = "gossip",
     mix_updates: str = "none",
-) -> Rule:  # fmt: skip
+) -> Rule:
     """Workers mix the parameters with which the round began while they train, and make an outer step of their own from there.
 
     p_i = Σ_j w_ij θ_j   [sent when the round begins, needed when it ends: nothing is stale]

@@ -13,9 +13,6 @@ from gossamer.settings.options import Decay, Positive, factory
 from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
 
-__all__ = ["gasloc"]
-
-
 _SITES: dict[str, MomentumSite] = {"post": "post", "published": "pre", "drift": "drift"}
 _MOMENTUM: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "post": lambda theta, y, z: z,

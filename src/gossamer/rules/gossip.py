@@ -7,8 +7,6 @@ from gossamer.settings.options import factory
 from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
 
-__all__ = ["gossip"]
-
 
 @factory
 def gossip() -> Rule:

@@ -11,8 +11,6 @@ from gossamer.settings.options import Count, factory
 from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
 
-__all__ = ["jacobi", "weights"]
-
 
 class _State(NamedTuple):
     """How far the last exchange moved this worker; its mean over the workers is zero."""

@@ -7,8 +7,6 @@ from gossamer.settings.options import factory
 from gossamer.topologies.mixing import mean
 from gossamer.tree import Tree
 
-__all__ = ["local_sgd"]
-
 
 @factory
 def local_sgd() -> Rule:

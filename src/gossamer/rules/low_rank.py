@@ -12,19 +12,6 @@ from gossamer import rng
 from gossamer.layout import Layout
 from gossamer.topologies.mixing import widen
 
-__all__ = [
-    "Factors",
-    "Matrix",
-    "drawn",
-    "effective_rank",
-    "factored",
-    "first_columns",
-    "matrices_of",
-    "mean_of_gathered",
-    "whole",
-    "with_columns",
-]
-
 
 class Matrix(NamedTuple):
     """A tensor that is sent as two factors, `[rows, rank]` and `[columns, rank]`."""

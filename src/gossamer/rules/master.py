@@ -9,8 +9,6 @@ from gossamer.rules.contract import Context, Rule, inside, sends_parameters
 from gossamer.topologies.mixing import widen
 from gossamer.tree import Tree, map_leaves
 
-__all__ = ["HALVES", "with_master"]
-
 HALVES = (torch.bfloat16, torch.float16)
 
 

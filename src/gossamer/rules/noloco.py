@@ -10,8 +10,6 @@ from gossamer.settings.options import Decay, Positive, factory
 from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
 
-__all__ = ["noloco"]
-
 
 class _State(NamedTuple):
     """Slow weights φ and the local heavy-ball buffer δ, which is never mixed."""

@@ -10,8 +10,6 @@ from gossamer.settings.options import factory
 from gossamer.topologies.mixing import each
 from gossamer.tree import Tree
 
-__all__ = ["relaysum"]
-
 
 class _State(NamedTuple):
     """The common start x⁰, and for each peer k the last m_{k→i} and the last m_{i→k}."""

@@ -10,8 +10,6 @@ from gossamer.rules.diloco import diloco
 from gossamer.settings.options import Count, Decay, Given, Positive, factory, wrapper
 from gossamer.tree import Tree
 
-__all__ = ["omr", "restarted"]
-
 
 @wrapper
 def restarted(rule: Given[Rule], every: Count = 3) -> Rule:

@@ -11,8 +11,6 @@ from gossamer.settings.options import Count, Given, wrapper
 from gossamer.topologies.mixing import each, widen
 from gossamer.tree import Tree, map_leaves
 
-__all__ = ["robust"]
-
 
 @wrapper
 def robust(

@@ -9,8 +9,6 @@ from gossamer.rules.contract import Context, Rule
 from gossamer.settings.options import factory
 from gossamer.topologies.mixing import mean
 
-__all__ = ["Mass", "sgp"]
-
 
 class Mass(NamedTuple):
     """The mass a worker holds `[P]`, and the weight `[1]` (fp32 or wider) that divides it."""

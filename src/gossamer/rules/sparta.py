@@ -9,8 +9,6 @@ from gossamer.settings.options import Count, factory
 from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
 
-__all__ = ["sparta"]
-
 
 @factory
 def sparta(one_in: Count = 200, disjoint: bool = False) -> Rule:

@@ -11,8 +11,6 @@ from gossamer.settings.options import Decay, Given, Positive, wrapper
 from gossamer.topologies.mixing import each, widen
 from gossamer.tree import Tree
 
-__all__ = ["trusted"]
-
 
 class _State(NamedTuple):
     """The state of the wrapped rule, the score of each worker `[n]`, and the Δ̄ of the last round."""

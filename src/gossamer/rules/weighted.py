@@ -10,8 +10,6 @@ from gossamer.rules.contract import Context, Rule, inside, reset_inside
 from gossamer.settings.options import Given, wrapper
 from gossamer.tree import Tree
 
-__all__ = ["weighted"]
-
 
 class _State(NamedTuple):
     """The state of the wrapped rule, and where the round began (absent where that state has it)."""

@@ -9,8 +9,6 @@ from pydantic_core import CoreSchema, core_schema
 
 from gossamer.settings.user_code import is_code
 
-__all__ = ["NEUTRAL", "Changeable", "CodeName", "FolderName", "OneOf", "Words"]
-
 
 class Words(NamedTuple):
     """What a field allows, in an annotation whose bounds do not say it well enough."""

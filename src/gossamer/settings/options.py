@@ -19,32 +19,6 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from gossamer.errors import ConfigError, choose
 from gossamer.settings.schema import words_of
 
-__all__ = [
-    "Count",
-    "Decay",
-    "Given",
-    "NotNegative",
-    "Number",
-    "Option",
-    "Portion",
-    "Positive",
-    "Share",
-    "bounded",
-    "check_option",
-    "checked",
-    "factory",
-    "in_short",
-    "like",
-    "listed",
-    "options_of",
-    "row",
-    "row_faults",
-    "table",
-    "unknown_options",
-    "wrapper",
-]
-
-
 V = TypeVar("V")
 _GIVEN = object()
 Given = Annotated[V, _GIVEN]

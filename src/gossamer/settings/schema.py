@@ -36,24 +36,6 @@ from typing_extensions import is_typeddict
 from gossamer.errors import ConfigError, DataError, GossamerError, choose, nearest
 from gossamer.settings.fields import NEUTRAL, Changeable, OneOf, Words
 
-__all__ = [
-    "RECORD",
-    "Faults",
-    "Records",
-    "Soundest",
-    "build",
-    "changeable",
-    "default_of",
-    "parse_toml",
-    "read_toml",
-    "refuse",
-    "settings",
-    "settings_faults",
-    "soundest",
-    "toml_value",
-    "words_of",
-]
-
 T = TypeVar("T")
 
 RECORD = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)

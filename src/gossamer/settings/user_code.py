@@ -17,8 +17,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from gossamer.errors import ConfigError, GossamerError, UserCodeError
 
-__all__ = ["PATTERN", "Code", "calling", "hash_of_code", "imported", "is_code", "located", "name_of"]
-
 PATTERN = r"^(?!hf:)[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_<][\w.<>]*$"
 T = TypeVar("T")
 

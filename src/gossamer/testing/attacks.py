@@ -10,8 +10,6 @@ from torch import Tensor
 from gossamer import rng
 from gossamer.transport.contract import Ticket, Transport
 
-__all__ = ["ATTACKS", "Attack", "Attacker"]
-
 Attack = Literal["sign flip", "scale 10", "scale 10^6", "noise", "replay", "nan"]
 ATTACKS: tuple[Attack, ...] = get_args(Attack)
 

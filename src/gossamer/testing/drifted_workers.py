@@ -14,8 +14,6 @@ from gossamer.transport.contract import Transport
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import Tree
 
-__all__ = ["Drift", "DriftedWorkers", "flat_layout", "random_drift", "random_vectors", "simulated_workers"]
-
 Drift = Callable[[int, int, Tensor], Tensor]
 """`drift(worker, step, x)` is added to x in an inner step; for a rule on gradients it is the gradient itself."""
 
@@ -52,9 +50,14 @@ class DriftedWorkers:
     """
 
     def __init__(
-        self, m: Method, transports: Sequence[Transport], start: Sequence[Tensor], *, steps: int | Sequence[int] = 1,
+        self,
+        m: Method,
+        transports: Sequence[Transport],
+        start: Sequence[Tensor],
+        *,
+        steps: int | Sequence[int] = 1,
         spans: Sequence[tuple[int, int]] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.xs = [x.clone() for x in start]
         self.loops: list[OuterLoop] = []
         local = [steps] * m.topology.n if isinstance(steps, int) else list(steps)
@@ -95,8 +98,12 @@ class DriftedWorkers:
 
 
 def simulated_workers(
-    m: Method, start: Sequence[Tensor], *, steps: int | Sequence[int] = 1, spans: Sequence[tuple[int, int]] | None = None
-) -> DriftedWorkers:  # fmt: skip
+    m: Method,
+    start: Sequence[Tensor],
+    *,
+    steps: int | Sequence[int] = 1,
+    spans: Sequence[tuple[int, int]] | None = None,
+) -> DriftedWorkers:
     """All workers in this process."""
     network = MemoryNetwork(len(start))
     return DriftedWorkers(m, [network.transport(i) for i in range(len(start))], start, steps=steps, spans=spans)

@@ -16,19 +16,6 @@ from gossamer.testing.drifted_workers import flat_layout, random_vectors
 from gossamer.topologies import Topology
 from gossamer.tree import Tree, leaves, map_leaves
 
-__all__ = [
-    "P",
-    "SomeRound",
-    "arguments_are_never_written_into",
-    "as_many_copies_are_kept_as_the_tags_say",
-    "compiled_code_has_the_same_bits",
-    "halves_updated_one_by_one_equal_the_whole_to_the_last_bit",
-    "some_round",
-    "the_same_call_gives_the_same_bits",
-    "the_state_owns_its_memory",
-    "trees_keep_their_form_and_dtype",
-]
-
 P = 7
 """Elements of most vectors here: an odd number, and more than there are workers."""
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -56,8 +43,14 @@ class SomeRound(NamedTuple):
 
 
 def some_round(
-    rule: Rule, topology: Topology, dtype: torch.dtype = torch.float32, *, worker: int = 0, seed: int = 0, round: int = 0
-) -> SomeRound:  # fmt: skip
+    rule: Rule,
+    topology: Topology,
+    dtype: torch.dtype = torch.float32,
+    *,
+    worker: int = 0,
+    seed: int = 0,
+    round: int = 0,
+) -> SomeRound:
     """A round of a worker that has trained since the start, as have its peers."""
     n, mixing = topology.n, topology.mixing(round)
 

@@ -21,19 +21,6 @@ from gossamer.testing.tags import played, total
 from gossamer.topologies import Topology
 from gossamer.tree import leaves
 
-__all__ = [
-    "SPACING",
-    "allowed_codecs_change_equal_workers_as_little_as_said",
-    "changes_as_little_as_said",
-    "chunks_and_shards_give_the_same_bits",
-    "distance_moved",
-    "every_codec",
-    "half_precision_follows_full_precision",
-    "quarter_spacings",
-    "saved_and_resumed_it_goes_on_with_the_same_bits",
-    "vectors_of_one_element_work",
-]
-
 SPACING = 2.0**-7  # of bf16 between 1 and 2, where the parameters begin
 HALF = 64  # elements of what is trained in half precision
 CODED = 4096  # elements of what goes through codecs, on which their errors are what they are on average

@@ -42,8 +42,6 @@ from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.store import listening, reached_store, served_store
 from gossamer.tree import leaves
 
-__all__ = ["check_parity"]
-
 NUMEL = 1001  # so that no chunk of a mean is as long as the next, and few enough to cost nothing
 GRACE_S = 2.0  # for the other workers to end by themselves, once one has failed
 Trail = list[list[Tensor]]
@@ -60,9 +58,15 @@ class _Run(NamedTuple):
 
 
 def check_parity(
-    rule: Rule, topology: str | Topology = "random", *, workers: int = 4, codec: str | Codec | None = None,
-    schedule: Schedule | None = None, rounds: int = 4, timeout_s: float = 60.0,
-) -> None:  # fmt: skip
+    rule: Rule,
+    topology: str | Topology = "random",
+    *,
+    workers: int = 4,
+    codec: str | Codec | None = None,
+    schedule: Schedule | None = None,
+    rounds: int = 4,
+    timeout_s: float = 60.0,
+) -> None:
     """Checks that real processes compute what the simulator computes: parameters and outer state, in every round, bit for bit.
 
     Each process is a fork of this one, and they exchange over gloo on the loopback interface, through the outer loop that
@@ -91,9 +95,7 @@ def check_parity(
     _compare(run, real, _simulated(run))
 
 
-def _settled(
-    rule: Rule, topology: Topology, codec: Codec, schedule: Schedule, rounds: int, timeout_s: float
-) -> _Run:  # fmt: skip
+def _settled(rule: Rule, topology: Topology, codec: Codec, schedule: Schedule, rounds: int, timeout_s: float) -> _Run:
     """The run, with as many inner steps in a round as the schedule needs. Raises PairingError."""
     steps = 1 if rule.site == "gradients" else max(2, schedule.slots, schedule.overlap_steps)
     combination = Combination(rule=rule, topology=topology, codec=codec, schedule=schedule, local_steps=steps)

@@ -12,8 +12,6 @@ from gossamer.rules import Rule
 from gossamer.testing import functions, numbers, tags
 from gossamer.topologies import TOPOLOGIES, Topology, make_topology
 
-__all__ = ["PROMISES", "Promise", "check_rule", "fitting", "keep", "must_be_rule"]
-
 Promise = Callable[[Rule, Sequence[Topology]], object]
 """A check of one property on topologies that the rule may run on, the default one first; raises AssertionError."""
 

@@ -21,28 +21,20 @@ from gossamer.topologies import Topology, make_topology
 from gossamer.topologies.mixing import mean
 from gossamer.tree import leaves, map_leaves
 
-__all__ = [
-    "after_a_reset_the_outer_optimizer_begins_afresh",
-    "disagreement_follows_the_declared_recursion",
-    "equal_workers_that_stand_still_stay",
-    "keeps_the_mean",
-    "no_codec_moves_the_mean_of_a_rule_that_keeps_it",
-    "one_worker_is_the_declared_limit",
-    "played",
-    "replicas_that_receive_from_everyone_stay_bitwise_equal",
-    "spread",
-    "the_declared_start_is_where_the_round_began",
-    "torch_outer",
-    "total",
-]
-
 ROUNDING = 1e-12  # of sums in fp64
 
 
 def played(
-    rule: Rule, topology: Topology, start: Sequence[Tensor], rounds: int, drift: Drift | None = None, *,
-    codec: Codec | None = None, steps: int | Sequence[int] = 1, kernel: Kernel = PLAIN,
-) -> DriftedWorkers:  # fmt: skip
+    rule: Rule,
+    topology: Topology,
+    start: Sequence[Tensor],
+    rounds: int,
+    drift: Drift | None = None,
+    *,
+    codec: Codec | None = None,
+    steps: int | Sequence[int] = 1,
+    kernel: Kernel = PLAIN,
+) -> DriftedWorkers:
     """The workers after some rounds."""
     workers = simulated_workers(Method(rule, topology, codec or exact(), Schedule(), kernel), start, steps=steps)
     workers.train(range(rounds), drift)

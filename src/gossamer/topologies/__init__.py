@@ -20,8 +20,8 @@ from gossamer.topologies.graphs import torus as torus
 from gossamer.topologies.graphs import tree as tree
 from gossamer.topologies.groups import grid as grid
 from gossamer.topologies.groups import groups as groups
+from gossamer.topologies.periodic import PLAIN
 from gossamer.topologies.periodic import pga as pga
-from gossamer.topologies.plain import PLAIN
 from gossamer.topologies.sequences import base as base
 from gossamer.topologies.sequences import hypercube as hypercube
 from gossamer.topologies.sequences import one_peer_exponential as one_peer_exponential

@@ -10,8 +10,6 @@ from pydantic import Field
 from gossamer.settings.options import Given, in_short
 from gossamer.topologies.mixing import Mixing, from_edges
 
-__all__ = ["MOST_WORKERS", "Edge", "Plan", "Seed", "Topology", "Workers", "chosen", "over_alive", "planned_topology"]
-
 Edge = tuple[int, int, float]
 MOST_WORKERS = 1_000_000
 Workers = Given[Annotated[int, Field(ge=1, le=MOST_WORKERS)]]

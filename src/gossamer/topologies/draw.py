@@ -5,8 +5,6 @@ import math
 from gossamer.topologies.contract import Topology
 from gossamer.topologies.mixing import Mixing
 
-__all__ = ["draw_round"]
-
 
 def draw_round(topology: Topology, round: int) -> str:
     """Draws one round in plain text: up to 16 workers on a circle, and a list of the peers and weights of each worker.

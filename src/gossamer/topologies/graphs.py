@@ -11,8 +11,6 @@ from gossamer.topologies.contract import Edge, Seed, Topology, Workers, over_ali
 from gossamer.topologies.mixing import Mixing, from_edges, in_groups, metropolis, must_be_planned
 from gossamer.topologies.sequences import powers_of_two
 
-__all__ = ["chain", "complete", "edges_of", "exponential", "graph", "ring", "star", "torus", "tree"]
-
 
 @factory
 def complete(n: Workers, *, seed: Seed = 0) -> Topology:

@@ -12,8 +12,6 @@ from gossamer.settings.options import Count, factory
 from gossamer.topologies.contract import MOST_WORKERS, Seed, Topology, Workers, planned_topology
 from gossamer.topologies.mixing import Mixing, in_groups
 
-__all__ = ["grid", "groups"]
-
 Size = Annotated[int, Field(ge=2)]
 
 

@@ -19,26 +19,6 @@ from gossamer.tree import Tree, map_leaves
 if TYPE_CHECKING:  # which topology to take is found without torch
     from torch import Tensor
 
-__all__ = [
-    "MOST_MESSAGES",
-    "MOST_TOGETHER",
-    "Combine",
-    "Mixing",
-    "each",
-    "from_edges",
-    "in_groups",
-    "in_pairs",
-    "laplacian_condition",
-    "matrix",
-    "mean",
-    "metropolis",
-    "must_be_planned",
-    "pull",
-    "spectral_gap",
-    "widen",
-    "without",
-]
-
 MOST_MESSAGES = 2_000_000
 """Of a round, which takes some seconds to plan."""
 

@@ -1,18 +1,37 @@
-"""Gossip with periodic global averaging over any other topology."""
+"""Gossip with periodic global averaging over any other topology, and the rows that it may choose from."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from gossamer.errors import ConfigError
 from gossamer.settings.fields import Words
-from gossamer.settings.options import Count, factory, row
+from gossamer.settings.options import Count, factory, row, table
 from gossamer.topologies.contract import Seed, Topology, Workers, planned_topology
-from gossamer.topologies.graphs import complete
+from gossamer.topologies.graphs import chain, complete, exponential, ring, star, torus, tree
+from gossamer.topologies.groups import grid, groups
 from gossamer.topologies.mixing import Mixing
-from gossamer.topologies.plain import PLAIN
+from gossamer.topologies.sequences import base, hypercube, one_peer_exponential, random, random_push
 
-__all__ = ["pga"]
+PLAIN: dict[str, Callable[..., Topology]] = table(
+    base,
+    chain,
+    complete,
+    exponential,
+    grid,
+    groups,
+    hypercube,
+    one_peer_exponential,
+    random,
+    random_push,
+    ring,
+    star,
+    torus,
+    tree,
+    kind="topology",
+    where="topology",
+)
+
 
 Graph = Annotated[str | Mapping[str, Any], Words("a topology's name, or a table with its name and options")]
 

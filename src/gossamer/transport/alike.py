@@ -5,8 +5,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["difference", "read_settings", "short_settings"]
-
 _MOST_KEYS, _LONGEST_KEY, _LONGEST_VALUE, _NAMED = 1000, 120, 80, 3
 
 

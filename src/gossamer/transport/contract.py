@@ -8,19 +8,6 @@ from gossamer.errors import TransportError
 if TYPE_CHECKING:  # who only looks at a run needs no torch, and its import takes seconds
     from torch import Tensor
 
-__all__ = [
-    "WIRE_VERSION",
-    "Closes",
-    "Delivery",
-    "IncompleteError",
-    "Reduce",
-    "Sound",
-    "Ticket",
-    "Transport",
-    "Wait",
-    "WaitingTransport",
-]
-
 WIRE_VERSION = 3
 """Of everything that processes of a run send each other; processes of two versions refuse each other."""
 

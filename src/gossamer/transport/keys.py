@@ -26,22 +26,6 @@ from gossamer.errors import ConfigError, RefusedError, require
 from gossamer.settings.schema import build, read_toml, settings
 from gossamer.transport.secret import others_may_read
 
-__all__ = [
-    "KEY",
-    "SECRET_WORD",
-    "Keys",
-    "Peer",
-    "certificate_fingerprint",
-    "certificate_of",
-    "dealt",
-    "duplicate_certificates",
-    "keys_for",
-    "new_key",
-    "own_keys",
-    "read_peers",
-    "require_private_key",
-]
-
 KEY = "GOSSAMER_KEY"
 """The environment variable with the file of this machine's key."""
 SECRET_WORD = b"the certificates of this run prove who takes part"

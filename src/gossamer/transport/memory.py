@@ -8,8 +8,6 @@ from torch import Tensor
 from gossamer.errors import TransportError
 from gossamer.transport.contract import Sound, Ticket
 
-__all__ = ["MemoryNetwork", "MemoryTransport", "Parcel"]
-
 
 class Parcel(NamedTuple):
     """One posted message."""

@@ -15,18 +15,6 @@ from pathlib import Path
 
 from gossamer.errors import ConfigError
 
-__all__ = [
-    "CODE_BYTES",
-    "SECRET",
-    "SECRET_FILE",
-    "code",
-    "environment_secret",
-    "folder_secret",
-    "new_secret",
-    "others_may_read",
-    "read_secret",
-]
-
 log = logging.getLogger("gossamer")
 
 SECRET = "GOSSAMER_SECRET"

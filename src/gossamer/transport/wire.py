@@ -17,22 +17,6 @@ from gossamer.errors import PeerError, TransportError
 from gossamer.rng import key
 from gossamer.transport.contract import WIRE_VERSION, Ticket
 
-__all__ = [
-    "HEADER_BYTES",
-    "LIMIT_BYTES",
-    "Header",
-    "check_header",
-    "checksum",
-    "decode_header",
-    "encode_header",
-    "frames_bytes",
-    "host_memory",
-    "on_host",
-    "pack_frames",
-    "tags",
-    "unpack_frames",
-]
-
 MAGIC = b"GOSS"
 VERSION = WIRE_VERSION
 ALIGN = 16

@@ -122,9 +122,14 @@ def must_replay(folder, again, config):
 def test_no_phase_is_lost_while_news_of_the_last_ones_is_on_its_way(tmp_path, monkeypatch):
     """The moments in which others know of a phase, but not all of it, are stretched."""
     config = tiny(
-        workers=2, topology__name="complete", run__steps=12, run__timeout_s=LIMIT_S, run__eval_every=0,
-        run__checkpoint_every=0, **KINDS["gossip"],
-    )  # fmt: skip
+        workers=2,
+        topology__name="complete",
+        run__steps=12,
+        run__timeout_s=LIMIT_S,
+        run__eval_every=0,
+        run__checkpoint_every=0,
+        **KINDS["gossip"],
+    )
     write, finish = OrderWriter.write, Calls.finish
 
     def write_late(self, event):
@@ -148,7 +153,7 @@ def test_no_phase_is_lost_while_news_of_the_last_ones_is_on_its_way(tmp_path, mo
 def test_an_order_of_events_that_was_cut_at_its_end_is_not_taken_for_a_whole_one(tmp_path):
     config = tiny(
         workers=2, topology__name="complete", run__steps=6, run__timeout_s=LIMIT_S, run__eval_every=0, **KINDS["gossip"]
-    )  # fmt: skip
+    )
     folder = tmp_path / "run"
     fleet = Fleet(config, folder)
     fleet.start(lambda slot, number: None)
@@ -174,9 +179,14 @@ def test_an_order_of_events_that_was_cut_at_its_end_is_not_taken_for_a_whole_one
 )
 def test_a_worker_comes_back_into_its_slot_and_the_record_gives_the_bits_of_both_lives(kind, own, leaves, tmp_path):
     config = tiny(
-        run__steps=24, run__checkpoint_every=6, run__rejoin_rounds=20 if own else 0, run__timeout_s=LIMIT_S,
-        run__pace_s=0.01, run__eval_every=0, **KINDS[kind],
-    )  # fmt: skip
+        run__steps=24,
+        run__checkpoint_every=6,
+        run__rejoin_rounds=20 if own else 0,
+        run__timeout_s=LIMIT_S,
+        run__pace_s=0.01,
+        run__eval_every=0,
+        **KINDS[kind],
+    )
     folder, back, standings = tmp_path / "run", threading.Event(), []
     fleet = Fleet(config, folder)
 

@@ -91,9 +91,13 @@ def test_gossip_that_waits_for_nobody_goes_on_without_the_dead_and_its_record_gi
     tmp_path, monkeypatch, caplog
 ):
     folder, config, output, order = trained(
-        tmp_path, monkeypatch, train_but_kill_worker_2_and_ask_worker_1_to_leave, run__wait=False, codec__name="int8",
+        tmp_path,
+        monkeypatch,
+        train_but_kill_worker_2_and_ask_worker_1_to_leave,
+        run__wait=False,
+        codec__name="int8",
         run__steps=20,
-    )  # fmt: skip
+    )
     phases = {i: phases_in(events) for i, events in order.items()}
     assert sum(f"worker 2 ended with code 137 after {phases[2]} local phases" in one for one in caplog.messages) == 2
     assert f"worker 1 has left after {phases[1]} local phases" in caplog.messages
@@ -166,9 +170,16 @@ def join_after_the_kill(folder):
 
 def test_pairs_meet_while_they_train_and_their_record_gives_the_same_bits(tmp_path, monkeypatch, caplog):
     folder, config, output, order = trained(
-        tmp_path, monkeypatch, train_but_kill_worker_2_and_wait_for_another, join_after_the_kill, pair__name="a2cid2",
-        topology__name="complete", run__steps=32, events__meetings=3.0, run__rejoin_rounds=9,
-    )  # fmt: skip
+        tmp_path,
+        monkeypatch,
+        train_but_kill_worker_2_and_wait_for_another,
+        join_after_the_kill,
+        pair__name="a2cid2",
+        topology__name="complete",
+        run__steps=32,
+        events__meetings=3.0,
+        run__rejoin_rounds=9,
+    )
     phases = {i: phases_in(lives) for i, lives in order.items()}
     killed, back = order[2]
     assert (
@@ -193,9 +204,15 @@ def test_pairs_meet_while_they_train_and_their_record_gives_the_same_bits(tmp_pa
 @pytest.mark.parametrize("tolerance", [20, 2], ids=["its own", "another's"])
 def test_who_goes_on_from_the_end_of_a_run_trains_what_others_have_lost_in_its_last_round(tolerance, tmp_path):
     config = tiny(
-        pair__name="ad_psgd", topology__name="complete", run__eval_every=6, run__checkpoint_every=6,
-        run__rejoin_rounds=tolerance, run__timeout_s=60, run__pace_s=0.01, run__steps=24,
-    )  # fmt: skip
+        pair__name="ad_psgd",
+        topology__name="complete",
+        run__eval_every=6,
+        run__checkpoint_every=6,
+        run__rejoin_rounds=tolerance,
+        run__timeout_s=60,
+        run__pace_s=0.01,
+        run__steps=24,
+    )
     folder, own = tmp_path / "run", digest(config)
     (tmp_path / "run.toml").write_text(dump(config))
     assert run("train", tmp_path / "run.toml", "--out", folder, "--local", 3)[0] == 0

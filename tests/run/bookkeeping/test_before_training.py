@@ -65,10 +65,15 @@ def test_workers_that_start_alike_are_scored_once_buffers_included() -> None:
 
     scored: list[int] = []
     run = gossamer.simulate(
-        model=Counting, data=lambda worker, step: torch.full((4, 2), worker + 1.0),
-        loss=lambda model, x: model(x).square().mean(), rule="gasloc", topology="ring", workers=3, rounds=1,
+        model=Counting,
+        data=lambda worker, step: torch.full((4, 2), worker + 1.0),
+        loss=lambda model, x: model(x).square().mean(),
+        rule="gasloc",
+        topology="ring",
+        workers=3,
+        rounds=1,
         settings={"run.eval_batches": 2, "run.eval_every": 1000},
-    )  # fmt: skip
+    )
     assert run.validation["round"] == [-1, 0] and scored[:2] == [4, 4]
     assert len(scored) == 2 + 2 * (1 + 3), "the mean model and each worker's at the end"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from gossamer.cli import main
-from gossamer.record.branches import read_branches
 from gossamer.record.folder import note_evaluation, read_metrics
+from gossamer.record.lineage import read_branches
 from gossamer.report.reading.follow import FollowedRun
 from gossamer.report.table import summary_rows, table_cells
 from gossamer.run.bookkeeping.evaluate import evaluate

@@ -35,10 +35,21 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def run_file(name: str = "a.toml", **overrides: Any) -> Path:
     """A run of two workers on that text, which takes a moment."""
     small = {
-        "workers": 2, "model__hidden_size": 8, "model__intermediate_size": 8, "model__layers": 1, "data__source": "text.txt",
-        "data__seq_len": 8, "data__val_fraction": 0.2, "record__hash": True, "run__steps": 4, "run__local_steps": 2,
-        "run__eval_every": 2, "run__eval_batches": 1, "run__timeout_s": 20, "inner__optimizer": "sgd",
-    }  # fmt: skip
+        "workers": 2,
+        "model__hidden_size": 8,
+        "model__intermediate_size": 8,
+        "model__layers": 1,
+        "data__source": "text.txt",
+        "data__seq_len": 8,
+        "data__val_fraction": 0.2,
+        "record__hash": True,
+        "run__steps": 4,
+        "run__local_steps": 2,
+        "run__eval_every": 2,
+        "run__eval_batches": 1,
+        "run__timeout_s": 20,
+        "inner__optimizer": "sgd",
+    }
     Path(name).write_text(dump(parse(document(**{**small, **overrides}))))
     return Path(name)
 
@@ -54,12 +65,17 @@ def code_file(monkeypatch: pytest.MonkeyPatch, module: str, **overrides: Any) ->
     parts = {
         "model": {"size": f"{module}:net", "loss": f"{module}:square"},
         "data": {"source": f"{module}:batch", "validation": f"{module}:held_out", "seq_len": 1, "batch_size": 4},
-    }  # fmt: skip
+    }
     given = {
-        "name": "own", "workers": 2, "rule": {"name": "gasloc"}, "topology": {"name": "complete"}, **parts,
-        "inner": {"optimizer": "sgd"}, "record": {"hash": True, "export": False},
+        "name": "own",
+        "workers": 2,
+        "rule": {"name": "gasloc"},
+        "topology": {"name": "complete"},
+        **parts,
+        "inner": {"optimizer": "sgd"},
+        "record": {"hash": True, "export": False},
         "run": {"steps": 4, "local_steps": 2, "eval_every": 2, "eval_batches": 1, "checkpoint_every": 2, "threads": 1},
-    }  # fmt: skip
+    }
     file = Path(f"{module}.toml")
     file.write_text(dump(parse({**given, **overrides})))
     return file
@@ -254,9 +270,12 @@ def test_a_folder_from_elsewhere_runs_nothing_without_a_word(monkeypatch: pytest
     forged = json.loads((sent / "inputs.json").read_text().replace("own_d", "own_e"))
     before = files_in(Path())
     verbs = [
-        ["audit", sent], ["evaluate", sent], ["simulate", "--resume", sent, *STEPS], ["simulate", "--replay", sent, "--out", "r"],
+        ["audit", sent],
+        ["evaluate", sent],
+        ["simulate", "--resume", sent, *STEPS],
+        ["simulate", "--replay", sent, "--out", "r"],
         ["train", "--resume", sent, "--local", 2, *STEPS],
-    ]  # fmt: skip
+    ]
     for words in verbs:
         said = refused(*words)
         assert f"'{sent}' names Python code" in said and "own_e:batch" in said and "give --allow-code" in said, said

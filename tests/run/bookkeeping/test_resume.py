@@ -17,9 +17,9 @@ from commands import run
 from gossamer.cli import main
 from gossamer.errors import CheckpointError, ConfigError, DataError
 from gossamer.record import checkpoint
-from gossamer.record.branches import read_branches
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import read_metrics
+from gossamer.record.lineage import read_branches
 from gossamer.record.logs.trace import read_trace
 from gossamer.run.bookkeeping.evaluate import evaluate
 from gossamer.run.bookkeeping.resume import lineage
@@ -299,9 +299,16 @@ def test_torchrun_restarts_a_run_of_which_a_process_was_killed_to_the_same_bits(
     folder = tmp_path / "run"
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     torchrun = LaunchConfig(
-        1, 1, 2 * stages, run_id="restarted", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=1,
-        monitor_interval=0.1, start_method="forkserver",
-    )  # fmt: skip
+        1,
+        1,
+        2 * stages,
+        run_id="restarted",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=1,
+        monitor_interval=0.1,
+        start_method="forkserver",
+    )
     assert elastic_launch(torchrun, train_but_die_once)(str(folder), str(tmp_path / "run.toml")) == dict.fromkeys(
         range(2 * stages), 0
     )

@@ -115,9 +115,13 @@ def test_a_folder_written_before_a_deciding_key_was_added_resumes_with_the_same_
     assert run(*words, tmp_path / "now" / "k")[0] == 0
     path = f"{tmp_path / 'later'}:{SAMPLES}"
     done = subprocess.run(
-        [sys.executable, "-m", "gossamer", *words, "k"], cwd=tmp_path / "later", capture_output=True, text=True, timeout=100,
+        [sys.executable, "-m", "gossamer", *words, "k"],
+        cwd=tmp_path / "later",
+        capture_output=True,
+        text=True,
+        timeout=100,
         env={"PYTHONPATH": path, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert "label_smoothing = 0.0" in (tmp_path / "later" / "k" / "run.toml").read_text()
     rounds = checkpoint.rounds(tmp_path / "now" / "k" / "checkpoints", 0)

@@ -159,10 +159,20 @@ def test_an_empty_table_of_a_wrapper_survives_an_experiment_file():
 
 COMPARISON = load_document(ROOT / "src" / "gossamer" / "configs" / "methods.toml")
 TINY = {
-    "workers": 4, "network.straggler.uplink_bps": 1e6, "model.hidden_size": 32, "model.intermediate_size": 64, "model.layers": 1,
-    "data.source": str(TEXT), "data.seq_len": 8, "data.batch_size": 1, "run.steps": 6, "run.local_steps": 3,
-    "run.eval_every": 0, "run.eval_batches": 1, "run.threads": 1,
-}  # fmt: skip
+    "workers": 4,
+    "network.straggler.uplink_bps": 1e6,
+    "model.hidden_size": 32,
+    "model.intermediate_size": 64,
+    "model.layers": 1,
+    "data.source": str(TEXT),
+    "data.seq_len": 8,
+    "data.batch_size": 1,
+    "run.steps": 6,
+    "run.local_steps": 3,
+    "run.eval_every": 0,
+    "run.eval_batches": 1,
+    "run.threads": 1,
+}
 LONGER = [  # their messages are under way for more steps than the others have in a round
     {"method": name, "run.steps": 10, "run.local_steps": 5, "model.layers": 3}
     for name in ("gasloc_overlapped", "gasloc_streaming")
@@ -179,9 +189,20 @@ TABLES = {
     "network": {"straggler": {"step_s": 0.1, "downlink_bps": 1e6}},
 }
 PRICED = [
-    "gasloc", "gasloc_2peer", "gasloc_streaming", "streaming_diloco", "des_loc", "eager", "choco", "sgp", "relaysum",
-    "data_parallel", "muloco_compressed", "gpa_gossip", "intellect_1",
-]  # fmt: skip
+    "gasloc",
+    "gasloc_2peer",
+    "gasloc_streaming",
+    "streaming_diloco",
+    "des_loc",
+    "eager",
+    "choco",
+    "sgp",
+    "relaysum",
+    "data_parallel",
+    "muloco_compressed",
+    "gpa_gossip",
+    "intellect_1",
+]
 """Methods of which `gossamer check` is asked too; it counts with the same code, and prices what it has counted."""
 SLOW = {"uplink_bps": [1e6, 1e6, 1e5, 1e6], "downlink_bps": 1e6, "latency_s": 0.01, "step_s": 0.1}
 SMALL = {run.label: run.config for run in points(with_settings(COMPARISON | TABLES, TINY))}

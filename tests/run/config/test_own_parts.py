@@ -28,11 +28,17 @@ from tiny import document
 
 PACKAGE = Path(__file__).parents[2] / "stranger"
 STEPS: dict[str, Any] = {
-    "model__size": "stranger.parts:small", "model__options": {"width": 6}, "model__loss": "stranger.parts:square",
+    "model__size": "stranger.parts:small",
+    "model__options": {"width": 6},
+    "model__loss": "stranger.parts:square",
     "data": {"source": "stranger.parts:batch", "validation": "stranger.parts:held_out", "seq_len": 1, "batch_size": 6},
-    "inner__optimizer": "stranger.parts:descent", "inner__options": {"factor": 2.0}, "inner__momentum": 0.5,
-    "run__steps": 6, "run__local_steps": 2, "run__checkpoint_every": 2,
-}  # fmt: skip
+    "inner__optimizer": "stranger.parts:descent",
+    "inner__options": {"factor": 2.0},
+    "inner__momentum": 0.5,
+    "run__steps": 6,
+    "run__local_steps": 2,
+    "run__checkpoint_every": 2,
+}
 METHOD: dict[str, Any] = {
     "rule": {"name": "stranger.parts:halfway", "share": 0.25},
     "topology": {"name": "stranger.parts:line"},
@@ -143,9 +149,12 @@ def trapped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_no_other_verb_imports_code(verb: str, trapped: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(trapped)
     words = {
-        "check": ["trapped.toml"], "price": ["run", "network.toml"], "report": ["run", "--out", "r.html"],
-        "topology": ["ring", "--workers", "4"], "list": [],
-    }[verb]  # fmt: skip
+        "check": ["trapped.toml"],
+        "price": ["run", "network.toml"],
+        "report": ["run", "--out", "r.html"],
+        "topology": ["ring", "--workers", "4"],
+        "list": [],
+    }[verb]
     code, said = run(verb, *words)
     assert code == 0 and "trap" not in sys.modules, said
     if verb == "check":
@@ -158,19 +167,31 @@ WRONG = {
     "a missing name": ({"rule": "stranger.parts:half"}, ConfigError, "has no 'half'; it has .*halfway"),
     "no function": ({"rule": "stranger.parts:not_callable"}, ConfigError, "a int, which cannot be called"),
     "the wrong kind": ({"rule": "stranger.parts:short"}, ConfigError, "returned a Codec where a Rule is needed"),
-    "an unknown option": ({"rule": {"name": "stranger.parts:halfway", "shar": 1.0}}, ConfigError, "did you mean 'share'"),
+    "an unknown option": (
+        {"rule": {"name": "stranger.parts:halfway", "shar": 1.0}},
+        ConfigError,
+        "did you mean 'share'",
+    ),
     "an exception": ({"rule": "stranger.parts:broken"}, UserCodeError, "ZeroDivisionError: lr is 0.5"),
     "an unknown wrapper's option": (
-        {"rule": {"name": "stranger.parts:halfway", "restarted": {"evry": 2}}}, ConfigError, "did you mean 'every'",
+        {"rule": {"name": "stranger.parts:halfway", "restarted": {"evry": 2}}},
+        ConfigError,
+        "did you mean 'every'",
     ),
     "options of our own model": ({"model__options": {"width": 3}}, ConfigError, "remove model.options"),
     "options of our own optimizer": ({"inner__options": {"a": 3}}, ConfigError, "remove inner.options"),
-    "validation of our own data": ({"data__validation": "stranger.parts:held_out"}, ConfigError, "remove data.validation"),
+    "validation of our own data": (
+        {"data__validation": "stranger.parts:held_out"},
+        ConfigError,
+        "remove data.validation",
+    ),
     "layers of an own model": (
-        {"model__size": "stranger.parts:small", "model__layers": 2}, ConfigError, "pass it in model.options",
+        {"model__size": "stranger.parts:small", "model__layers": 2},
+        ConfigError,
+        "pass it in model.options",
     ),
     "no name": ({"rule": "stranger parts:x"}, ConfigError, "unknown rule"),
-}  # fmt: skip
+}
 
 
 def started(settings: dict[str, Any]) -> None:

@@ -359,9 +359,14 @@ def test_what_is_not_known_is_in_nobodys_way():
 
 def test_all_faults_of_a_run_are_told_at_once_and_the_first_is_raised():
     config = tiny(
-        rule__name="diloco", topology__name="ring", codec__name="int8", schedule__fragments=3, schedule__inner_every=[1, 1],
-        inner__optimizer="sgd", run__adapt="slow",
-    )  # fmt: skip
+        rule__name="diloco",
+        topology__name="ring",
+        codec__name="int8",
+        schedule__fragments=3,
+        schedule__inner_every=[1, 1],
+        inner__optimizer="sgd",
+        run__adapt="slow",
+    )
     found = faults_of(config)
     words = ("schedule.fragments is 3", "inner.optimizer = 'sgd'", "run.adapt is 'slow'", "'diloco' on topology 'ring'")
     assert [sum(word in sentence for sentence in found) for word in words] == [1, 1, 1, 1] and len(found) == 4

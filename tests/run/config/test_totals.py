@@ -38,9 +38,7 @@ def test_a_sweep_over_workers_at_one_global_batch_and_budget_trains_on_the_same_
 def test_a_budget_of_tokens_pays_for_whole_rounds_and_not_for_one_more(
     workers: int, h: int, accumulate: int, tokens: int
 ) -> None:
-    written = without(
-        "run.steps", workers=workers, run__local_steps=h, run__tokens=tokens, data__accumulate=accumulate
-    )  # fmt: skip
+    written = without("run.steps", workers=workers, run__local_steps=h, run__tokens=tokens, data__accumulate=accumulate)
     a_round = workers * h * 2 * 16 * accumulate
     if tokens < a_round:
         with pytest.raises(ConfigError, match=f"and a round of all workers takes {a_round:,}; raise run.tokens"):
@@ -80,11 +78,17 @@ def test_a_resolved_run_has_steps_and_batches_alone() -> None:
         ),
         (document(data__global_batch=6), r"data\.batch_size is 2, and data\.global_batch = 6"),
         (document(run__tokens=600), r"run has steps = 12 and tokens = 600, which each decide"),
-        (without("run.steps", run__tokens=600, run__tokens_per_parameter=20), r"tokens = 600 and tokens_per_parameter = 20"),
-        (without("run.steps", run__tokens_per_parameter=20, data__tokenizer="gpt2"), r"not known in advance; set run\.tokens"),
+        (
+            without("run.steps", run__tokens=600, run__tokens_per_parameter=20),
+            r"tokens = 600 and tokens_per_parameter = 20",
+        ),
+        (
+            without("run.steps", run__tokens_per_parameter=20, data__tokenizer="gpt2"),
+            r"not known in advance; set run\.tokens",
+        ),
         (without("run.steps", run__tokens=0), r"run\.tokens is 0"),
     ],
-)  # fmt: skip
+)
 def test_totals_that_do_not_come_out_even_are_refused_in_a_sentence(written: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         parse(written)

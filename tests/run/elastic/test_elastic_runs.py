@@ -158,9 +158,15 @@ def test_a_run_that_all_have_left_in_its_first_round_is_not_said_to_be_one_to_re
 
 def test_the_first_machine_of_a_run_of_means_waits_for_others_that_come_or_come_back_and_says_so(tmp_path):
     config = tiny(
-        workers=2, rule__name="diloco", topology__name="complete", run__elastic=True, run__timeout_s=60, run__eval_every=0,
-        run__steps=24, run__pace_s=0.25,
-    )  # fmt: skip
+        workers=2,
+        rule__name="diloco",
+        topology__name="complete",
+        run__elastic=True,
+        run__timeout_s=60,
+        run__eval_every=0,
+        run__steps=24,
+        run__pace_s=0.25,
+    )
     (tmp_path / "run.toml").write_text(dump(config))
     words, secret = ("train", tmp_path / "run.toml", "--out"), {"GOSSAMER_SECRET": "of both " * 5}
     address = f"127.0.0.1:{free_port()}"

@@ -12,7 +12,7 @@ from gossamer.rounds.exchange import Exchange, begin, initial_state
 from gossamer.rounds.setup import Part, Setup
 from gossamer.rules import Context, gasloc
 from gossamer.run.config.resolve import resolve
-from gossamer.run.participant.membership_log import changes
+from gossamer.run.participant.life import changes
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import task_of
 from gossamer.run.worker.worker import Worker

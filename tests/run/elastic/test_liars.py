@@ -75,9 +75,16 @@ def machines(
             assert code == 0, said
             peers[name] = {"certificate": json.loads(said)["keys"][0]["certificate"]}
         config = single(
-            run__elastic=True, run__steps=2 * ROUNDS, run__pace_s=0.1, run__eval_every=0, run__timeout_s=4,
-            rule__name="diloco", topology__name="complete", peers=peers, **settings,
-        )  # fmt: skip
+            run__elastic=True,
+            run__steps=2 * ROUNDS,
+            run__pace_s=0.1,
+            run__eval_every=0,
+            run__timeout_s=4,
+            rule__name="diloco",
+            topology__name="complete",
+            peers=peers,
+            **settings,
+        )
         made.append(Machines(tmp_path, config))
         monkeypatch.setenv("GOSSAMER_KEY", str(made[-1].keys[0]))
         return made[-1]

@@ -273,8 +273,15 @@ def test_runs_that_are_compared_are_trained_one_after_the_other_point_by_point_a
 
     train_all(runs, folders, tmp_path / "outcomes.jsonl", began=lambda run: None, told=told)
     assert trained == [
-        ("a", 2, 3), ("b", 2, 3), ("a", 2, 4), ("b", 2, 4), ("a", 1, 3), ("b", 4, 3), ("a", 1, 4), ("b", 4, 4),
-    ]  # fmt: skip
+        ("a", 2, 3),
+        ("b", 2, 3),
+        ("a", 2, 4),
+        ("b", 2, 4),
+        ("a", 1, 3),
+        ("b", 4, 3),
+        ("a", 1, 4),
+        ("b", 4, 4),
+    ]
     origins = [one.origin for one in read_results(tmp_path / "outcomes.jsonl")]
     assert len({one["text"] for one in origins if one is not None and "text" in one}) == 1
 

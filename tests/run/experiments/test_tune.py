@@ -187,16 +187,25 @@ def tuning(**changes: Any) -> dict[str, Any]:
         ({"tune": {"lr": [1e-3, 3e-3]}}, r"tune\.lr is \[0\.001, 0\.003\], but each must be twice the one before"),
         ({"tune": {"rungs": [0.5]}}, r"tune\.rungs is \[0\.5\], but they must grow and end in 1\.0"),
         ({"tune": {"seeds": [1, 1]}}, r"tune\.seeds is \[1, 1\], which contains duplicates"),
-        ({"tune": {"final_seeds": [1, 2]}}, r"tune\.final_seeds is \[1, 2\], but it must hold all .*, \[0\].* \[0, 1\]"),
+        (
+            {"tune": {"final_seeds": [1, 2]}},
+            r"tune\.final_seeds is \[1, 2\], but it must hold all .*, \[0\].* \[0, 1\]",
+        ),
         ({"tune": {"final_seeds": [0, 1]}}, r"the budget is 1,100 tokens, .* two in the final take 1,536; raise"),
         ({"tune": {"budget": 3}}, r"tune.*budget"),
         ({"tune": {"outer": [[0.7, 1.0]]}}, r"tune\.outer is 1\.0 but must be a list of pairs \[η, γ\] with"),
-        ({"tune": {"budget_tokens": 100}}, r"the budget is 100 tokens, but 2 settings on the .* take 1,024; raise tune\.budget"),
+        (
+            {"tune": {"budget_tokens": 100}},
+            r"the budget is 100 tokens, but 2 settings on the .* take 1,024; raise tune\.budget",
+        ),
         ({"sweep": {"seed": [1]}}, r"remove \[sweep\]"),
-        ({"variant": [{"label": "a", "tune": {"budget_tokens": 1}}]}, r"'a' has tune = .* gossamer tune takes tune = \{ lr"),
+        (
+            {"variant": [{"label": "a", "tune": {"budget_tokens": 1}}]},
+            r"'a' has tune = .* gossamer tune takes tune = \{ lr",
+        ),
         ({"variant": [{"label": "a b"}, {"label": "a/b"}]}, r"would share a folder"),
     ],
-)  # fmt: skip
+)
 def test_an_impossible_tuning_is_refused_in_a_sentence(changes: dict[str, Any], sentence: str) -> None:
     def first_batches() -> None:
         for contender in contenders(tuning(**changes)):

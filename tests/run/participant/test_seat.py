@@ -35,11 +35,17 @@ def start(folder: Path, **overrides: object) -> list[Command]:
     port = str(free_port())
     return [
         Command(
-            "train", folder / "run.toml", "--out", folder / "out", RANK=str(rank), WORLD_SIZE="3",
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+            "train",
+            folder / "run.toml",
+            "--out",
+            folder / "out",
+            RANK=str(rank),
+            WORLD_SIZE="3",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
         )
         for rank in range(3)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -108,9 +108,16 @@ def test_the_layout_of_a_model_that_is_not_built_is_that_of_the_built_one(config
 
 def test_a_file_with_five_faults_prints_five_sentences(tmp_path, capsys):
     path = written(
-        tmp_path, rule__name="diloco", topology__name="ring", codec__name="int8", schedule__fragments=3,
-        schedule__inner_every=[1, 1], inner__optimizer="sgd", run__adapt="slow", run__reduction="all_reduce",
-    )  # fmt: skip
+        tmp_path,
+        rule__name="diloco",
+        topology__name="ring",
+        codec__name="int8",
+        schedule__fragments=3,
+        schedule__inner_every=[1, 1],
+        inner__optimizer="sgd",
+        run__adapt="slow",
+        run__reduction="all_reduce",
+    )
     assert main(["check", str(path)]) == 2
     out, err = capsys.readouterr()
     words = [
@@ -143,10 +150,13 @@ def test_the_table_as_an_object(tmp_path, capsys):
     assert said["parameters"] == PARAMETERS and said["rounds"] == 12 and said["kept"][0]["what"] == "weights"
     assert said["networks"] == [
         {
-            "name": "even", "round_s": None, "utilisation": None, "between_stages": None,
+            "name": "even",
+            "round_s": None,
+            "utilisation": None,
+            "between_stages": None,
             "note": "unknown: network.even has no step_s",
         }
-    ]  # fmt: skip
+    ]
 
 
 def test_what_a_tokenizer_on_the_hub_would_tell_is_said_to_be_unknown(tmp_path, capsys):

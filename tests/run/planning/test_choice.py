@@ -176,7 +176,7 @@ def test_gossip_whose_late_workers_take_fewer_local_steps_is_expected_to_lose_wh
         (["--resume"], "--resume was given and --race was not"),
         (["--watch"], "--watch was given and --race was not"),
     ],
-)  # fmt: skip
+)
 def test_goals_and_races_that_cannot_be_are_refused_in_a_sentence(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,7 +284,7 @@ def test_a_table_fits_a_hundred_columns_and_has_one_row_for_each_family() -> Non
         (Network(uplink_bps=1e8, downlink_bps=1e8, step_s=(*[0.5] * 7, 5.0), sites={"a": Site(workers=(0, 1))}), ()),
     ],
     ids=["one is slow", "two are slow", "all alike", "hardly slower", "half are slow", "sites name workers"],
-)  # fmt: skip
+)
 def test_only_workers_that_hold_the_others_up_by_far_may_be_dropped(
     network: Network, left_out: tuple[int, ...]
 ) -> None:
@@ -304,7 +304,7 @@ FAST = {"uplink_bps": 1e9, "downlink_bps": 1e9, "latency_s": 0.001, "step_s": 1.
         ({"step_s": tuple(1.09**k for k in range(8))}, {"step_s": (*(1.09**k for k in range(7)), 1.5)}),
     ],
     ids=["an uplink", "the second slowest", "a latency", "hardly slower", "each is a little slower"],
-)  # fmt: skip
+)
 def test_a_worker_that_gets_faster_never_makes_the_pick_worse(slower: dict[str, Any], faster: dict[str, Any]) -> None:
     def found(**links: Any) -> float:
         """The expected loss of the pick but for what all picks have in common."""

@@ -45,7 +45,7 @@ def test_an_interval_grows_with_the_distance_from_what_was_measured(far: LossSca
     near = scale()
     close, wide = (
         expected_difference(at, known(at, "GASLoC 1-Peer", 30), known(at, "DiLoCo", 30)) for at in (near, far)
-    )  # fmt: skip
+    )
     assert wide.half / abs(wide.nats) > 1.5 * close.half / abs(close.nats) and far.outside
 
 

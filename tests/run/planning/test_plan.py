@@ -95,8 +95,10 @@ def test_bits_per_parameter_scale_the_bytes_and_lossy_sums_come_back_in_bf16_whe
     assert ("data parallel", "int8") not in bytes_of
     gossips = {c.codec: tomllib.loads(run_toml(made, c)) for c in made.candidates if c.method == "GASLoC 1-Peer"}
     assert {codec: run["rule"]["name"] for codec, run in gossips.items()} == {
-        "exact": "gasloc", "int8": "gasloc", "topk2bit": "anchored_gasloc",
-    }  # fmt: skip
+        "exact": "gasloc",
+        "int8": "gasloc",
+        "topk2bit": "anchored_gasloc",
+    }
     assert not any(faults_of(parse(run)) for run in gossips.values())
 
 

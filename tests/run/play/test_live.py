@@ -52,13 +52,21 @@ def test_what_is_no_film_is_refused_in_a_sentence(film: Film, tmp_path: Path) ->
         return json.dumps(frame | values).encode() + b"\n"
 
     spoilt = {
-        "empty": b"", "head alone": head, "no head": b"".join(lines), "torn": head + lines[0][:100], "foreign": b"{}\n{}\n",
-        "a round is missing": head + lines[0] + lines[2], "text": b"hello\nworld\n",
-        "no action": head + lines[0] + changed(actions=[["dance", 1]]), "nine": head + lines[0] + changed(there=[8]),
-        "method": head + lines[0] + changed(method="__proto__"), "long": head + lines[0] + changed(says="x" * 500),
-        "seven": head + lines[0] + changed(seconds=[None] * 7), "infinite": head + lines[0] + b'{"round": Infinity}\n',
+        "empty": b"",
+        "head alone": head,
+        "no head": b"".join(lines),
+        "torn": head + lines[0][:100],
+        "foreign": b"{}\n{}\n",
+        "a round is missing": head + lines[0] + lines[2],
+        "text": b"hello\nworld\n",
+        "no action": head + lines[0] + changed(actions=[["dance", 1]]),
+        "nine": head + lines[0] + changed(there=[8]),
+        "method": head + lines[0] + changed(method="__proto__"),
+        "long": head + lines[0] + changed(says="x" * 500),
+        "seven": head + lines[0] + changed(seconds=[None] * 7),
+        "infinite": head + lines[0] + b'{"round": Infinity}\n',
         "newer": head.replace(b'"film":1', b'"film":2') + lines[0],
-    }  # fmt: skip
+    }
     for name, raw in spoilt.items():
         (tmp_path / "b.jsonl").write_bytes(raw)
         with pytest.raises(DataError):

@@ -61,9 +61,18 @@ def tensors(state: dict[str, Any]) -> list[torch.Tensor]:
 
 
 SCRIPT = [
-    [["local_steps", 1]], [["slow", 7]], [["method", "gasloc"]], [["kill", 3], ["momentum", 0.5]], [["cut"]], [],
-    [["revive", 3], ["kill", 6]], [["method", "diloco"]], [["revive", 6], ["heal"]], [["mend", 7], ["method", "gossip"]], [],
-]  # fmt: skip
+    [["local_steps", 1]],
+    [["slow", 7]],
+    [["method", "gasloc"]],
+    [["kill", 3], ["momentum", 0.5]],
+    [["cut"]],
+    [],
+    [["revive", 3], ["kill", 6]],
+    [["method", "diloco"]],
+    [["revive", 6], ["heal"]],
+    [["mend", 7], ["method", "gossip"]],
+    [],
+]
 
 
 def test_the_same_seed_and_actions_give_the_same_film_and_another_seed_another() -> None:

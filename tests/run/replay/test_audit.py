@@ -360,8 +360,13 @@ def rounds_of(rounds, before):
 
 def test_an_audit_follows_a_slot_that_was_taken_over_twice_once_by_a_ghost_from_every_snapshot(tmp_path, monkeypatch):
     config = single(
-        topology__name="ring", run__steps=16, run__elastic=True, run__checkpoint_every=1, run__eval_every=0, record__hash=True,
-    )  # fmt: skip
+        topology__name="ring",
+        run__steps=16,
+        run__elastic=True,
+        run__checkpoint_every=1,
+        run__eval_every=0,
+        record__hash=True,
+    )
     others = {slot: lived(slot, 8, missed=[(2, 1), (5, 1)]) for slot in (0, 2)}
     first = [Begun(0, 0, 1, 0, 0), *rounds_of(range(2), 0)]
     ghost = [Begun(3, 3, 0, 4, 1, followed=(Followed(0, 2, 4), Followed(2, 3, 6))), *rounds_of(range(3, 5), 4)]

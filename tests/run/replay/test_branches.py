@@ -15,8 +15,8 @@ from commands import run
 from gossamer.cli import main
 from gossamer.errors import ConfigError, DataError
 from gossamer.record import checkpoint
-from gossamer.record.branches import read_branches, write_branches
 from gossamer.record.folder import read_metrics
+from gossamer.record.lineage import read_branches, write_branches
 from gossamer.record.logs.arrivals import read_arrivals
 from gossamer.record.logs.outcomes import read_outcomes
 from gossamer.run.config.resolve import resolve
@@ -49,14 +49,22 @@ WAYS = {
     "more steps after the end": ({}, None, {"run__steps": 16}),
     "a learning rate on the way": ({"run__steps": 16}, 4, {"run__steps": 16, "inner__lr": 1e-4, "rule__lr": 0.5}),
     "messages in flight": (
-        {"schedule__fragments": 2, "schedule__overlap_steps": 1, "model__layers": 2, "run__steps": 16}, 4,
-        {"schedule__fragments": 2, "schedule__overlap_steps": 1, "model__layers": 2, "run__steps": 12, "inner__clip": 0.1},
+        {"schedule__fragments": 2, "schedule__overlap_steps": 1, "model__layers": 2, "run__steps": 16},
+        4,
+        {
+            "schedule__fragments": 2,
+            "schedule__overlap_steps": 1,
+            "model__layers": 2,
+            "run__steps": 12,
+            "inner__clip": 0.1,
+        },
     ),
     "stages": (
-        {"model__layers": 2, "data__accumulate": 2}, None,
+        {"model__layers": 2, "data__accumulate": 2},
+        None,
         {"model__layers": 2, "data__accumulate": 2, "run__steps": 16, "pipeline__stages": 2},
     ),
-}  # fmt: skip
+}
 """Settings, the rounds that are over when the run goes on, and with which settings it does."""
 
 

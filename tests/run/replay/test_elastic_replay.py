@@ -43,17 +43,28 @@ def newest(folder, config, slot):
 def churned(tmp_path_factory):
     """A run whose fragments are in flight while it trains; see `churn`."""
     return churn(
-        tmp_path_factory.mktemp("churned"), topology__peers=2, inner__clip=0.5, schedule__fragments=2,
-        schedule__overlap_steps=1, run__checkpoint_every=4,
-    )  # fmt: skip
+        tmp_path_factory.mktemp("churned"),
+        topology__peers=2,
+        inner__clip=0.5,
+        schedule__fragments=2,
+        schedule__overlap_steps=1,
+        run__checkpoint_every=4,
+    )
 
 
 def churn(root, **settings):
     """An elastic run of real processes in which worker 1 was killed after a few rounds, and another process took its slot."""
     given = {
-        "workers": 4, "model__layers": 2, "run__steps": 24, "run__eval_every": 0, "run__checkpoint_every": 2, "run__pace_s": 1.0,
-        "run__timeout_s": 30, "run__rejoin_rounds": 0, **settings,
-    }  # fmt: skip
+        "workers": 4,
+        "model__layers": 2,
+        "run__steps": 24,
+        "run__eval_every": 0,
+        "run__checkpoint_every": 2,
+        "run__pace_s": 1.0,
+        "run__timeout_s": 30,
+        "run__rejoin_rounds": 0,
+        **settings,
+    }
     config = tiny(run__elastic=True, record__hash=True, **given)
     (root / "run.toml").write_text(dump(config))
     real = root / "real"
@@ -187,9 +198,14 @@ def test_workers_that_leave_amid_a_round_go_on_from_its_begin_with_the_bits_of_t
     fragments, tmp_path, monkeypatch
 ):
     config = tiny(
-        run__elastic=True, rule__name="diloco", topology__name="complete", record__hash=True, run__timeout_s=60,
-        run__eval_every=0, schedule__fragments=fragments,
-    )  # fmt: skip
+        run__elastic=True,
+        rule__name="diloco",
+        topology__name="complete",
+        record__hash=True,
+        run__timeout_s=60,
+        run__eval_every=0,
+        schedule__fragments=fragments,
+    )
     (tmp_path / "run.toml").write_text(dump(config))
     with monkeypatch.context() as patched:
         patched.setattr("gossamer.cli.main", train_but_leave_amid_round_3)

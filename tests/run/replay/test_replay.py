@@ -77,9 +77,15 @@ RUNS = {
 @pytest.mark.timeout(300)
 def test_a_killed_worker_leaves_the_others_a_new_process_takes_its_place_and_all_is_replayed_to_the_last_bit(tmp_path):
     config = served(
-        workers=3, run__steps=64, run__checkpoint_every=8, run__eval_every=32, run__pace_s=0.02, run__timeout_s=100.0,
-        model__layers=2, **RUNS["a window"],
-    )  # fmt: skip
+        workers=3,
+        run__steps=64,
+        run__checkpoint_every=8,
+        run__eval_every=32,
+        run__pace_s=0.02,
+        run__timeout_s=100.0,
+        model__layers=2,
+        **RUNS["a window"],
+    )
     real, store = tmp_path / "real", tmp_path / "real" / "checkpoints"
     launcher = start(config, real)
     pids = launcher.processes(4)
@@ -202,5 +208,7 @@ def test_a_server_that_resumes_appends_to_whole_lines(tmp_path):
     with ArrivalWriter(tmp_path, resume=True) as log:
         log.append(ServerInput("serve", 1.0, workers=2, round=3, digest="d"))
     assert [(item.event, item.time_s, item.round) for item in read_arrivals(tmp_path)] == [
-        ("serve", 0.0, 0), ("tick", 1.25, 0), ("serve", 1.0, 3),
-    ]  # fmt: skip
+        ("serve", 0.0, 0),
+        ("tick", 1.25, 0),
+        ("serve", 1.0, 3),
+    ]

@@ -39,9 +39,14 @@ def until(holds: Callable[[], bool]) -> None:
 @pytest.mark.timeout(240)
 def test_a_worker_that_gets_sigterm_pushes_saves_and_leaves_and_comes_back_to_what_it_saved(tmp_path: Path) -> None:
     config = served(
-        workers=2, server__name="heloco", run__steps=60, run__checkpoint_every=20, run__eval_every=20, run__pace_s=0.1,
+        workers=2,
+        server__name="heloco",
+        run__steps=60,
+        run__checkpoint_every=20,
+        run__eval_every=20,
+        run__pace_s=0.1,
         model__layers=1,
-    )  # fmt: skip
+    )
     real = tmp_path / "real"
     launcher = start(config, real)
     pids = launcher.processes(3)

@@ -306,16 +306,21 @@ FORGED = {
     "a flipped bit of a body": (lambda run: flipped(hello(run), 83), "another checksum"),
     "half a header": (lambda run: hello(run)[:20], "closed the connection after 20"),
     "a push of another size": (lambda run: (hello(run), letter(run, size=1 << 50)), str(1 << 50)),
-    "a push of another phase": (lambda run: (hello(run), letter(run, size=4 * PARAMETERS, ticket=Ticket(3))), "round=3"),
+    "a push of another phase": (
+        lambda run: (hello(run), letter(run, size=4 * PARAMETERS, ticket=Ticket(3))),
+        "round=3",
+    ),
     "a phase that cannot be": (lambda run: (hello(run), letter(run, ticket=Ticket(5))), "round of its ticket is 5"),
     "a push that is cut": (lambda run: (hello(run), letter(run, size=4 * PARAMETERS) + b"x"), "closed"),
     "a push with another checksum": (
-        lambda run: (hello(run), letter(run, body=bytes(4 * PARAMETERS), check=1)), "another checksum",
+        lambda run: (hello(run), letter(run, body=bytes(4 * PARAMETERS), check=1)),
+        "another checksum",
     ),
     "a push of numbers that are none": (
-        lambda run: (hello(run), letter(run, body=NAN.numpy().tobytes())), "not all finite",
+        lambda run: (hello(run), letter(run, body=NAN.numpy().tobytes())),
+        "not all finite",
     ),
-}  # fmt: skip
+}
 """What a worker that knows the secret sends, and a part of the server's sentence."""
 
 
@@ -413,9 +418,13 @@ def test_a_stranger_learns_nothing_takes_no_seat_and_keeps_no_worker_out(tmp_pat
         for wrong in ("a secret that is another one, though as long", KNOWN + "!"):
             with pytest.raises(PeerError, match=r"turned away by the server.*give both the same secret"):
                 connect(
-                    f"127.0.0.1:{port}", secret=wrong.encode(), run=common(config), me=0,
-                    limits=limits_of(settings_of(config)), timeout_s=20,
-                )  # fmt: skip
+                    f"127.0.0.1:{port}",
+                    secret=wrong.encode(),
+                    run=common(config),
+                    me=0,
+                    limits=limits_of(settings_of(config)),
+                    timeout_s=20,
+                )
         with (
             pytest.raises(
                 PeerError,
@@ -550,9 +559,14 @@ def stopped(*pids):
 @pytest.mark.timeout(240)
 def test_a_run_that_was_killed_goes_on_from_the_server_s_snapshot_to_the_same_bits(tmp_path, capsys):
     config = served(
-        workers=1, server__name="cgad", run__steps=24, run__checkpoint_every=8, run__eval_every=12, run__pace_s=0.1,
+        workers=1,
+        server__name="cgad",
+        run__steps=24,
+        run__checkpoint_every=8,
+        run__eval_every=12,
+        run__pace_s=0.1,
         model__layers=1,
-    )  # fmt: skip
+    )
     launcher = start(config, tmp_path / "real")
     pids = launcher.processes(2)
     store, deadline = tmp_path / "real" / "checkpoints", time.monotonic() + 120
@@ -577,9 +591,14 @@ def test_a_run_that_was_killed_goes_on_from_the_server_s_snapshot_to_the_same_bi
 @pytest.mark.parametrize("whom", ["server", "launcher"])
 def test_a_server_that_gets_sigterm_saves_after_its_round_and_goes_on_from_it(tmp_path, whom):
     config = served(
-        workers=2, server__name="heloco", run__steps=120, run__checkpoint_every=40, run__eval_every=40, run__pace_s=0.05,
+        workers=2,
+        server__name="heloco",
+        run__steps=120,
+        run__checkpoint_every=40,
+        run__eval_every=40,
+        run__pace_s=0.05,
         model__layers=1,
-    )  # fmt: skip
+    )
     real = tmp_path / "real"
     launcher = start(config, real)
     pids, deadline = launcher.processes(3), time.monotonic() + 120
@@ -635,9 +654,14 @@ def test_a_server_that_gets_sigterm_while_nobody_is_there_ends_and_says_what_is_
 @pytest.mark.timeout(240)
 def test_the_workers_of_a_killed_server_join_the_resumed_one_and_both_its_lives_replay_to_the_same_bits(tmp_path):
     config = served(
-        workers=2, server__name="heloco", run__steps=40, run__checkpoint_every=4, run__eval_every=20, run__pace_s=0.1,
+        workers=2,
+        server__name="heloco",
+        run__steps=40,
+        run__checkpoint_every=4,
+        run__eval_every=20,
+        run__pace_s=0.1,
         model__layers=1,
-    )  # fmt: skip
+    )
     real = tmp_path / "real"
     launcher = start(config, real)
     pids, deadline = launcher.processes(3), time.monotonic() + 120

@@ -35,10 +35,15 @@ class Point(nn.Module):
 def run_of(out: Path, **given: object) -> list[tuple[float, float | None]]:
     settings = {"record.alignment": True, "run.threads": 1}
     run = simulate(
-        None, out, model=Point, data=pull, loss=lambda model, batch: model(batch),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5), settings={**settings, **given.pop("settings", {})},
+        None,
+        out,
+        model=Point,
+        data=pull,
+        loss=lambda model, batch: model(batch),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+        settings={**settings, **given.pop("settings", {})},
         **{"workers": 3, "local_steps": 4, "rounds": 3, **given},
-    )  # type: ignore[arg-type] # fmt: skip
+    )  # type: ignore[arg-type]
     assert run.alignment["round"] == [*range(run.rounds)]
     return [*zip(run.alignment["alignment"], run.alignment["persistence"], strict=True)]
 

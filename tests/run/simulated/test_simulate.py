@@ -52,10 +52,12 @@ def test_a_run_that_is_stopped_and_resumed_equals_the_uninterrupted_run(rule, st
     """That the state of every rule is all that it keeps is a promise, which `test_rules` checks."""
     everyone = RULES[rule]().needs == "everyone"
     config = single(
-        rule__name=rule, topology__name="complete" if everyone else "random",
-        run__local_steps=1 if rule == "data_parallel" else 2, run__steps=4 if rule == "data_parallel" else 8,
+        rule__name=rule,
+        topology__name="complete" if everyone else "random",
+        run__local_steps=1 if rule == "data_parallel" else 2,
+        run__steps=4 if rule == "data_parallel" else 8,
         inner__optimizer="muon",
-    )  # fmt: skip
+    )
     simulate(config, tmp_path / "whole")
     simulate(config, tmp_path / "parts", until=stop + 1)  # after the checkpoint of round `stop` or later
     simulate(config, tmp_path / "parts", resume=True)
@@ -121,9 +123,14 @@ def test_what_is_under_way_at_a_checkpoint_is_sent_again_and_heard_as_it_would_h
 ):
     schedule = {name if "__" in name else f"schedule__{name}": value for name, value in options.items()}
     config = tiny(
-        rule__name=rule, topology__name=topology, run__local_steps=[4, 2, 3], run__steps=12, run__checkpoint_every=4,
-        model__layers=options.get("fragments", 1), **schedule,
-    )  # fmt: skip
+        rule__name=rule,
+        topology__name=topology,
+        run__local_steps=[4, 2, 3],
+        run__steps=12,
+        run__checkpoint_every=4,
+        model__layers=options.get("fragments", 1),
+        **schedule,
+    )
     simulate(config, tmp_path / "whole")
     simulate(config, tmp_path / "parts", until=2)
     simulate(config, tmp_path / "parts", resume=True)
@@ -190,9 +197,13 @@ def test_data_parallel_workers_equal_one_worker_with_their_batches_together(tmp_
 @pytest.mark.parametrize("optimizer", ["muon", "spectral_muon", "adamw"])
 def test_workers_whose_steps_are_one_step_leave_what_each_alone_would(tmp_path, monkeypatch, optimizer):
     config = single(
-        rule__name="data_parallel", topology__name="complete", run__local_steps=1, run__steps=4,
-        inner__optimizer=optimizer, inner__clip=0.1,
-    )  # fmt: skip
+        rule__name="data_parallel",
+        topology__name="complete",
+        run__local_steps=1,
+        run__steps=4,
+        inner__optimizer=optimizer,
+        inner__clip=0.1,
+    )
     stepped = []
     step = Replica.step_on_gradient
     monkeypatch.setattr(Replica, "step_on_gradient", lambda own, round: (stepped.append(own.index), step(own, round)))
@@ -253,7 +264,7 @@ def test_more_threads_than_cores_are_warned_of(tmp_path, caplog):
 @pytest.mark.parametrize(("key", "value"), [("autocast", "bf16"), ("optimizer", "muon"), ("optimizer", "adamw")])
 def test_products_in_bf16_on_a_processor_without_them_are_warned_of_once(
     key, value, has, tmp_path, caplog, monkeypatch
-):  # fmt: skip
+):
     inner._warn.cache_clear()
     monkeypatch.setattr(inner, "has_bf16", lambda: has)
     for name in "ab":

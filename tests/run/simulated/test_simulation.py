@@ -83,8 +83,9 @@ def train_in_own_loops(argv: list[str]) -> int:
             outer.finish()
         numbers[name] = {
             "losses": [math.fsum(losses[k : k + H]) / H for k in range(0, len(losses), H)],
-            "x": flat(model).tolist(), "running": model[1].running_var.tolist(),
-        }  # fmt: skip
+            "x": flat(model).tolist(),
+            "running": model[1].running_var.tolist(),
+        }
     Path(argv[0], f"{worker}.json").write_text(json.dumps(numbers))
     dist.destroy_process_group()
     return 0
@@ -207,9 +208,13 @@ def test_functions_of_the_user_are_called_one_at_a_time_in_all_threads_and_no_bi
         return x, x.sum(1, keepdim=True) + torch.randn(6, 1)
 
     given: Any = {
-        "model": _Recomputed, "data": alone(with_global_generator), "loss": alone(loss), "optimizer": _Descent,
-        "rule": rule, "network": Network(step_s=1.0, uplink_bps=1e9, downlink_bps=1e9),
-    }  # fmt: skip
+        "model": _Recomputed,
+        "data": alone(with_global_generator),
+        "loss": alone(loss),
+        "optimizer": _Descent,
+        "rule": rule,
+        "network": Network(step_s=1.0, uplink_bps=1e9, downlink_bps=1e9),
+    }
     found = []
     for cores in (1, 3):
         monkeypatch.setattr(lanes, "available_cores", lambda cores=cores: cores)
@@ -318,9 +323,14 @@ def test_a_folder_of_transformers_is_a_model(tmp_path: Path):
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "small")
     text = {"data.seq_len": 8, "data.batch_size": 2, "data.max_bytes": 10**5}
     run = gossamer.simulate(
-        None, tmp_path / "run", model=tmp_path / "small", workers=2, local_steps=1, rounds=2,
+        None,
+        tmp_path / "run",
+        model=tmp_path / "small",
+        workers=2,
+        local_steps=1,
+        rounds=2,
         settings={**text, "record.export": True},
-    )  # fmt: skip
+    )
     assert type(run.mean_model()).__name__ == "LlamaForCausalLM"
     opened = transformers.AutoModelForCausalLM.from_pretrained(run.folder / "model")
     assert torch.equal(flat(opened), flat(run.mean_model()))
@@ -361,8 +371,16 @@ def test_an_impossible_graph_is_refused(edges: Any, match: str):
 
 CALLS = iter(range(10**6))
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "impure data": ({"data": lambda i, t: (torch.rand(6, 4), torch.ones(6, 1))}, ConfigError, "different batches for worker 0"),
-    "a model with other numbers": ({"model": lambda: filled(next(CALLS))}, ConfigError, "other parameters when called again"),
+    "impure data": (
+        {"data": lambda i, t: (torch.rand(6, 4), torch.ones(6, 1))},
+        ConfigError,
+        "different batches for worker 0",
+    ),
+    "a model with other numbers": (
+        {"model": lambda: filled(next(CALLS))},
+        ConfigError,
+        "other parameters when called again",
+    ),
     "no model": ({"model": lambda: "a model"}, ConfigError, "returned a str where a Module is needed"),
     "a module": ({"model": nn.Linear(4, 1)}, ConfigError, "each worker needs its own"),
     "no scalar": ({"loss": lambda model, given: model(given[0])}, ConfigError, r"shape \(6, 1\); return a scalar"),
@@ -376,8 +394,12 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a wrong type": ({"workers": "3"}, ConfigError, "workers is a str"),
     "a worker left out": ({"topology": [(0, 1), (1, 7)]}, ConfigError, "between 0, 1, 7; number the workers from 0"),
     "no graph": ({"topology": 5}, ConfigError, "which is no graph"),
-    "a loss that is not finite": ({"loss": lambda model, given: model(given[0]).sum() * math.nan}, TrainingError, "nan"),
-}  # fmt: skip
+    "a loss that is not finite": (
+        {"loss": lambda model, given: model(given[0]).sum() * math.nan},
+        TrainingError,
+        "nan",
+    ),
+}
 
 
 def filled(value: float) -> nn.Module:

@@ -145,11 +145,14 @@ def document(n, rule, options, topology, drawn, steps=2, **tables):
         "model": {**TINY["model"], "layers": layers, "dropout": drawn["dropout"]},
         "inner": {key: drawn[key] for key in ("optimizer", "averaging", "clip", "autocast") if drawn[key] is not None},
         "run": {
-            "steps": ROUNDS * steps, "local_steps": steps if drawn["steps"] == "even" else uneven,
-            "weigh_steps": drawn["steps"] == "weighed", "checkpoint_every": STOP * steps if drawn["resumed"] else 0, **ONCE,
+            "steps": ROUNDS * steps,
+            "local_steps": steps if drawn["steps"] == "even" else uneven,
+            "weigh_steps": drawn["steps"] == "weighed",
+            "checkpoint_every": STOP * steps if drawn["resumed"] else 0,
+            **ONCE,
         },
         **tables,
-    }  # fmt: skip
+    }
 
 
 def drawn_properties(rule, options, place):
@@ -210,8 +213,11 @@ def covered(found):
 def cheap(made, case):
     """What is preferred among cases that add as much to a cover."""
     return (
-        not case["resumed"], case["autocast"] is None, case["optimizer"] not in ("muon", "accum_adamw"), -made["workers"],
-    )  # fmt: skip
+        not case["resumed"],
+        case["autocast"] is None,
+        case["optimizer"] not in ("muon", "accum_adamw"),
+        -made["workers"],
+    )
 
 
 def marks(made, case):
@@ -221,8 +227,12 @@ def marks(made, case):
     own = {key: value for key, value in made["rule"].items() if key not in WRAPPERS}
     pairs = itertools.combinations(sorted({**case, "n": n}.items()), 2)
     return {
-        str(own), topology, (rule, "codec", lossless), (rule, "steps", even), *pairs,
-    }  # fmt: skip
+        str(own),
+        topology,
+        (rule, "codec", lossless),
+        (rule, "steps", even),
+        *pairs,
+    }
 
 
 def rounds_of(made, full):

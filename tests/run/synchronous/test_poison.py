@@ -97,9 +97,13 @@ def test_real_workers_end_with_the_name_of_the_one_whose_numbers_are_not_finite(
 
 def test_real_workers_go_on_without_what_one_of_them_sends_that_no_codec_can_decode(tmp_path: Path) -> None:
     config = tiny(
-        topology__name="complete", rule__name="sparseloco", codec__name="topk2bit", run__timeout_s=60, run__steps=16,
+        topology__name="complete",
+        rule__name="sparseloco",
+        codec__name="topk2bit",
+        run__timeout_s=60,
+        run__steps=16,
         run__eval_every=0,
-    )  # fmt: skip
+    )
     (tmp_path / "run.toml").write_text(dump(config))
     errors, folder = io.StringIO(), tmp_path / "run"
     with contextlib.redirect_stderr(errors):

@@ -157,9 +157,12 @@ def test_all_reduce_as_an_option_agrees_within_rounding(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"rule__name": "diloco", "topology__name": "complete", "codec": {"name": "int8"}},
-     {"rule__name": "diloco", "topology__name": "complete", "codec": {"name": "exact", "back": "bf16"}}],
-)  # fmt: skip
+    [
+        {},
+        {"rule__name": "diloco", "topology__name": "complete", "codec": {"name": "int8"}},
+        {"rule__name": "diloco", "topology__name": "complete", "codec": {"name": "exact", "back": "bf16"}},
+    ],
+)
 def test_an_all_reduce_that_nothing_would_use_is_refused(options):
     with pytest.raises(PairingError, match="takes no mean that the backend can compute"):
         resolve(tiny(**options, run__reduction="all_reduce"))

@@ -36,10 +36,17 @@ def declared(share, step_s=1.0, **options):
 def adaptive(network, **overrides):
     """A run of four workers that adapt from at most 30 steps."""
     quick = {
-        "workers": 4, "run__adapt": True, "run__steps": 120, "run__local_steps": 30, "run__eval_every": 0,
-        "run__checkpoint_every": 0, "data__seq_len": 4, "data__batch_size": 1, "data__max_bytes": 50_000,
+        "workers": 4,
+        "run__adapt": True,
+        "run__steps": 120,
+        "run__local_steps": 30,
+        "run__eval_every": 0,
+        "run__checkpoint_every": 0,
+        "data__seq_len": 4,
+        "data__batch_size": 1,
+        "data__max_bytes": 50_000,
         **{f"model__{name}": value for name, value in SMALL.items()},
-    }  # fmt: skip
+    }
     return parse({**document(**quick | overrides), "network": network})
 
 
@@ -83,9 +90,15 @@ def test_jitter_moves_no_steps_back_and_forth(tmp_path):
 
 def test_a_resumed_run_goes_on_with_the_steps_in_force_and_to_the_same_bits(tmp_path):
     config = adaptive(
-        {"slow": declared(0.1)}, run__local_steps=10, run__steps=40, run__checkpoint_every=10, run__weigh_steps=True,
-        model__layers=2, schedule__fragments=2, schedule__overlap_steps=3,
-    )  # fmt: skip
+        {"slow": declared(0.1)},
+        run__local_steps=10,
+        run__steps=40,
+        run__checkpoint_every=10,
+        run__weigh_steps=True,
+        model__layers=2,
+        schedule__fragments=2,
+        schedule__overlap_steps=3,
+    )
     simulate(config, tmp_path / "whole")
     simulate(config, tmp_path / "parts", until=3)
     simulate(config, tmp_path / "parts", resume=True)
@@ -143,9 +156,16 @@ def test_what_the_sums_come_back_in_takes_no_step_from_whom_they_are_slow_for(tm
     steps = []
     for back in ("fp4", "bf16"):
         config = single(
-            rule={"name": "diloco"}, topology={"name": "complete"}, codec={"name": "fp4", "back": back}, network=network,
-            run__adapt=True, run__local_steps=20, run__steps=60, run__checkpoint_every=0, run__eval_every=0,
-        )  # fmt: skip
+            rule={"name": "diloco"},
+            topology={"name": "complete"},
+            codec={"name": "fp4", "back": back},
+            network=network,
+            run__adapt=True,
+            run__local_steps=20,
+            run__steps=60,
+            run__checkpoint_every=0,
+            run__eval_every=0,
+        )
         simulate(config, tmp_path / back)
         steps.append(read_trace(tmp_path / back).steps[-1].tolist())
     assert steps == [[20, 20, 15]] * 2
@@ -182,9 +202,14 @@ def train(config, folder, *words):
 @pytest.mark.timeout(300)
 def test_a_slow_machine_settles_on_fewer_steps_and_goes_on_with_them_when_resumed(tmp_path):
     config = single(
-        run__local_steps=8, run__steps=40, run__adapt=True, run__pace_s=[0.08, 0.08, 0.4], run__eval_every=0,
-        run__checkpoint_every=32, run__timeout_s=60,
-    )  # fmt: skip
+        run__local_steps=8,
+        run__steps=40,
+        run__adapt=True,
+        run__pace_s=[0.08, 0.08, 0.4],
+        run__eval_every=0,
+        run__checkpoint_every=32,
+        run__timeout_s=60,
+    )
     train(config, tmp_path / "run")
     steps = read_trace(tmp_path / "run").steps
     assert steps[0].tolist() == [8, 8, 8]
@@ -205,9 +230,16 @@ def test_a_slow_uplink_settles_on_fewer_steps(tmp_path, monkeypatch):
     links = importlib.import_module("slow_links")
     scale = links.QUICK._replace(workers=3, pace_s=0.19)  # links of 20 Mbit/s
     config = tiny(
-        run__local_steps=20, run__steps=100, run__adapt=True, run__pace_s=0.1, run__eval_every=0, run__checkpoint_every=0,
-        run__timeout_s=60, run__device="cpu", model__size="0.2m",
-    )  # fmt: skip
+        run__local_steps=20,
+        run__steps=100,
+        run__adapt=True,
+        run__pace_s=0.1,
+        run__eval_every=0,
+        run__checkpoint_every=0,
+        run__timeout_s=60,
+        run__device="cpu",
+        model__size="0.2m",
+    )
     (tmp_path / "run.toml").write_text(tomli_w.dumps(tomllib.loads(dump(config))))
     for attempt in range(3):  # what else runs here may slow every step down, beside which no link is slow
         with links.namespaces(scale, 0.2, "uplink") as names:

@@ -57,9 +57,7 @@ def test_stacked_replicas_have_the_losses_and_gradients_of_each_alone(own):
 @pytest.mark.parametrize("optimizer", ["adamw", "accum_adamw", "sgd", "spectral_muon"])
 @pytest.mark.parametrize("batched", [2, 8])
 def test_a_batched_run_is_equal_to_one_replica_after_the_other_but_for_rounding(tmp_path, batched, optimizer):
-    settings = {
-        "run__local_steps": [2, 1, 2], "inner__clip": 0.5, "data__accumulate": 2, "inner__optimizer": optimizer
-    }  # fmt: skip
+    settings = {"run__local_steps": [2, 1, 2], "inner__clip": 0.5, "data__accumulate": 2, "inner__optimizer": optimizer}
     alone = trained(tiny(**settings), tmp_path / "alone")
     together = trained(tiny(**settings, run__batched=batched), tmp_path / "together")
     assert not torch.equal(x_of(together), x_of(together)[:1].expand_as(x_of(together)))
@@ -94,10 +92,14 @@ def test_a_stack_ends_at_the_first_loss_that_is_not_a_number(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("model.dropout", 0.1), ("inner.optimizer", "muon"), ("inner.averaging", "gpa"),
-        ("run.adapt", True), ("run.pace_s", 0.1), ("data.source", "package.module:name"),
+        ("model.dropout", 0.1),
+        ("inner.optimizer", "muon"),
+        ("inner.averaging", "gpa"),
+        ("run.adapt", True),
+        ("run.pace_s", 0.1),
+        ("data.source", "package.module:name"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_train_as_one_computation_is_refused_by_its_key(key, value):
     with pytest.raises(ConfigError, match=rf"run\.batched is 2 and {key} is"):
         tiny(run__batched=2, **{key.replace(".", "__"): value})

@@ -124,9 +124,14 @@ def test_what_crosses_a_boundary_is_what_the_next_stage_trains_on():
 
 def test_a_simulation_counts_what_crossed_each_boundary(tmp_path):
     config = tiny(
-        **CUT, pipeline__forward="tahquant", pipeline__backward="intk", run__steps=4, run__checkpoint_every=0, workers=2,
+        **CUT,
+        pipeline__forward="tahquant",
+        pipeline__backward="intk",
+        run__steps=4,
+        run__checkpoint_every=0,
+        workers=2,
         pipeline__cuts=[1],
-    )  # fmt: skip
+    )
     gossamer.simulate(config, tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     trained_lines = [line for line in lines if line["kind"] == "train"]
@@ -306,9 +311,12 @@ def words_of(vocab_size, folder):
 def test_default_cuts_are_those_of_the_fastest_slowest_stage_the_output_head_included(vocab_size, speeds, tmp_path):
     layers, layout = 8, layout_for(ModelConfig(size="0.2m", layers=8), vocab_size)
     config = tiny(
-        model__layers=layers, data__accumulate=4, data__tokenizer=words_of(vocab_size, tmp_path),
-        pipeline__stages=len(speeds), pipeline__speeds=speeds,
-    )  # fmt: skip
+        model__layers=layers,
+        data__accumulate=4,
+        data__tokenizer=words_of(vocab_size, tmp_path),
+        pipeline__stages=len(speeds),
+        pipeline__speeds=speeds,
+    )
 
     def slowest(cuts):
         return max(share / speed for share, speed in zip(shares_of(layout, cuts), speeds, strict=True))
@@ -323,9 +331,12 @@ def test_a_tokenizer_that_is_not_here_counts_as_bytes_and_a_subspace_is_not_left
     assert cuts_of(config.pipeline, config.model, config.data) == (2,)
     narrow = {"name": "subspace", "width": 8, "free_layers": 3}
     config = tiny(
-        pipeline__stages=2, data__accumulate=4, model__layers=6, model__bottleneck=narrow,
+        pipeline__stages=2,
+        data__accumulate=4,
+        model__layers=6,
+        model__bottleneck=narrow,
         data__tokenizer=words_of(20_000, tmp_path),
-    )  # fmt: skip
+    )
     assert cuts_of(config.pipeline, config.model, config.data) == (3,)
 
 
@@ -337,17 +348,30 @@ def test_minimax_keeps_to_the_layers_that_fit_a_stage():
 
 
 BAD = {
-    "more stages than layers": ({"pipeline__stages": 4, "data__accumulate": 4}, "pipeline.stages is 4 and the model has 3"),
+    "more stages than layers": (
+        {"pipeline__stages": 4, "data__accumulate": 4},
+        "pipeline.stages is 4 and the model has 3",
+    ),
     "fewer micro-batches": ({"pipeline__stages": 2}, "data.accumulate is 1: with fewer micro-batches than stages"),
-    "tile": ({**CUT, "pipeline__forward": {"name": "tahquant", "tile": 128}}, "128 channels at a time, which does not divide"),
-    "group": ({**CUT, "pipeline__backward": {"name": "intk", "group": 48}}, "48 channels at a time, which does not divide"),
+    "tile": (
+        {**CUT, "pipeline__forward": {"name": "tahquant", "tile": 128}},
+        "128 channels at a time, which does not divide",
+    ),
+    "group": (
+        {**CUT, "pipeline__backward": {"name": "intk", "group": 48}},
+        "48 channels at a time, which does not divide",
+    ),
     "aqsgd on text that is seen once": ({**CUT, "pipeline__forward": "aqsgd"}, "data.windows is not set"),
     "aqsgd backward": ({**CUT, "data__windows": 8, "pipeline__backward": "aqsgd"}, "gradients do not settle"),
     "a boundary without stages": ({"pipeline__forward": "cast"}, "pipeline.stages is 1, which has no boundary"),
-    "cuts": ({**CUT, "pipeline__cuts": [1, 2]}, "pipeline.cuts is [1, 2] for 2 stages; give 1 cuts, or pipeline.cuts=[]"),
+    "cuts": (
+        {**CUT, "pipeline__cuts": [1, 2]},
+        "pipeline.cuts is [1, 2] for 2 stages; give 1 cuts, or pipeline.cuts=[]",
+    ),
     "speeds": ({**CUT, "pipeline__speeds": [1.0]}, "pipeline.speeds is [1.0] for 2 stages and no"),
     "speeds and cuts": (
-        {**CUT, "pipeline__speeds": [1.0, 2.0], "pipeline__cuts": [1]}, "and pipeline.cuts = [1]; give the speed of each stage",
+        {**CUT, "pipeline__speeds": [1.0, 2.0], "pipeline__cuts": [1]},
+        "and pipeline.cuts = [1]; give the speed of each stage",
     ),
     "a stage without a fragment": (
         {**CUT, "schedule__fragments": 2},
@@ -358,17 +382,25 @@ BAD = {
         "stage 0 of 2 has layers [0, 1], of 1 of them; take the pattern strided, fewer fragments, other pipeline.cuts or fewer "
         "stages",
     ),
-    "cuts that change": ({**CUT, "pipeline__resplit_every": 4}, "pipeline.resplit_every is 4, and a run keeps its cuts"),
+    "cuts that change": (
+        {**CUT, "pipeline__resplit_every": 4},
+        "pipeline.resplit_every is 4, and a run keeps its cuts",
+    ),
     "a lost stage of two": ({**lost(), "pipeline__stages": 2}, "cut the model into 3 stages or more"),
-    "a lost first stage": (lost(stage=0), "the first alone has the embeddings and the last the output head; of 4 stages these"),
+    "a lost first stage": (
+        lost(stage=0),
+        "the first alone has the embeddings and the last the output head; of 4 stages these",
+    ),
     "a lost stage of nobody": (lost(worker=3), "no such worker is in stages"),
     "a peer that is lost too": (
-        {**lost(source="peer"), "workers": 1}, "no other worker has that stage then; take source = 'neighbours'",
+        {**lost(source="peer"), "workers": 1},
+        "no other worker has that stage then; take source = 'neighbours'",
     ),
     "a neighbour that is lost too": (lost(2), "a neighbour is lost with it, and there is no peer"),
     "a stage that is lost twice": (lost(1, source="peer"), "it is named twice"),
     "a lost memory": (
-        {**lost(), "pipeline__forward": "aqsgd", "data__windows": 8}, "pipeline.forward remembers, but what such a stage has",
+        {**lost(), "pipeline__forward": "aqsgd", "data__windows": 8},
+        "pipeline.forward remembers, but what such a stage has",
     ),
     "a cut beyond": ({**CUT, "pipeline__cuts": [3]}, "pipeline.cuts is [3], but the model has 3 layers"),
     "tied": ({**CUT, "model__tie_embeddings": True}, "model.tie_embeddings is true"),
@@ -378,11 +410,18 @@ BAD = {
     "option": ({**CUT, "pipeline__forward": {"name": "tahquant", "tiles": 64}}, "did you mean 'tile'"),
     "own codec": ({**CUT, "pipeline__forward": "mine:codec"}, "only Gossamer's own boundary codecs"),
     "resbm without cuts": ({"model__bottleneck": {"name": "resbm", "width": 8}}, "give cuts, such as [2], to 'resbm'"),
-    "a wide bottleneck": ({"model__bottleneck": {"name": "subspace", "width": 65}}, "width is 65 and the hidden size 64"),
-    "a bottleneck beyond": (
-        {"model__bottleneck": {"name": "resbm", "width": 8, "cuts": [3]}}, "cuts is [3], but the model has 3 layers",
+    "a wide bottleneck": (
+        {"model__bottleneck": {"name": "subspace", "width": 65}},
+        "width is 65 and the hidden size 64",
     ),
-    "free layers": ({"model__bottleneck": {"name": "subspace", "width": 8, "free_layers": 3}}, "free_layers is 3 of 3 layers"),
+    "a bottleneck beyond": (
+        {"model__bottleneck": {"name": "resbm", "width": 8, "cuts": [3]}},
+        "cuts is [3], but the model has 3 layers",
+    ),
+    "free layers": (
+        {"model__bottleneck": {"name": "subspace", "width": 8, "free_layers": 3}},
+        "free_layers is 3 of 3 layers",
+    ),
     "a cut among free layers": (
         {**CUT, "model__bottleneck": {"name": "subspace", "width": 8, "free_layers": 2}, "pipeline__cuts": [2]},
         "only the first 1 write into the subspace",
@@ -399,7 +438,8 @@ BAD = {
     "chunks of gpipe": ({**CUT, "pipeline__chunks": 2}, "pipeline.chunks is 2 and pipeline.schedule is 'gpipe'"),
     "interleaved without chunks": ({**CUT, "pipeline__schedule": "interleaved"}, "pipeline.chunks is 1"),
     "more pieces than layers": (
-        {**CUT, "pipeline__schedule": "interleaved", "pipeline__chunks": 2}, "4 pieces, and the model has 3 layers",
+        {**CUT, "pipeline__schedule": "interleaved", "pipeline__chunks": 2},
+        "4 pieces, and the model has 3 layers",
     ),
     "groups of micro-batches": (
         {**CUT, "pipeline__schedule": "interleaved", "pipeline__chunks": 2, "model__layers": 4, "data__accumulate": 5},
@@ -407,7 +447,7 @@ BAD = {
     ),
     "a schedule of nothing": ({"pipeline__schedule": "1f1b"}, "pipeline.stages is 1, which has nothing to schedule"),
     "windows of a stream": ({"data__windows": 8, "data__source": "hf:some"}, "only text in files has fixed windows"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -19,9 +19,18 @@ from gossamer.tree import leaves
 from tiny import tiny
 
 THREE: dict[str, Any] = {
-    "workers": 1, "model__layers": 5, "pipeline__stages": 3, "pipeline__cuts": [1, 3], "data__accumulate": 3, "run__steps": 3,
-    "run__local_steps": 1, "run__checkpoint_every": 1, "run__eval_every": 0, "rule__name": "diloco", "topology__name": "complete",
-}  # fmt: skip
+    "workers": 1,
+    "model__layers": 5,
+    "pipeline__stages": 3,
+    "pipeline__cuts": [1, 3],
+    "data__accumulate": 3,
+    "run__steps": 3,
+    "run__local_steps": 1,
+    "run__checkpoint_every": 1,
+    "run__eval_every": 0,
+    "rule__name": "diloco",
+    "topology__name": "complete",
+}
 """Of five layers the first stage has one, the others two each."""
 GOSSIP: dict[str, Any] = {"workers": 2, "rule__name": "gasloc", "topology__name": "random"}
 

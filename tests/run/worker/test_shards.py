@@ -17,30 +17,51 @@ from gossamer.run.simulated.simulate import simulate
 from tiny import DEVICE, document, tiny
 
 TWO = {
-    "workers": 2, "run__shards": 2, "data__accumulate": 2, "run__steps": 8, "run__timeout_s": 60, "model__layers": 1,
-}  # fmt: skip
+    "workers": 2,
+    "run__shards": 2,
+    "data__accumulate": 2,
+    "run__steps": 8,
+    "run__timeout_s": 60,
+    "model__layers": 1,
+}
 MEAN = {"rule": {"name": "diloco"}, "topology": {"name": "complete"}}
 EQUAL = {
     "gossip, adamw": TWO,
     "a mean of fragments that overlap, sgd, tied": {
-        **TWO, **MEAN, "model__layers": 2, "model__tie_embeddings": True, "schedule__fragments": 2,
-        "schedule__overlap_steps": 1, "inner__optimizer": "sgd", "inner__lr": 0.01,
+        **TWO,
+        **MEAN,
+        "model__layers": 2,
+        "model__tie_embeddings": True,
+        "schedule__fragments": 2,
+        "schedule__overlap_steps": 1,
+        "inner__optimizer": "sgd",
+        "inner__lr": 0.01,
     },
     "dropout in bf16, with a codec": {
-        **TWO, "model__dropout": 0.1, "inner__autocast": "bf16", "codec": {"name": "bf16"}, "inner__optimizer": "accum_adamw",
+        **TWO,
+        "model__dropout": 0.1,
+        "inner__autocast": "bf16",
+        "codec": {"name": "bf16"},
+        "inner__optimizer": "accum_adamw",
     },
-}  # fmt: skip
+}
 CLOSE = {
     "clipped": ({**TWO, **MEAN, "inner__clip": 0.3, "run__steps": 20}, 1e-6),
     "three uneven shards": (
         {
-            **TWO, "run__shards": 3, "data__accumulate": 3, "model__hidden_size": 18, "model__intermediate_size": 37,
-            "model__heads": 1, "model__kv_heads": 1, "run__steps": 4,
+            **TWO,
+            "run__shards": 3,
+            "data__accumulate": 3,
+            "model__hidden_size": 18,
+            "model__intermediate_size": 37,
+            "model__heads": 1,
+            "model__kv_heads": 1,
+            "run__steps": 4,
         },
         1e-6,
     ),
     "two micro-batches in each": ({**TWO, **MEAN, "data__accumulate": 4}, 1e-5),
-}  # fmt: skip
+}
 """With how far the parameters may be apart, beside their norm; AdamW divides the rounding of small gradients by their size."""
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="two shards on one GPU have no NCCL between them")
 
@@ -147,10 +168,13 @@ def test_when_one_shard_is_killed_the_run_ends_and_says_which_and_goes_on_later(
         ({"pipeline__stages": 2, "model__layers": 2}, "pipeline.stages is 2"),
         ({**MEAN, "run__reduction": "all_reduce"}, "reduction is 'all_reduce'"),
         ({**MEAN, "schedule__inner_every": [2, 2], "rule": {"name": "local_sgd"}}, "schedule.inner_every is [2, 2]"),
-        ({**MEAN, "rule": {"name": "data_parallel"}, "run__local_steps": 1}, "rule 'data_parallel' exchanges gradients"),
+        (
+            {**MEAN, "rule": {"name": "data_parallel"}, "run__local_steps": 1},
+            "rule 'data_parallel' exchanges gradients",
+        ),
         ({"model__experts": {"count": 2}}, "the run has model.experts"),
     ],
-)  # fmt: skip
+)
 def test_what_shards_cannot_do_is_refused_by_name_and_simulated_all_the_same(settings, said):
     found = document_faults(document(**{**TWO, **settings}), real=True)
     assert any(said in sentence for sentence in found), found

@@ -54,65 +54,140 @@ TWO = {"workers": 2, "pipeline__stages": 2, "data__accumulate": 4, "run__steps":
 CASES = {
     "dense, gpipe": {**TWO, "record__export": True},
     "tahquant and intk, 1f1b, clipped": {
-        **TWO, "pipeline__schedule": "1f1b", "pipeline__forward": "tahquant", "pipeline__backward": "intk", "inner__clip": 0.5,
-        "inner__optimizer": "muon", "data__accumulate": 3, "model__layers": 4, "schedule__fragments": 2,
+        **TWO,
+        "pipeline__schedule": "1f1b",
+        "pipeline__forward": "tahquant",
+        "pipeline__backward": "intk",
+        "inner__clip": 0.5,
+        "inner__optimizer": "muon",
+        "data__accumulate": 3,
+        "model__layers": 4,
+        "schedule__fragments": 2,
         "schedule__overlap_steps": 1,
     },
     "aqsgd, resumed": {
-        **TWO, "pipeline__forward": "aqsgd", "pipeline__backward": {"name": "intk", "bits": 8}, "data__windows": 5,
+        **TWO,
+        "pipeline__forward": "aqsgd",
+        "pipeline__backward": {"name": "intk", "bits": 8},
+        "data__windows": 5,
         "pipeline__schedule": "1f1b",
     },
     "interleaved, tahquant and cast": {
-        **TWO, "pipeline__schedule": "interleaved", "pipeline__chunks": 2, "model__layers": 4, "inner__clip": 0.5,
-        "pipeline__forward": "tahquant", "pipeline__backward": "cast", "rule": {"name": "diloco"},
-        "topology": {"name": "complete"}, "codec": {"name": "int4", "rounding": "stochastic"},
+        **TWO,
+        "pipeline__schedule": "interleaved",
+        "pipeline__chunks": 2,
+        "model__layers": 4,
+        "inner__clip": 0.5,
+        "pipeline__forward": "tahquant",
+        "pipeline__backward": "cast",
+        "rule": {"name": "diloco"},
+        "topology": {"name": "complete"},
+        "codec": {"name": "int4", "rounding": "stochastic"},
         "model__bottleneck": {"name": "resbm", "width": 64, "cuts": [1, 2, 3]},
     },
     "four stages of one worker": {
-        "workers": 1, "pipeline__stages": 4, "model__layers": 4, "data__accumulate": 5, "pipeline__forward": "cast",
-        "pipeline__backward": "intk", "run__steps": 4, "pipeline__schedule": "1f1b", "inner__clip": 0.5,
-        "rule": {"name": "diloco"}, "topology": {"name": "complete"},
+        "workers": 1,
+        "pipeline__stages": 4,
+        "model__layers": 4,
+        "data__accumulate": 5,
+        "pipeline__forward": "cast",
+        "pipeline__backward": "intk",
+        "run__steps": 4,
+        "pipeline__schedule": "1f1b",
+        "inner__clip": 0.5,
+        "rule": {"name": "diloco"},
+        "topology": {"name": "complete"},
     },
     "gradients, clipped, of projections": {
-        **TWO, "rule": {"name": "data_parallel"}, "topology": {"name": "complete"}, "run__local_steps": 1, "run__steps": 2,
-        "inner__clip": 0.05, "pipeline__forward": {"name": "projection", "width": 8}, "pipeline__backward": "cast",
+        **TWO,
+        "rule": {"name": "data_parallel"},
+        "topology": {"name": "complete"},
+        "run__local_steps": 1,
+        "run__steps": 2,
+        "inner__clip": 0.05,
+        "pipeline__forward": {"name": "projection", "width": 8},
+        "pipeline__backward": "cast",
     },
     "stages that are laid otherwise": {
-        **TWO, "model__layers": 4, "pipeline__schedule": "interleaved", "pipeline__chunks": 2, "pipeline__forward": "aqsgd",
-        "data__windows": 5, "inner__optimizer": "muon", "inner__averaging": "schedule_free", "rule": {"name": "sparseloco"},
-        "codec": {"name": "topk2bit", "k": 16}, "topology": {"name": "complete"},
+        **TWO,
+        "model__layers": 4,
+        "pipeline__schedule": "interleaved",
+        "pipeline__chunks": 2,
+        "pipeline__forward": "aqsgd",
+        "data__windows": 5,
+        "inner__optimizer": "muon",
+        "inner__averaging": "schedule_free",
+        "rule": {"name": "sparseloco"},
+        "codec": {"name": "topk2bit", "k": 16},
+        "topology": {"name": "complete"},
     },
     "more stages than a simulation had": {
-        "workers": 1, "pipeline__stages": 2, "model__layers": 4, "data__accumulate": 4, "run__steps": 4,
-        "pipeline__forward": "aqsgd", "data__windows": 5, "rule": {"name": "diloco"}, "topology": {"name": "complete"},
+        "workers": 1,
+        "pipeline__stages": 2,
+        "model__layers": 4,
+        "data__accumulate": 4,
+        "run__steps": 4,
+        "pipeline__forward": "aqsgd",
+        "data__windows": 5,
+        "rule": {"name": "diloco"},
+        "topology": {"name": "complete"},
     },
     "an average, a bottleneck in bf16": {
-        **TWO, "inner__averaging": "gpa", "inner__autocast": "bf16", "run__steps": 4, "codec": {"name": "bf16"},
-        "model__bottleneck": {"name": "subspace", "width": 8}, "pipeline__forward": "cast",
+        **TWO,
+        "inner__averaging": "gpa",
+        "inner__autocast": "bf16",
+        "run__steps": 4,
+        "codec": {"name": "bf16"},
+        "model__bottleneck": {"name": "subspace", "width": 8},
+        "pipeline__forward": "cast",
     },
-}  # fmt: skip
+}
 
 SOME = {**TWO, "workers": 3, "model__layers": 2, "data__accumulate": 3}
 MIXED = {
     "narrow, of a sparse mean, resumed": {
-        **SOME, "pipeline__workers": [2], "rule": {"name": "sparseloco"}, "topology": {"name": "complete"},
-        "codec": {"name": "topk2bit", "k": 16}, "pipeline__forward": {"name": "projection", "width": 8},
+        **SOME,
+        "pipeline__workers": [2],
+        "rule": {"name": "sparseloco"},
+        "topology": {"name": "complete"},
+        "codec": {"name": "topk2bit", "k": 16},
+        "pipeline__forward": {"name": "projection", "width": 8},
         "pipeline__backward": {"name": "projection", "width": 8},
     },
     "a mean through owners, clipped": {
-        **SOME, "pipeline__workers": [0], "rule": {"name": "diloco"}, "topology": {"name": "complete"}, "inner__clip": 0.5,
-        "pipeline__forward": "aqsgd", "data__windows": 5, "inner__optimizer": "muon", "pipeline__schedule": "1f1b",
+        **SOME,
+        "pipeline__workers": [0],
+        "rule": {"name": "diloco"},
+        "topology": {"name": "complete"},
+        "inner__clip": 0.5,
+        "pipeline__forward": "aqsgd",
+        "data__windows": 5,
+        "inner__optimizer": "muon",
+        "pipeline__schedule": "1f1b",
     },
     "gossip of fragments that overlap": {
-        **SOME, "pipeline__workers": [0], "topology": {"name": "ring"}, "model__layers": 4, "schedule__fragments": 2,
-        "schedule__overlap_steps": 1, "codec": {"name": "int8", "rounding": "stochastic"}, "pipeline__forward": "tahquant",
+        **SOME,
+        "pipeline__workers": [0],
+        "topology": {"name": "ring"},
+        "model__layers": 4,
+        "schedule__fragments": 2,
+        "schedule__overlap_steps": 1,
+        "codec": {"name": "int8", "rounding": "stochastic"},
+        "pipeline__forward": "tahquant",
         "pipeline__backward": "intk",
     },
     "one that is laid otherwise, with a memory": {
-        **SOME, "model__layers": 4, "pipeline__workers": [2], "pipeline__cuts": [1], "pipeline__forward": "aqsgd",
-        "data__windows": 5, "codec__name": "int8", "schedule__overlap_steps": 1, "inner__optimizer": "muon",
+        **SOME,
+        "model__layers": 4,
+        "pipeline__workers": [2],
+        "pipeline__cuts": [1],
+        "pipeline__forward": "aqsgd",
+        "data__windows": 5,
+        "codec__name": "int8",
+        "schedule__overlap_steps": 1,
+        "inner__optimizer": "muon",
     },
-}  # fmt: skip
+}
 """Runs of three workers, one of which is in two stages: four processes.
 
 Not worker 1: its processes have taken part in different earlier cases, and torch names a group by how many a process has.
@@ -122,19 +197,28 @@ LATER = {
     "gossip of fragments that overlap": {"pipeline__schedule": "1f1b"},
     "aqsgd, resumed": {},
     "stages that are laid otherwise": {
-        "pipeline__schedule": "1f1b", "pipeline__chunks": 1, "pipeline__cuts": [3], "pipeline__backward": "intk",
+        "pipeline__schedule": "1f1b",
+        "pipeline__chunks": 1,
+        "pipeline__cuts": [3],
+        "pipeline__backward": "intk",
     },
     "more stages than a simulation had": {"pipeline__stages": 4},
     "four stages of one worker": {"pipeline__lost": [{"worker": 0, "stage": 2, "after": 1}]},
     "one that is laid otherwise, with a memory": {"pipeline__cuts": [3]},
-}  # fmt: skip
+}
 """What is set when the last round is trained again; a stage that is lost has no checkpoint then."""
 LAST = {name: {**case, **LATER.get(name, {})} for name, case in {**CASES, **MIXED}.items()}
 
 DIVERGING = {
-    "workers": 1, "pipeline__stages": 4, "model__layers": 4, "data__accumulate": 4, "rule": {"name": "diloco"},
-    "topology": {"name": "complete"}, "inner__lr": 1e15, "inner__warmup_steps": 0,
-}  # fmt: skip
+    "workers": 1,
+    "pipeline__stages": 4,
+    "model__layers": 4,
+    "data__accumulate": 4,
+    "rule": {"name": "diloco"},
+    "topology": {"name": "complete"},
+    "inner__lr": 1e15,
+    "inner__warmup_steps": 0,
+}
 
 
 def train_pipelines(argv):
@@ -147,9 +231,12 @@ def train_pipelines(argv):
             config = parse(made)
             resume = turn > 0 or (root / "run.toml").exists()
             member = Member.at(
-                first.rank, config.workers, torch.device("cpu"), PrefixStore(f"{folder}{turn}", first.store),
+                first.rank,
+                config.workers,
+                torch.device("cpu"),
+                PrefixStore(f"{folder}{turn}", first.store),
                 config.pipeline.processes(config.workers),
-            )  # fmt: skip
+            )
             try:
                 train_member(resolve(config, real=True), root, member, resume=resume)
             except TrainingError as error:
@@ -229,9 +316,16 @@ def test_a_pipeline_of_processes_has_the_bits_and_the_bytes_of_the_virtual_one(t
 def test_compiled_stages_of_processes_have_the_bits_of_those_in_one(tmp_path):
     must_have_stages_in_processes()
     options = {
-        **TWO, "inner__compile": True, "inner__autocast": "bf16", "inner__clip": 0.5, "pipeline__forward": "tahquant",
-        "pipeline__backward": "intk", "pipeline__schedule": "1f1b", "run__eval_every": 0, "run__timeout_s": 300,
-    }  # fmt: skip
+        **TWO,
+        "inner__compile": True,
+        "inner__autocast": "bf16",
+        "inner__clip": 0.5,
+        "pipeline__forward": "tahquant",
+        "pipeline__backward": "intk",
+        "pipeline__schedule": "1f1b",
+        "run__eval_every": 0,
+        "run__timeout_s": 300,
+    }
     config, plain = tiny(**options), tiny(**{**options, "inner__compile": False})
     (tmp_path / "run.toml").write_text(dump(config))
     code, output = run("train", tmp_path / "run.toml", "--local", 2, "--out", tmp_path / "real")
@@ -327,7 +421,7 @@ INNER = {
     "spectral_muon, schedule_free": {"inner__optimizer": "spectral_muon", "inner__averaging": "schedule_free"},
     "adamw, fragments": {"schedule__fragments": 2},
     "sgd, a rule that remembers": {"inner__optimizer": "sgd", "rule": {"name": "gasloc", "momentum": 0.9}},
-}  # fmt: skip
+}
 
 
 def alike(one, other):

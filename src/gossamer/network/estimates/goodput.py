@@ -9,38 +9,41 @@ A closed form and a simulation of the same model check each other.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import Field
 
-from gossamer.network.estimates.limits import ensure
+from gossamer.errors import ConfigError, choose
 from gossamer.network.links import Floats
 from gossamer.rng import numpy_rng
 from gossamer.settings.options import Count, NotNegative, Portion, Positive, bounded
 
-__all__ = [
-    "CHIPS",
-    "GOODPUT_HEADINGS",
-    "YEAR_S",
-    "Failures",
-    "Goodput",
-    "GoodputOptions",
-    "GoodputTable",
-    "Group",
-    "Simulated",
-    "best_interval_s",
-    "draw_failures",
-    "fleets",
-    "goodput",
-    "goodput_curves",
-    "goodput_rows",
-    "goodput_table",
-    "simulated_goodput",
-    "uptime",
-]
+Settings = TypeVar("Settings")
+
+
+def ensure(what: str, value: object, holds: bool, allowed: str) -> None:
+    """Raises ConfigError unless the condition holds; `allowed` says in words which values are accepted."""
+    if not holds:
+        raise ConfigError(f"{what} is {value!r} but must be {allowed}")
+
+
+def build_settings(
+    kind: type[Settings], options: Mapping[str, Any], what: str = "option", *, without: Collection[str] = ()
+) -> Settings:
+    """A settings dataclass from options that a user named.
+
+    Args: `what` is what the message calls an option; `without` names fields that a user cannot write.
+    Raises: ConfigError for a name that the dataclass does not have, or for a value that it refuses.
+    """
+    names = [field.name for field in fields(kind) if field.name not in without]  # pyright: ignore[reportArgumentType]
+    for name in options:
+        if name not in names:
+            raise ConfigError(choose(what, name, names))
+    return kind(**options)
+
 
 YEAR_S = 365 * 86400.0
 CHIPS: Floats = np.logspace(4, 7, 61)
@@ -343,8 +346,14 @@ def goodput_curves(
 
 
 GOODPUT_HEADINGS = (
-    "method", "learners", "interrupted every (s)", "down (s)", "goodput", "simulated", "at least one trains"
-)  # fmt: skip
+    "method",
+    "learners",
+    "interrupted every (s)",
+    "down (s)",
+    "goodput",
+    "simulated",
+    "at least one trains",
+)
 """Of the columns of `goodput_rows`."""
 
 

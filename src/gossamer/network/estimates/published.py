@@ -6,18 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gossamer.errors import ConfigError, choose
-from gossamer.network.estimates.goodput import GoodputOptions, fleets
-from gossamer.network.estimates.limits import ensure
+from gossamer.network.estimates.goodput import GoodputOptions, ensure, fleets
 from gossamer.network.estimates.utilisation import BANDWIDTHS_BPS, PUBLISHED_METHODS, bandwidth_table, setting_of
-
-__all__ = [
-    "PUBLISHED_GBPS",
-    "PUBLISHED_GOODPUT",
-    "PUBLISHED_LEARNERS",
-    "PublishedGoodput",
-    "grid_steps_above_published",
-    "published_goodput",
-]
 
 PUBLISHED_GBPS: dict[str, dict[str, tuple[float, ...]]] = {
     "1b": {

@@ -9,20 +9,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from gossamer.errors import ConfigError, choose
-from gossamer.network.estimates.limits import ensure
+from gossamer.network.estimates.goodput import ensure
 from gossamer.network.estimates.utilisation import BANDWIDTHS_BPS, MODELS, Model
 from gossamer.network.estimates.wall_clock import Link, all_reduce_s
 from gossamer.settings.options import Count, NotNegative, Positive, Share, bounded
-
-__all__ = [
-    "STRAGGLER_METHODS",
-    "StragglerRun",
-    "StragglerUtilisation",
-    "matched_local_steps",
-    "straggler_rows",
-    "straggler_table",
-    "straggler_utilisation",
-]
 
 
 def matched_local_steps(full_steps: int, bandwidth_share: float, exchange_steps: float) -> int:

@@ -21,28 +21,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from gossamer.errors import ConfigError, choose, require
-from gossamer.network.estimates.limits import build_settings, ensure
+from gossamer.network.estimates.goodput import build_settings, ensure
 from gossamer.network.links import Floats
 from gossamer.settings.options import Count, Number, Portion, Positive, Share, bounded
-
-__all__ = [
-    "BANDWIDTHS_BPS",
-    "MODELS",
-    "PUBLISHED_METHODS",
-    "TARGETS",
-    "BandwidthNeeded",
-    "Model",
-    "Setting",
-    "UtilisationAt",
-    "assumed",
-    "bandwidth_needed",
-    "bandwidth_table",
-    "plot_curves",
-    "setting_of",
-    "step_seconds",
-    "utilisation",
-    "utilisation_curve",
-]
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 """The utilisations for which bandwidths are usually asked."""
@@ -291,10 +272,14 @@ def assumed(model: str, method: str, setting: Setting) -> str:
 
 
 def plot_curves(
-    curves: Mapping[str, Sequence[tuple[float, float]]], file: Path, *, x_label: str = "bandwidth (Gbit/s)",
-    y_label: str = "share of the time spent computing", unit: float = 1e9,
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    file: Path,
+    *,
+    x_label: str = "bandwidth (Gbit/s)",
+    y_label: str = "share of the time spent computing",
+    unit: float = 1e9,
     marks: Mapping[str, Sequence[tuple[float, float]]] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Draws points (bandwidth in bits per second, utilisation) of each curve into a file, PNG or SVG by its name.
 
     An SVG carries no date, so equal curves give equal files.

@@ -5,30 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from gossamer.errors import ConfigError, choose
-from gossamer.network.estimates.limits import ensure
+from gossamer.network.estimates.goodput import ensure
 from gossamer.network.estimates.utilisation import step_seconds
 from gossamer.settings.options import Count, NotNegative, Positive, bounded
-
-__all__ = [
-    "HOURS_HEADINGS",
-    "LINKS",
-    "SUSTAINED_FLOPS",
-    "Hours",
-    "Link",
-    "MultiSiteRun",
-    "WallClock",
-    "WallClockOptions",
-    "WallClockTable",
-    "all_reduce_s",
-    "balanced_local_steps",
-    "batch_tokens_fit",
-    "data_parallel_fit",
-    "hours_rows",
-    "inner_lr_fit",
-    "loss_fit",
-    "wall_clock",
-    "wall_clock_table",
-]
 
 
 class Link(NamedTuple):
@@ -170,9 +149,14 @@ def _check_method(method: str, run: MultiSiteRun) -> None:
 
 
 def balanced_local_steps(
-    *, parameters: float, nodes: int, replicas: int, across: Link, within: Link = LINKS["high"],
+    *,
+    parameters: float,
+    nodes: int,
+    replicas: int,
+    across: Link,
+    within: Link = LINKS["high"],
     bits_per_parameter: float = 16.0,
-) -> int:  # fmt: skip
+) -> int:
     """The fewest local steps with which DiLoCo's reductions across sites take at most half of its communication.
 
     `H = ⌈all_reduce(N, R, across) / all_reduce(N, R/M, within)⌉`, which comes to `⌈W0/W1⌉` for many nodes in each
@@ -337,9 +321,12 @@ def wall_clock_table(options: WallClockOptions = WallClockOptions()) -> WallCloc
 def _assumptions(run: MultiSiteRun) -> tuple[str, ...]:
     across, within = run.across, run.within
     half = balanced_local_steps(
-        parameters=run.parameters, nodes=run.nodes, replicas=run.replicas, across=across,
+        parameters=run.parameters,
+        nodes=run.nodes,
+        replicas=run.replicas,
+        across=across,
         bits_per_parameter=run.bits_per_parameter,
-    )  # fmt: skip
+    )
     return (
         f"{run.parameters:.3g} parameters of {run.bits_per_parameter:g} bits, {run.tokens:.3g} tokens, batches of "
         f"{run.batch_tokens:.3g}",

@@ -10,8 +10,6 @@ from typing import Any
 from gossamer.errors import ConfigError, require
 from gossamer.record.logs.seconds import RoundSeconds
 
-__all__ = ["Exporter"]
-
 
 class Exporter:
     """The figures of one process, which it serves from its own thread until it is closed.

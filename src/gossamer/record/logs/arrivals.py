@@ -20,8 +20,6 @@ from pydantic import Field
 from gossamer.errors import DataError
 from gossamer.record.logs.event_log import EventLog, LogWriter
 
-__all__ = ["ArrivalWriter", "ServerInput", "arrivals_file", "read_arrivals"]
-
 _MOST_LINES = 1 << 26
 _Whole = Annotated[int, Field(ge=0, lt=1 << 31)]
 
@@ -42,9 +40,12 @@ class ServerInput(NamedTuple):
 
 
 _FIELDS = {
-    "serve": ("workers", "round", "digest"), "join": ("worker", "checkpoint"), "push": ("worker", "phase", "fragment"),
-    "leave": ("worker",), "tick": (),
-}  # fmt: skip
+    "serve": ("workers", "round", "digest"),
+    "join": ("worker", "checkpoint"),
+    "push": ("worker", "phase", "fragment"),
+    "leave": ("worker",),
+    "tick": (),
+}
 _LOG = EventLog[ServerInput](
     "arrivals",
     dict.fromkeys(_FIELDS, ServerInput),

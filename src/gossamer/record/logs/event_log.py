@@ -18,8 +18,6 @@ from gossamer.record.jsonl import json_line, keep_records, records
 from gossamer.record.whole_files import LineWriter, make_folder, worker_suffix, writing
 from gossamer.settings.schema import RECORD, Records
 
-__all__ = ["EventLog", "LogWriter", "Recorded", "impossible"]
-
 T = TypeVar("T")
 
 
@@ -42,9 +40,14 @@ class EventLog(Generic[T]):
     """
 
     def __init__(
-        self, name: str, kinds: Mapping[str, type[T]], *, fields: Mapping[str, tuple[str, ...]] | None = None,
-        before: Mapping[str, Any] | None = None, after: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        kinds: Mapping[str, type[T]],
+        *,
+        fields: Mapping[str, tuple[str, ...]] | None = None,
+        before: Mapping[str, Any] | None = None,
+        after: Mapping[str, Any] | None = None,
+    ) -> None:
         self.name, self._kinds = name, kinds
         self._words = {kind: word for word, kind in kinds.items()}
         self._fields = fields or {word: _fields(kind) for word, kind in kinds.items()}

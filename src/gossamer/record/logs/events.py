@@ -28,8 +28,6 @@ from gossamer.record.jsonl import json_line, keep_records, must_be_own, records
 from gossamer.record.whole_files import Appender, LineWriter, make_folder
 from gossamer.settings.schema import RECORD, Records
 
-__all__ = ["EVENTS", "EventTotals", "EventWriter", "event_files", "read_events", "writer_of"]
-
 _MAX_CELLS = 2**28
 
 
@@ -137,9 +135,15 @@ class EventWriter(LineWriter):
     """
 
     def __init__(
-        self, folder: Path, *, network: str, workers: int, suffix: str = "", resume_round: int | None = None,
+        self,
+        folder: Path,
+        *,
+        network: str,
+        workers: int,
+        suffix: str = "",
+        resume_round: int | None = None,
         void: Callable[[Mapping[str, Any]], bool] = lambda line: False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         make_folder(folder)
         self.path = folder / f"events{suffix}.jsonl"
         kept: Sequence[Mapping[str, Any]] = []

@@ -36,21 +36,6 @@ from pydantic import Field
 
 from gossamer.record.logs.event_log import EventLog, LogWriter, impossible
 
-__all__ = [
-    "Entered",
-    "Finished",
-    "Learned",
-    "Met",
-    "Mixed",
-    "OrderEvent",
-    "OrderLife",
-    "OrderWriter",
-    "Published",
-    "Told",
-    "phases_in",
-    "read_order",
-]
-
 _Whole = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Slot = Annotated[int, Field(ge=0, lt=1 << 20)]
 _Seconds = Annotated[float, Field(ge=0, lt=1e12)]
@@ -136,10 +121,16 @@ OrderEvent = Published | Mixed | Learned | Told | Met | Finished
 _LOG = EventLog[Entered | OrderEvent](
     "order",
     {
-        "begin": Entered, "publish": Published, "mix": Mixed, "learn": Learned, "tell": Told, "meet": Met, "end": Finished,
+        "begin": Entered,
+        "publish": Published,
+        "mix": Mixed,
+        "learn": Learned,
+        "tell": Told,
+        "meet": Met,
+        "end": Finished,
     },
     before={"life": _Whole},
-)  # fmt: skip
+)
 
 
 class OrderLife(NamedTuple):

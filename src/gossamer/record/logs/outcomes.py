@@ -29,18 +29,6 @@ from pydantic import Field
 from gossamer.record.logs.event_log import EventLog, LogWriter, impossible
 from gossamer.settings.options import Number
 
-__all__ = [
-    "OUTCOMES",
-    "Begun",
-    "Ended",
-    "ExchangeOutcome",
-    "Followed",
-    "Life",
-    "OutcomeWriter",
-    "RoundOutcome",
-    "read_outcomes",
-]
-
 _Whole = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Hash = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
 _Slots = frozenset[_Whole]

@@ -15,8 +15,6 @@ from gossamer.record.whole_files import atomic_write
 from gossamer.settings.options import Count, Portion
 from gossamer.settings.schema import RECORD, Records, parse_toml
 
-__all__ = ["PIPELINE_FILE", "PipelineWork", "has_stages", "read_pipeline", "write_pipeline"]
-
 PIPELINE_FILE = "pipeline.json"
 _MOST_PASSES = 1_000_000
 """Of micro-batches through pieces in an inner step, whose seconds are found pass by pass."""

@@ -23,8 +23,6 @@ from typing_extensions import TypedDict
 from gossamer.record.jsonl import json_line, must_be_own, records
 from gossamer.settings.schema import RECORD, Records
 
-__all__ = ["SECONDS_LINES", "RoundSeconds", "read_seconds", "seconds_line", "seconds_lines"]
-
 _Whole = Annotated[int, Field(ge=0, lt=2**31)]
 _Seconds = Annotated[float, Field(ge=0, lt=1e12)]
 

@@ -24,8 +24,6 @@ from gossamer.record.jsonl import json_line, keep_before, records
 from gossamer.record.whole_files import LineWriter, make_folder, worker_suffix
 from gossamer.settings.schema import RECORD, Records
 
-__all__ = ["STAGES_FILE", "StageLog", "StageSeconds", "end_logs_of_others", "read_stages", "stage_lines", "stage_log"]
-
 STAGES_FILE = "stages.jsonl"
 """That of a simulation."""
 

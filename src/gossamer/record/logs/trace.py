@@ -21,23 +21,6 @@ from gossamer.errors import DataError
 from gossamer.record.jsonl import json_line, json_text, must_be_own, records
 from gossamer.settings.schema import RECORD, Records
 
-__all__ = [
-    "KINDS",
-    "TRACE_LINES",
-    "Entry",
-    "Integers",
-    "Kind",
-    "Messages",
-    "Operation",
-    "Trace",
-    "entry_of",
-    "from_entries",
-    "from_targets",
-    "line_of",
-    "read_trace",
-    "trace_files",
-]
-
 Integers = NDArray[np.signedinteger[Any]]
 """An array of integers of any width."""
 

@@ -5,8 +5,6 @@ from html import escape
 from importlib import resources
 from typing import Any, NamedTuple
 
-__all__ = ["ASSETS", "Asset", "shell", "whole_page"]
-
 
 class Asset(NamedTuple):
     """A file next to this module."""
@@ -21,9 +19,10 @@ class Asset(NamedTuple):
 
 _STYLE = Asset("page.css", "text/css; charset=utf-8")
 _PARTS = {
-    "page": ("marks", "charts", "gossip", "timeline", "page"), "calculator": ("marks", "charts", "calculator"),
+    "page": ("marks", "charts", "gossip", "timeline", "page"),
+    "calculator": ("marks", "charts", "calculator"),
     "play": ("marks", "charts", "timeline", "gossip", "play"),
-}  # fmt: skip
+}
 """The scripts of each page, by the last of them, which puts it together."""
 _SCRIPTS = {name: Asset(f"{name}.js", "text/javascript; charset=utf-8") for names in _PARTS.values() for name in names}
 ASSETS = {asset.name: asset for asset in (_STYLE, *_SCRIPTS.values())}

@@ -9,8 +9,6 @@ from gossamer.report.table import ranked, table_cells
 from gossamer.report.verdict import verdict
 from gossamer.version import __version__
 
-__all__ = ["groups_of", "page_contents", "row_of_view"]
-
 _AXES = (
     ("round", "rounds"),
     ("step", "inner steps"),

@@ -19,9 +19,7 @@ from gossamer.report.page.contents import page_contents, row_of_view
 from gossamer.report.page.view import run_view, standings
 from gossamer.report.reading.follow import FollowedRun
 from gossamer.report.reading.moment import moment_of
-from gossamer.report.reading.prices import prices_of
-
-__all__ = ["LiveRuns"]
+from gossamer.report.reading.runs import prices_of
 
 _LOOK_S, _LONG_LOOK_S = 0.5, 2.0
 """How long the first look reads before it shows what it has, and how long each further one, which would show little more."""
@@ -106,9 +104,13 @@ class LiveRuns:
                 view["label"] = name
         title = views[0]["name"] if len(views) == 1 else f"{len(views)} runs" if views else "no run yet"
         contents = page_contents(
-            views, [row_of_view(view) for view in views], title=title, live=True, command=self._command,
+            views,
+            [row_of_view(view) for view in views],
+            title=title,
+            live=True,
+            command=self._command,
             date=f"{datetime.fromtimestamp(now_s, UTC):%Y-%m-%d %H:%M} UTC",
-        )  # fmt: skip
+        )
         answer = {**contents, "revision": revision, "notes": self._empty}
         try:
             return json.dumps(answer, allow_nan=False).encode()

@@ -18,8 +18,6 @@ from gossamer.report.reading.moment import moment_of
 from gossamer.report.reading.runs import RunData, read_runs, summary_row
 from gossamer.report.table import MANY, html_table, loss_rank, markdown_table
 
-__all__ = ["table_of", "write_pages", "write_report"]
-
 _FIRST, _LAST = 24, 4
 """Rounds of each run whose pairs and seconds are on the page."""
 _FEW = 4
@@ -53,9 +51,13 @@ def write_report(
     # A report tells of a run that is over, or as if it were: nobody in it is silent.
     views = [run_view(one, one.modified_s, _ends(run)) for one, run in zip(followed, loaded, strict=True)]
     contents = page_contents(
-        views, rows, title=title, live=False, command=command,
+        views,
+        rows,
+        title=title,
+        live=False,
+        command=command,
         date=f"{datetime.fromtimestamp(newest_s, UTC):%Y-%m-%d %H:%M} UTC" if newest_s else "an unknown time",
-    )  # fmt: skip
+    )
     contents["moments"] = _moments(followed)
     page = whole_page(title, finite(contents), html_table(rows), "\n".join(_details(loaded)))
     atomic_write(Path(out_html), page.encode())

@@ -12,11 +12,9 @@ from numpy.typing import NDArray
 
 from gossamer.errors import ConfigError, DataError
 from gossamer.network.links import Network, links_of
-from gossamer.record.branches import described, read_branches
+from gossamer.record.lineage import described, read_branches
 from gossamer.report.reading.follow import FollowedRun, figure_of
 from gossamer.report.reading.thinning import spread_out, thinned
-
-__all__ = ["run_view", "standings"]
 
 MEASURED = ""
 """In place of a network's name: measured seconds."""
@@ -49,10 +47,19 @@ def run_view(run: FollowedRun, now_s: float, priced: Mapping[str, NDArray[np.flo
     return {
         **found,
         "empty": False,
-        "name": file.name, "folder": str(run.folder), "method": file.method, "topology": file.topology, "kind": file.kind,
-        "simulated": _simulated(run), "workers": file.workers, "rounds": file.rounds, "done": run.done,
-        "state": _state(run, words), "age_s": max(0.0, round(now_s - run.modified_s, 1)) if run.tails else None,
-        "standings": words, "rounds_of": run.rounds_of,
+        "name": file.name,
+        "folder": str(run.folder),
+        "method": file.method,
+        "topology": file.topology,
+        "kind": file.kind,
+        "simulated": _simulated(run),
+        "workers": file.workers,
+        "rounds": file.rounds,
+        "done": run.done,
+        "state": _state(run, words),
+        "age_s": max(0.0, round(now_s - run.modified_s, 1)) if run.tails else None,
+        "standings": words,
+        "rounds_of": run.rounds_of,
         "last_losses": [_rounded(_last(losses[:, worker])) for worker in range(file.workers)],
         "networks": {name: _placed(network, file.workers) for name, network in file.networks.items()},
         "evals": evals if evals["y"] else own,
@@ -65,7 +72,7 @@ def run_view(run: FollowedRun, now_s: float, priced: Mapping[str, NDArray[np.flo
         "tokens_per_s": axes.tokens_per_s(),
         "happenings": _happenings(run)[-60:],
         "events": run.events,
-    }  # fmt: skip
+    }
 
 
 class _Axes:
@@ -271,10 +278,11 @@ def _placed(network: Network, workers: int) -> dict[str, Any] | None:
     except ConfigError:
         return None
     return {
-        "sites": [*network.sites], "site": links.site.tolist() if network.sites else [0] * workers,
+        "sites": [*network.sites],
+        "site": links.site.tolist() if network.sites else [0] * workers,
         "uplink_bps": [_rounded(x) for x in links.uplink_bps.tolist()],
         "downlink_bps": [_rounded(x) for x in links.downlink_bps.tolist()],
-    }  # fmt: skip
+    }
 
 
 def _last(values: NDArray[np.float64]) -> float:

@@ -27,8 +27,6 @@ from gossamer.record.progress import echo
 from gossamer.report.page.assets import ASSETS, shell
 from gossamer.report.page.live import LiveRuns
 
-__all__ = ["Page", "number_of", "page_server", "serve_beside", "show_page"]
-
 Answers = Mapping[str, Callable[[Mapping[str, str]], bytes]]
 Deeds = Mapping[str, Callable[[bytes], bytes]]
 _MOST_ASKED = 1 << 16
@@ -174,10 +172,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _answer(self, kind: str, body: bytes, status: HTTPStatus = HTTPStatus.OK) -> None:
         self.send_response(status)
         headers = {
-            "Content-Type": kind, "Content-Length": str(len(body)), "Cache-Control": "no-store",
-            "Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
-            "X-Frame-Options": "DENY", "Cross-Origin-Resource-Policy": "same-origin",
-        }  # fmt: skip
+            "Content-Type": kind,
+            "Content-Length": str(len(body)),
+            "Cache-Control": "no-store",
+            "Content-Security-Policy": _POLICY,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "X-Frame-Options": "DENY",
+            "Cross-Origin-Resource-Policy": "same-origin",
+        }
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()

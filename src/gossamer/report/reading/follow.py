@@ -15,13 +15,11 @@ from typing import Any
 import numpy as np
 
 from gossamer.errors import DataError
-from gossamer.record.branches import Branch, read_branches
 from gossamer.record.folder import is_of_its_branch, recoveries
+from gossamer.record.lineage import Branch, read_branches
 from gossamer.report.reading.lines import KINDS_OF_FILES, RunFile, line_of_kind, run_file_of
 from gossamer.report.reading.tail import Marks, Tail
 from gossamer.report.reading.thinning import Grid, KeptLines
-
-__all__ = ["MOST_WORKERS", "FollowedRun", "figure_of"]
 
 MOST_WORKERS = 4096
 """Of a run that is followed."""
@@ -207,9 +205,11 @@ class FollowedRun:
             slot = int(name.removeprefix("outcomes-").removesuffix(".jsonl"))
             return lambda line: self._enter_outcome(slot, line)
         return {
-            "metrics": self._enter_metric, "trace": self._enter_trace, "seconds": self._enter_seconds,
+            "metrics": self._enter_metric,
+            "trace": self._enter_trace,
+            "seconds": self._enter_seconds,
             "events": self._enter_event,
-        }[kind]  # fmt: skip
+        }[kind]
 
     def _foreign(self, *workers: int) -> bool:
         return any(not 0 <= worker < len(self.rounds_of) for worker in workers)

@@ -27,8 +27,6 @@ from gossamer.settings.schema import RECORD, Records, build, parse_toml
 from gossamer.transport.keys import Peer
 from gossamer.version import __version__
 
-__all__ = ["KINDS_OF_FILES", "RunFile", "line_of_kind", "networks_in", "run_file_of"]
-
 _LARGEST_FILE = 1 << 24
 
 _KNOWN: dict[str, Callable[[bytes, str], Any]] = {

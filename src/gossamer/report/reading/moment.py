@@ -12,8 +12,6 @@ from gossamer.report.reading.follow import FollowedRun
 from gossamer.report.reading.lines import line_of_kind
 from gossamer.report.reading.tail import Marks, open_record
 
-__all__ = ["moment_of"]
-
 _MOST_BYTES = 1 << 25
 """That are read of one file for one round."""
 _MOST_PAIRS = 4096
@@ -107,9 +105,7 @@ def _lines(run: FollowedRun, kind: str, first: int, last: int, network: str | No
             continue  # it has been removed meanwhile
 
 
-def _records(
-    path: Any, marks: Marks, end: int, first: int, kind: str, workers: int
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+def _records(path: Any, marks: Marks, end: int, first: int, kind: str, workers: int) -> Iterator[dict[str, Any]]:
     begin = marks.before(first)
     with os.fdopen(open_record(path), "rb") as file:
         file.seek(begin)

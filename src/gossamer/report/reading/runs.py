@@ -1,6 +1,7 @@
 """Runs as a report needs them: what each left in its folder, priced on any number of networks."""
 
 import json
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,17 +11,37 @@ import numpy as np
 
 from gossamer.data.settings import passes_over
 from gossamer.errors import DataError
+from gossamer.network.inner_steps import inner_steps
 from gossamer.network.links import Network
+from gossamer.network.pricing import price
 from gossamer.network.timeline import Timeline
-from gossamer.record.branches import described, read_branches
 from gossamer.record.folder import newest_evaluation, read_metrics, recoveries
+from gossamer.record.lineage import described, read_branches
 from gossamer.record.logs.events import EventTotals, read_events
-from gossamer.record.logs.trace import read_trace, trace_files
+from gossamer.record.logs.pipeline_work import has_stages, read_pipeline
+from gossamer.record.logs.trace import Trace, read_trace, trace_files
 from gossamer.report.reading.lines import networks_in
-from gossamer.report.reading.prices import prices_of
 from gossamer.settings.schema import parse_toml
 
-__all__ = ["RunData", "read_runs", "summary_row"]
+log = logging.getLogger("gossamer")
+
+
+def prices_of(run_folder: Path, run_toml: str, trace: Trace, networks: Mapping[str, Network]) -> dict[str, Timeline]:
+    """The timelines of a run in rounds, by name of network; none of a run in stages that does not say what they have to do.
+
+    Args: `run_toml` is the text of its run file.
+    Raises: DataError for a spoilt record, ConfigError for a network of other workers or stages.
+    """
+    work = read_pipeline(run_folder)
+    if networks and work is None and has_stages(run_toml):
+        log.warning(
+            "'%s' is a run in stages without pipeline.json, which an earlier version did not write, so its time on a network is "
+            "not shown; gossamer price says it",
+            run_folder,
+        )
+        return {}
+    steps = {name: inner_steps(network, work, trace.workers) for name, network in networks.items()}
+    return {name: price(trace, one.network, one.computing) for name, one in steps.items()}
 
 
 class RunData(NamedTuple):

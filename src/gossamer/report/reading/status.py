@@ -27,8 +27,6 @@ from gossamer.transport.keys import Peer, keys_for
 from gossamer.transport.secret import folder_secret
 from gossamer.transport.sockets.header import Limits
 
-__all__ = ["RunStatus", "Sighting", "WorkerStatus", "run_status", "standing_of"]
-
 PATIENCE_S = 2.0
 """How long a worker may take to answer."""
 SILENT_S = 10.0
@@ -194,11 +192,17 @@ def run_status(folder: Path, *, now_s: float | None = None) -> RunStatus:
     lives = read_outcomes(folder) if in_rounds else _lives_in_order(folder, rounds)
     named = {one.alive for some in lives.values() for life in some for one in life.rounds}
     records = _Records(
-        folder, rounds, elastic, in_rounds, lives, trained,
-        _last_seconds(folder), addresses,
+        folder,
+        rounds,
+        elastic,
+        in_rounds,
+        lives,
+        trained,
+        _last_seconds(folder),
+        addresses,
         kind == "server" and any(line["kind"] == "eval" and line["round"] + 1 >= rounds for line in metrics),
         frozenset(range(n)) if None in named else frozenset[int]().union(*(some for some in named if some)),
-    )  # fmt: skip
+    )
     answers = _asked(folder, addresses.values(), Limits(n, n * run.steps, n * run.steps), run.peers)
     entries = answers.entries
     now_s = time.time() if now_s is None else now_s
@@ -218,9 +222,15 @@ def _of_worker(slot: int, entry: SlotEntry | None, records: _Records, answers: _
     # Another process may have its port by now. That of a slot which was taken over from elsewhere has another address.
     here = trains_here(records.folder, slot) if entry is None or (own and own.address == entry.address) else None
     seen = Sighting(
-        entry, lives[-1] if lives else None, slot in answers.views, address in answers.refused, here, over, records.elastic,
+        entry,
+        lives[-1] if lives else None,
+        slot in answers.views,
+        address in answers.refused,
+        here,
+        over,
+        records.elastic,
         bool(lives or trained) or slot in records.named,
-    )  # fmt: skip
+    )
     loss = trained[-1].get("loss") if trained else None
     age_s = _age_s(slot, records.folder, answers.views, now_s) if entry or lives or trained else None
     standing, last = standing_of(seen), records.seconds.get(slot)
@@ -229,9 +239,17 @@ def _of_worker(slot: int, entry: SlotEntry | None, records: _Records, answers: _
         round_s = 0.0 if last is None else last.end_s / (last.round + 1)
         standing = "silent" if age_s > max(SILENT_S, 5 * round_s) else standing
     return WorkerStatus(
-        slot, standing, done, _steps(lives, trained), loss, age_s, address or None, *_failed(lives),
-        _declined(slot, records.trained), last,
-    )  # fmt: skip
+        slot,
+        standing,
+        done,
+        _steps(lives, trained),
+        loss,
+        age_s,
+        address or None,
+        *_failed(lives),
+        _declined(slot, records.trained),
+        last,
+    )
 
 
 def _lives_in_order(folder: Path, rounds: int) -> dict[int, list[Life]]:
@@ -243,9 +261,7 @@ def _lives_in_order(folder: Path, rounds: int) -> dict[int, list[Life]]:
     }
 
 
-def _asked(
-    folder: Path, addresses: Collection[Address], limits: Limits, peers: Mapping[str, Peer]
-) -> _Answers:  # fmt: skip
+def _asked(folder: Path, addresses: Collection[Address], limits: Limits, peers: Mapping[str, Peer]) -> _Answers:
     """The views of the workers that answer."""
     if not addresses:
         return _Answers({}, set(), None)

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
-__all__ = ["Marks", "Tail", "open_record"]
-
 CHUNK = 1 << 18
 """Bytes that are read at a time."""
 LONGEST = 1 << 26

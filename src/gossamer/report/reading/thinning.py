@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Grid", "KeptLines", "spread_out", "thinned"]
-
 _MOST_ROUNDS = 2048
 _MOST_CELLS = 1 << 22
 

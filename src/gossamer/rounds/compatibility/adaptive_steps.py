@@ -2,8 +2,6 @@
 
 from gossamer.rounds.compatibility.combination import Incompatibility
 
-__all__ = ["ADAPTING"]
-
 ADAPTING = (
     Incompatibility(
         "adapt and a rule that adapts",

@@ -2,8 +2,6 @@
 
 from gossamer.rounds.compatibility.combination import Incompatibility
 
-__all__ = ["BATCHED"]
-
 BATCHED = (
     Incompatibility(
         "batched and real processes",

@@ -10,16 +10,16 @@ from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Rule, gossip
 from gossamer.topologies import Topology, complete
 
-__all__ = ["INSTEAD", "Combination", "Driver", "Incompatibility", "Kind"]
-
 Kind = Literal["rounds", "server", "pair", "no waiting"]
 """The four ways in which a run communicates; all but the first are asynchronous."""
 Driver = Literal["simulate", "train", "library"]
 """Who runs it: one process over declared networks, real processes, or somebody else's training loop."""
 
 INSTEAD: dict[str, tuple[str, ...]] = {
-    "server": ("rule", "pair", "topology"), "pair": ("rule", "server"), "rule": ("server", "pair"),
-}  # fmt: skip
+    "server": ("rule", "pair", "topology"),
+    "pair": ("rule", "server"),
+    "rule": ("server", "pair"),
+}
 """The tables of a run file that each of the three kinds of method excludes."""
 
 

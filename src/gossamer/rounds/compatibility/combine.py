@@ -15,11 +15,13 @@ from gossamer.rules import Rule, weighted
 from gossamer.rules.contract import Needs
 from gossamer.topologies import Topology
 
-__all__ = ["FITTING", "Method", "method_of", "settled_rule", "warnings_of"]
-
 FITTING: Mapping[Needs, str] = {
-    "everyone": "complete", "connected": "random", "static": "ring", "tree": "tree", "push": "random_push",
-}  # fmt: skip
+    "everyone": "complete",
+    "connected": "random",
+    "static": "ring",
+    "tree": "tree",
+    "push": "random_push",
+}
 """The default topology of a rule."""
 
 

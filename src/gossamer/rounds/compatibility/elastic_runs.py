@@ -3,8 +3,6 @@
 from gossamer.rounds.compatibility.combination import Combination, Incompatibility
 from gossamer.rounds.updates import topology_of_updates
 
-__all__ = ["ELASTIC"]
-
 
 def _key(c: Combination) -> str:
     """What is set, in a run file or in `Outer(elastic=True)`."""

@@ -2,8 +2,6 @@
 
 from gossamer.rounds.compatibility.combination import Combination, Incompatibility
 
-__all__ = ["EXPERTS"]
-
 
 def _needs_all(c: Combination) -> bool:
     """Whether the rule wants to see whole vectors, or exchanges something that only fits the same peers."""

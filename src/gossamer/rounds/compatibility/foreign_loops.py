@@ -2,8 +2,6 @@
 
 from gossamer.rounds.compatibility.combination import Incompatibility
 
-__all__ = ["OWN_LOOP"]
-
 OWN_LOOP = (
     Incompatibility(
         "asynchronous in somebody else's loop",

@@ -19,8 +19,6 @@ from gossamer.rounds.compatibility.sharded_workers import SHARDS
 from gossamer.rounds.compatibility.staged_models import STAGES
 from gossamer.topologies.mixing import pull
 
-__all__ = ["INCOMPATIBILITIES", "check", "combination_faults"]
-
 
 def combination_faults(combination: Combination) -> list[str]:
     """A sentence for each incompatibility of a combination."""
@@ -441,6 +439,16 @@ _ASYNCHRONOUS = (
 )
 
 INCOMPATIBILITIES: tuple[Incompatibility, ...] = (
-    *_TABLES, *OWN_LOOP, *_ASYNCHRONOUS, *ELASTIC, *STAGES, *SHARDS, *BATCHED, *EXPERTS, *ADAPTING, *_SCHEDULE, *_RULES,
-)  # fmt: skip
+    *_TABLES,
+    *OWN_LOOP,
+    *_ASYNCHRONOUS,
+    *ELASTIC,
+    *STAGES,
+    *SHARDS,
+    *BATCHED,
+    *EXPERTS,
+    *ADAPTING,
+    *_SCHEDULE,
+    *_RULES,
+)
 """Every combination that cannot work; if several apply, the first is reported."""

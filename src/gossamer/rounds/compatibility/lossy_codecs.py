@@ -6,21 +6,9 @@ workers that agree.
 """
 
 from gossamer.codecs import Codec
-from gossamer.codecs.error import relative_error
+from gossamer.codecs.codec import relative_error
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rules.contract import amplification, sends_parameters
-
-__all__ = [
-    "LIMIT",
-    "LIMIT_OF_MEANS",
-    "borne",
-    "change",
-    "destroys",
-    "instead",
-    "loses_mass",
-    "lossy_warning",
-    "too_much",
-]
 
 LIMIT = 0.05
 """The largest relative error of a codec that may carry whole parameters under a rule that keeps the mean of the workers."""

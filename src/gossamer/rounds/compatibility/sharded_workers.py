@@ -4,8 +4,6 @@ from collections.abc import Callable
 
 from gossamer.rounds.compatibility.combination import Combination, Incompatibility
 
-__all__ = ["SHARDS"]
-
 _INNER = ("adamw", "accum_adamw", "sgd")
 """The inner optimizers that treat each number of a tensor alike, and so a shard as a whole."""
 

@@ -4,8 +4,6 @@ from gossamer.codecs import Codec
 from gossamer.rounds.compatibility.combination import Incompatibility
 from gossamer.settings.user_code import is_code
 
-__all__ = ["STAGES"]
-
 
 def _elementwise(codec: Codec) -> bool:
     return codec.exact or codec.blockwise == 1

@@ -27,19 +27,6 @@ from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.transport.sockets.header import Limits
 from gossamer.tree import leaves, must_fit
 
-__all__ = [
-    "AsyncState",
-    "Core",
-    "OwnState",
-    "Source",
-    "adopt",
-    "content_of",
-    "newest_state",
-    "phases_behind",
-    "state_of",
-    "take_over",
-]
-
 _MOST = 1 << 31
 Core = TypeVar("Core", GossipWorker, PairWorker)
 Source = tuple[int, int, int]
@@ -77,9 +64,13 @@ def state_of(content: Any, after: int, limits: Limits) -> AsyncState:
     """
     match content:
         case {
-            "x": _, "outer": [*_], "inner": _, "phases": int(phases), "place": [int(worker), int(life), int(events)],
+            "x": _,
+            "outer": [*_],
+            "inner": _,
+            "phases": int(phases),
+            "place": [int(worker), int(life), int(events)],
             "held": dict(held),
-        }:  # fmt: skip
+        }:
             numbers = [after, phases, worker, life, events, *held, *held.values()]
             whole = all(type(one) is int and one >= 0 for one in numbers) and max(life, events) < _MOST
             # What follows goes on to others, who take no number above the limits of the run from anybody.
@@ -105,9 +96,14 @@ def content_of(
 ) -> dict[str, Any]:
     """What a checkpoint of a worker holds, from which `state_of` makes its state; the tensors are the worker's own."""
     return {
-        "x": core.x, "outer": leaves(core.s), **replica.state(), "steps_taken": replica.steps_taken, "phases": phases,
-        "place": [*source], "held": dict(held),
-    }  # fmt: skip
+        "x": core.x,
+        "outer": leaves(core.s),
+        **replica.state(),
+        "steps_taken": replica.steps_taken,
+        "phases": phases,
+        "place": [*source],
+        "held": dict(held),
+    }
 
 
 def adopt(state: AsyncState, core: GossipWorker | PairWorker, replica: Replica) -> None:
@@ -142,7 +138,7 @@ def take_over(state: AsyncState, core: GossipWorker | PairWorker, replica: Repli
 
 def newest_state(
     config: RunSettings, folder: Path, slot: int, line: Lineage, before: RunSettings | None = None
-) -> tuple[AsyncState | None, ChosenRound]:  # fmt: skip
+) -> tuple[AsyncState | None, ChosenRound]:
     """That of the newest sound checkpoint of a slot, with what was found of others; None without one.
 
     Args: `before` are the settings with which they were written, if they differ.

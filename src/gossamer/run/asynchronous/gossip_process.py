@@ -19,8 +19,6 @@ from gossamer.stop_signals import Asked
 from gossamer.transport.elastic.fetches import Fetched, Fetches
 from gossamer.tree import Tree
 
-__all__ = ["GossipParticipant"]
-
 
 class GossipParticipant(WithoutWaiting[GossipWorker]):
     """A worker that mixes, after each local phase, with the newest messages that it has fetched from its peers.
@@ -38,8 +36,13 @@ class GossipParticipant(WithoutWaiting[GossipWorker]):
         self._topology, first = m.topology, m.topology.mixing(0)
         self.core = GossipWorker(self.slot, m.rule, self.replica, first)
         self._messages = MessageForm(
-            m.codec, self.replica.layout, self.core.message(0, first), seed=config.seed, worker=self.slot, device=self.device
-        )  # fmt: skip
+            m.codec,
+            self.replica.layout,
+            self.core.message(0, first),
+            seed=config.seed,
+            worker=self.slot,
+            device=self.device,
+        )
         self.calls = self._fetches = Fetches(seat.members, self._messages.wire_bytes, limit_s=self.limit_s)
         self._step_s = 0.0
 
@@ -71,9 +74,15 @@ class GossipParticipant(WithoutWaiting[GossipWorker]):
             # From now on whoever fills the slot of this peer goes on behind these steps: they are in this worker's parameters.
             self.holds(peer, came[peer].steps)
             self.events.write(
-                round, "fetch", source=peer, target=self.slot, fragment=0, bytes=self._messages.bytes, start_s=ended_s,
+                round,
+                "fetch",
+                source=peer,
+                target=self.slot,
+                fragment=0,
+                bytes=self._messages.bytes,
+                start_s=ended_s,
                 end_s=now_s,
-            )  # fmt: skip
+            )
         self.core.mix(number, own, received, mixing)
         self.mark(number + 1)
         return report, start_s

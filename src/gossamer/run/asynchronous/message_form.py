@@ -12,8 +12,6 @@ from gossamer.layout import Layout
 from gossamer.transport import wire
 from gossamer.tree import Tree, leaves, nbytes, refill
 
-__all__ = ["MessageForm"]
-
 
 class MessageForm:
     """Encodes and decodes messages of one form.

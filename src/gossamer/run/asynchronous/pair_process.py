@@ -23,8 +23,6 @@ from gossamer.stop_signals import Asked
 from gossamer.transport.elastic.meetings import Appointment, Meetings
 from gossamer.tree import Tree
 
-__all__ = ["PairParticipant", "pair_rule_of"]
-
 T = TypeVar("T")
 LOOK_S = 0.02
 """How often a worker looks whether anybody has ended a local phase yet."""
@@ -52,12 +50,15 @@ class PairParticipant(WithoutWaiting[PairWorker]):
         self.core = PairWorker(pair_rule_of(method), self.replica)
         self._messages = MessageForm(
             method.codec, self.replica.layout, self.core.tell(), seed=config.seed, worker=self.slot, device=self.device
-        )  # fmt: skip
+        )
         self.calls = self._meetings = Meetings(
-            seat.members, self._messages.wire_bytes, limit_s=self.limit_s,
+            seat.members,
+            self._messages.wire_bytes,
+            limit_s=self.limit_s,
             tell=lambda one: self._guarded(lambda: self._tell(one)),
-            meet=lambda one, payload: self._guarded(lambda: self._meet(one, payload)), sound=self._is_sound,
-        )  # fmt: skip
+            meet=lambda one, payload: self._guarded(lambda: self._meet(one, payload)),
+            sound=self._is_sound,
+        )
         self._neighbours = method.topology.mixing(0).receives_from(self.slot)
         self._started_per_phase = (config.events.meetings or 1.0) / 2
         self._first_s = self._last_s = 0.0
@@ -175,6 +176,12 @@ class PairParticipant(WithoutWaiting[PairWorker]):
         self.core.meet(own, theirs)
         self.holds(one.peer, one.steps)
         self.events.write(
-            self._round, "meet", source=one.peer, target=self.slot, fragment=0, bytes=self._messages.bytes,
-            start_s=self._told_s, end_s=now_s,
-        )  # fmt: skip
+            self._round,
+            "meet",
+            source=one.peer,
+            target=self.slot,
+            fragment=0,
+            bytes=self._messages.bytes,
+            start_s=self._told_s,
+            end_s=now_s,
+        )

@@ -14,12 +14,8 @@ from gossamer.run.bookkeeping.resume import Resume
 from gossamer.run.config.resolved import InPairs, ResolvedRun
 from gossamer.run.participant.life import take_part
 
-__all__ = ["train_asynchronous"]
 
-
-def train_asynchronous(
-    config: ResolvedRun, folder: Path, *, join: str | None = None, resume: Resume = False
-) -> None:  # fmt: skip
+def train_asynchronous(config: ResolvedRun, folder: Path, *, join: str | None = None, resume: Resume = False) -> None:
     """Trains one worker of a run that waits for nobody, see `take_part`.
 
     Each worker of a run that starts goes on from its own newest sound checkpoint, or else from the state of another.

@@ -41,8 +41,6 @@ from gossamer.transport.elastic.calls import Calls
 from gossamer.transport.elastic.members import MemberStatus
 from gossamer.transport.elastic.newcomer import Offer
 
-__all__ = ["PATIENCE_S", "WithoutWaiting", "due_round", "save_state"]
-
 PATIENCE_S = 1.0
 """How often who waits for a letter looks again by itself, whether it may still come."""
 
@@ -196,10 +194,16 @@ class WithoutWaiting(Participant[CallTransport], Generic[Core]):
 
         self.open_folder(open_, cut, void=void)
         self.log = open_.enter_context(OrderWriter(self.folder, self.slot, life=self.life, goes_on=goes_on))
-        self.events = open_.enter_context(EventWriter(
-            self.folder, network=HERE, workers=self.config.workers, suffix=worker_suffix(self.slot), resume_round=cut,
-            void=lambda line: line["event"] == "phase" and line["number"] >= begun.number,
-        ))  # fmt: skip
+        self.events = open_.enter_context(
+            EventWriter(
+                self.folder,
+                network=HERE,
+                workers=self.config.workers,
+                suffix=worker_suffix(self.slot),
+                resume_round=cut,
+                void=lambda line: line["event"] == "phase" and line["number"] >= begun.number,
+            )
+        )
         self.start_clock(initial=(begun.number, begun.source) == (0, None))
         self._began = time.perf_counter() - self.stopwatch.before_s
         self.log.write(begun._replace(time_s=self.stopwatch.before_s))

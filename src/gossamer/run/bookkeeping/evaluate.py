@@ -37,26 +37,6 @@ from gossamer.run.worker.task import Task, buffers_of, on_device, task_of
 from gossamer.settings.user_code import is_code
 from gossamer.transport.processes.launch import one_device
 
-__all__ = [
-    "SCORED_TOKENS",
-    "UNUSED",
-    "Assessment",
-    "Evaluation",
-    "Probe",
-    "Probes",
-    "Result",
-    "Weights",
-    "assess",
-    "disagreement",
-    "evaluate",
-    "js_divergence",
-    "mean_buffers",
-    "mean_of",
-    "model_with",
-    "publish",
-    "union_of",
-]
-
 log = logging.getLogger("gossamer")
 
 SCORED_TOKENS = 1 << 20
@@ -282,9 +262,13 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    folder: Path, round: int | None = None, parts: UserParts = BUILT_IN, source: str | None = None, *,
+    folder: Path,
+    round: int | None = None,
+    parts: UserParts = BUILT_IN,
+    source: str | None = None,
+    *,
     allow_code: bool = False,
-) -> Evaluation:  # fmt: skip
+) -> Evaluation:
     """The mean model of a run from the checkpoints of one round: its loss, the disagreement, and its export to `RUN/model`.
 
     On another text than the run's, or with code that has changed since, it is only scored: nothing is written.
@@ -346,10 +330,14 @@ def _on(config: RunSettings, source: str) -> RunSettings:
 
 def _note(
     config: RunSettings, folder: Path, finished: int, states: Sequence[Mapping[str, Any]], result: Assessment
-) -> None:  # fmt: skip
+) -> None:
     """Adds an evaluation to the metrics of a run."""
     per_round = sum(map(config.local_steps_of, range(config.workers)))
     steps = finished * per_round if config.event_driven else sum(state["steps_taken"] for state in states)
     note_evaluation(
-        folder, round=finished - 1, step=finished * config.full_steps, tokens=config.step_tokens * steps, **result.figures()
-    )  # fmt: skip
+        folder,
+        round=finished - 1,
+        step=finished * config.full_steps,
+        tokens=config.step_tokens * steps,
+        **result.figures(),
+    )

@@ -7,8 +7,6 @@ from gossamer.record.folder import read_metrics
 from gossamer.run.config.resolve import settings_in
 from gossamer.run.config.resolved import RunSettings
 
-__all__ = ["is_evaluated", "is_finished", "measures_alike", "must_be_record_of"]
-
 
 def must_be_record_of(config: RunSettings, recorded: Path) -> None:
     """Raises ConfigError unless the run in this folder, which shall be computed again, has the settings of this one."""

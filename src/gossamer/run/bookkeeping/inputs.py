@@ -27,16 +27,6 @@ from gossamer.run.config.user_parts import KEYS, code_of
 from gossamer.run.worker.task import FILES, MODEL, TEXT, TOKENIZER, OwnBatches, Task, common_inputs
 from gossamer.version import __version__
 
-__all__ = [
-    "TEXT_FILE",
-    "Purpose",
-    "changed_code",
-    "must_be_trusted",
-    "must_have_inputs",
-    "note_inputs",
-    "why_settings_differ",
-]
-
 log = logging.getLogger("gossamer")
 
 TEXT_FILE = "text.json"
@@ -51,7 +41,7 @@ _MOST_FIRST_BATCHES = 16
 
 def note_inputs(
     config: RunSettings, task: Task, folder: Path, worker: int | None, part: int = 0, parts: int = 1
-) -> None:  # fmt: skip
+) -> None:
     """Writes what a worker, all of them (None) or a server begins with into the run folder, and says once what text was read.
 
     Raises: DiskError.
@@ -64,13 +54,20 @@ def note_inputs(
         if why and worker in (None, 0):
             log.warning(
                 "'%s' could not be written (%s), so this machine will import the code that '%s' names with --allow-code alone",
-                key.path, why, folder,
-            )  # fmt: skip
+                key.path,
+                why,
+                folder,
+            )
     inputs: Inputs = {
-        "format": 1, "gossamer": __version__, "digest": config.digest, "settings": _plain(config.decisive),
-        "found": common_inputs(task, config.parts), "own": _first_batches(config, task, worker), "code": code,
+        "format": 1,
+        "gossamer": __version__,
+        "digest": config.digest,
+        "settings": _plain(config.decisive),
+        "found": common_inputs(task, config.parts),
+        "own": _first_batches(config, task, worker),
+        "code": code,
         "mark": mark_of(code, own_key) if code and own_key else "",
-    }  # fmt: skip
+    }
     write_inputs(folder, inputs, worker, part, parts)
 
 
@@ -158,10 +155,12 @@ _REMEDY: dict[tuple[str, Purpose], str] = {
     (TEXT, "evaluate"): f"{_FILES}, or score the model on another text with --source",
     (TEXT, "resume"): f"{_FILES}, or train on this text in another folder with --out",
     (TEXT, "repeat"): _FILES,
-    (TOKENIZER, "evaluate"): _FILES, (TOKENIZER, "score"): _FILES, (TOKENIZER, "repeat"): _FILES,
+    (TOKENIZER, "evaluate"): _FILES,
+    (TOKENIZER, "score"): _FILES,
+    (TOKENIZER, "repeat"): _FILES,
     (TOKENIZER, "resume"): f"{_FILES}, or train with this one in another folder with --out",
     (MODEL, "repeat"): "restore what the function that makes the model reads",
-}  # fmt: skip
+}
 _REMEDY |= {(FILES, purpose): remedy for (name, purpose), remedy in _REMEDY.items() if name == TEXT}
 
 
@@ -189,9 +188,14 @@ def _text_of(folder: Path) -> str:
 
 
 def changed_code(
-    config: RunSettings, folder: Path, purpose: Purpose, *, without: Collection[str] = (), allowed: bool = False,
+    config: RunSettings,
+    folder: Path,
+    purpose: Purpose,
+    *,
+    without: Collection[str] = (),
+    allowed: bool = False,
     speaks: bool = True,
-) -> bool:  # fmt: skip
+) -> bool:
     """Compares the Python code that a run names with what its folder has recorded, without running any; says what it cannot.
 
     Args:
@@ -209,8 +213,9 @@ def changed_code(
         log.warning(
             "the code of %s is not compared: '%s' does not say what it was when the run began, as folders of gossamer 0.2.0 and "
             "before do not",
-            ", ".join(KEYS[kind] for kind in sorted(used)), folder,
-        )  # fmt: skip
+            ", ".join(KEYS[kind] for kind in sorted(used)),
+            folder,
+        )
     now, is_changed = {one["kind"]: one for one in code_of(config.code) if one["kind"] in used}, False
     for then in (code for one in recorded.values() for code in one["code"]):
         here = now.get(then["kind"])
@@ -279,9 +284,11 @@ def must_be_trusted(folder: Path, *, without: Collection[str] = ()) -> None:
     names = ", ".join(f"{KEYS[one['kind']]} = '{one['name']}'" for one in code)
     moved = [
         f"; it ran '{then['path']}', and '{one['path']}' would be imported now"
-        for known in own for then in known for one in code
+        for known in own
+        for then in known
+        for one in code
         if (then["kind"], then["name"]) == (one["kind"], one["name"]) and then["path"] != one["path"]
-    ]  # fmt: skip
+    ]
     lacks = f", as '{path}' cannot be read ({why})" if why else ""
     raise ConfigError(
         f"'{folder}' names Python code ({names}), and this machine has no record of having run it from there{lacks}"

@@ -23,15 +23,13 @@ from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.replica import Replica, merged_phases
 from gossamer.run.worker.worker import RoundReport, Worker
 
-__all__ = ["EventJournal", "Journal", "Save", "log_phase", "saved_when_unreadable", "saver"]
-
 Save = Callable[[int], None]
 """Saves what is to be kept after so many rounds."""
 
 
 def saver(
     digest: str | Lineage, folder: Path, snapshots: Callable[[], Iterable[tuple[int, Any]]], *, keep: int = 2
-) -> Save:  # fmt: skip
+) -> Save:
     """Saves the state of each owner, one after the other, and keeps so many generations."""
 
     def save(finished: int) -> None:
@@ -57,9 +55,14 @@ class Journal:
     """
 
     def __init__(
-        self, config: RunSettings, record: Callable[[], RunFolder | Unrecorded], validate: Callable[[], Mapping[str, Any]],
-        save: Save, *, kind: str = "eval",
-    ) -> None:  # fmt: skip
+        self,
+        config: RunSettings,
+        record: Callable[[], RunFolder | Unrecorded],
+        validate: Callable[[], Mapping[str, Any]],
+        save: Save,
+        *,
+        kind: str = "eval",
+    ) -> None:
         self.config, self._record = config, record
         self._validate, self._save, self._kind = validate, save, kind
         self.loss = math.nan
@@ -90,9 +93,15 @@ class Journal:
             more["boundary_bytes"] = staged.sent_bytes()
         more |= self._recovered(worker.index, round) | self._distrust(worker, round)
         self.record.log(
-            "train", round=round, worker=worker.index, step=steps, loss=whole.loss, lr=whole.lr,
-            tokens=steps * self.config.step_tokens, **more,
-        )  # fmt: skip
+            "train",
+            round=round,
+            worker=worker.index,
+            step=steps,
+            loss=whole.loss,
+            lr=whole.lr,
+            tokens=steps * self.config.step_tokens,
+            **more,
+        )
         entry, gathered = round * worker.loop.method.sends_per_round, []
         for phase, sent in zip(report.phases, report.operations, strict=True):
             gathered.append(phase)
@@ -167,9 +176,13 @@ class Journal:
 
 
 def log_phase(
-    record: RunFolder | Unrecorded, events: EventWriter, round: int, phase: Phase, steps: int,
+    record: RunFolder | Unrecorded,
+    events: EventWriter,
+    round: int,
+    phase: Phase,
+    steps: int,
     declined: Mapping[int, int] = MappingProxyType({}),
-) -> None:  # fmt: skip
+) -> None:
     """Writes a local phase of so many inner steps into metrics and events, in a round of the run.
 
     Args: `declined` is how many messages of whom did not count since the phase before.
@@ -177,13 +190,26 @@ def log_phase(
     more = {"declined": {str(j): declined[j] for j in sorted(declined)}} if declined else {}
     report, done = phase.report, phase.number + 1
     events.write(
-        round, "phase", worker=phase.worker, number=phase.number, start_s=phase.start_s, end_s=phase.end_s, steps=steps,
+        round,
+        "phase",
+        worker=phase.worker,
+        number=phase.number,
+        start_s=phase.start_s,
+        end_s=phase.end_s,
+        steps=steps,
         tokens=report.tokens,
-    )  # fmt: skip
+    )
     record.log(
-        "train", round=round, worker=phase.worker, step=done * steps, loss=report.loss, lr=report.lr,
-        tokens=done * report.tokens, time_s=phase.end_s, **more,
-    )  # fmt: skip
+        "train",
+        round=round,
+        worker=phase.worker,
+        step=done * steps,
+        loss=report.loss,
+        lr=report.lr,
+        tokens=done * report.tokens,
+        time_s=phase.end_s,
+        **more,
+    )
 
 
 class _JournalState(NamedTuple):
@@ -207,9 +233,12 @@ class EventJournal:
     """
 
     def __init__(
-        self, journal: Journal, log: Callable[[], EventWriter], seconds: EventSeconds | None = None,
+        self,
+        journal: Journal,
+        log: Callable[[], EventWriter],
+        seconds: EventSeconds | None = None,
         end_round: Callable[..., None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._journal, self._log, self._seconds = journal, log, seconds
         self._end = end_round or journal.end_round
         self.round = self.steps = 0

@@ -13,12 +13,9 @@ from typing import Any, Literal, NamedTuple
 
 from gossamer.errors import ConfigError
 from gossamer.optimizers.inner import lr_scale
-from gossamer.record.branches import Branch, described, read_branches, write_branches
-from gossamer.record.lineage import Lineage
+from gossamer.record.lineage import Branch, Lineage, described, read_branches, write_branches
 from gossamer.run.config.resolve import CHANGEABLE, differences, may_change, settings_in
 from gossamer.run.config.resolved import RunSettings
-
-__all__ = ["History", "Resume", "history", "lineage"]
 
 log = logging.getLogger("gossamer")
 

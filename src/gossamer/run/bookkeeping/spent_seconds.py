@@ -16,8 +16,6 @@ from gossamer.record.logs.seconds import RoundSeconds, read_seconds
 from gossamer.record.logs.trace import KINDS, Integers, Trace
 from gossamer.transport.contract import Delivery, Ticket, Wait
 
-__all__ = ["EventSeconds", "Stopwatch", "Tally", "held_up", "priced", "recorded_s"]
-
 
 class Tally:
     """The seconds of one worker since its last round ended."""
@@ -40,8 +38,15 @@ class Tally:
     def round(self, round: int) -> RoundSeconds:
         """Ends a round with what was counted."""
         counted = RoundSeconds(
-            round, self.worker, self.network, self.compute_s, self.transfer_s, self.waiting_for, self.other_s, self.end_s
-        )  # fmt: skip
+            round,
+            self.worker,
+            self.network,
+            self.compute_s,
+            self.transfer_s,
+            self.waiting_for,
+            self.other_s,
+            self.end_s,
+        )
         self._clear()
         return counted
 
@@ -121,7 +126,7 @@ def recorded_s(folder: Path, worker: int, newest: int | None) -> float:
 
 def priced(
     trace: Trace, network: Network | None, name: str | None, parts: int = 1, computing: PerWorker = 1.0
-) -> list[RoundSeconds]:  # fmt: skip
+) -> list[RoundSeconds]:
     """The seconds of a traced run on a network; without one those that its workers computed.
 
     Args:

@@ -35,31 +35,6 @@ from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.stages.checkpoints import Store, partition_of
 from gossamer.settings.schema import parse_toml
 
-__all__ = [
-    "ChosenRound",
-    "Held",
-    "KeptRounds",
-    "choose_round",
-    "ended",
-    "faults_heard",
-    "has_ended",
-    "heard",
-    "kept_by",
-    "lost_stages",
-    "must_end_later",
-    "must_lose_nothing",
-    "newest_of_all",
-    "newest_of_any",
-    "newest_of_own",
-    "said",
-    "tell_unverified",
-    "to_evaluate",
-    "to_go_on",
-    "to_resume",
-    "to_score",
-    "together",
-]
-
 log = logging.getLogger("gossamer")
 
 Held = Mapping[int, frozenset[int] | None]
@@ -368,9 +343,15 @@ def _took_part(held: Mapping[int, Held], round: int) -> set[int]:
 
 
 def to_go_on(
-    past: History, store: Store, kept: Mapping[int, KeptRounds], read: Callable[[int], Mapping[int, Fault | None]], *, auto: bool,
-    pick: Callable[[Mapping[int, Held]], int] = newest_of_all, speaks: bool = True,
-) -> ChosenRound:  # fmt: skip
+    past: History,
+    store: Store,
+    kept: Mapping[int, KeptRounds],
+    read: Callable[[int], Mapping[int, Fault | None]],
+    *,
+    auto: bool,
+    pick: Callable[[Mapping[int, Held]], int] = newest_of_all,
+    speaks: bool = True,
+) -> ChosenRound:
     """The round from which the run in a folder goes on; round 0 to start.
 
     Args:
@@ -424,8 +405,10 @@ def tell_unverified(store: Store, round: int, owners: Iterable[int]) -> None:
             "the checkpoints of worker %s after round %d in '%s' were saved by gossamer 0.1.0 or soon after, and say by their "
             "digest alone what they are of: rule, codec, schedule, topology and local steps could not be compared; the next "
             "ones say it",
-            ", ".join(map(str, unsaid)), round, store.folder,
-        )  # fmt: skip
+            ", ".join(map(str, unsaid)),
+            round,
+            store.folder,
+        )
 
 
 def _must_be_readable(folder: Path, owners: Iterable[int]) -> None:
@@ -509,9 +492,12 @@ def _may_be_elastic(config: RunSettings) -> bool:
 
 
 def newest_of_own(
-    store: Store, owner: int, line: Lineage, before: RunSettings | None = None,
+    store: Store,
+    owner: int,
+    line: Lineage,
+    before: RunSettings | None = None,
     read: Callable[[int], Fault | None] | None = None,
-) -> ChosenRound:  # fmt: skip
+) -> ChosenRound:
     """The newest sound round of one owner, which goes on from it by itself; it says which newer ones are damaged.
 
     Args: `before` as of `kept_by`; `read` says what is wrong with the content of its checkpoint of a round.
@@ -572,8 +558,10 @@ def to_evaluate(store: Store, line: Lineage, round: int | None) -> tuple[int, li
     if missing := [owner for owner, one in choice.kept.items() if one.whole and owner not in having]:
         log.warning(
             "round %d has no checkpoint of worker %s; the mean model is that of worker %s",
-            choice.round, ", ".join(map(str, missing)), ", ".join(map(str, having)),
-        )  # fmt: skip
+            choice.round,
+            ", ".join(map(str, missing)),
+            ", ".join(map(str, having)),
+        )
     return choice.round, having
 
 

@@ -15,8 +15,6 @@ from gossamer.settings.options import Option, options_of, row_faults, unknown_op
 from gossamer.settings.schema import refuse
 from gossamer.settings.user_code import PATTERN, is_code
 
-__all__ = ["Choice", "NamedIn"]
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -95,9 +93,12 @@ def _row_schema(table: str, name: str, factory: Callable[..., Any]) -> dict[str,
     about = (inspect.getdoc(factory) or "").partition("\n")[0]
     properties = {"name": {"const": name}, **options}
     return {
-        "type": "object", "description": about, "properties": properties, "required": ["name"],
+        "type": "object",
+        "description": about,
+        "properties": properties,
+        "required": ["name"],
         "additionalProperties": False,
-    }  # fmt: skip
+    }
 
 
 def _option_schema(option: Option) -> dict[str, Any]:

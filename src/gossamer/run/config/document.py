@@ -16,24 +16,17 @@ from gossamer.run.config.recipes import recipe
 from gossamer.settings.schema import parse_toml, read_toml
 from gossamer.topologies import TOPOLOGIES
 
-__all__ = [
-    "DIRECTIONS",
-    "EXPERIMENT",
-    "TABLES",
-    "flat",
-    "load_document",
-    "load_run",
-    "parse_overrides",
-    "with_settings",
-]
-
 _WRITTEN = ("name", "seed", "workers", "model", "data", "run", "record")
 """What every run.toml of a run folder has, the last of them last."""
 
 TABLES: dict[str, Mapping[str, Any]] = {
-    "rule": RULES, "topology": TOPOLOGIES, "codec": CODECS, "server": SERVERS, "pair": PAIRS,
+    "rule": RULES,
+    "topology": TOPOLOGIES,
+    "codec": CODECS,
+    "server": SERVERS,
+    "pair": PAIRS,
     "boundary": BOUNDARIES,
-}  # fmt: skip
+}
 DIRECTIONS = ("forward", "backward")
 """The keys of [pipeline] that name a boundary codec."""
 _CHOICES = {*TABLES, *DIRECTIONS}

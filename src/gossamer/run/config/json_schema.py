@@ -6,11 +6,9 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from gossamer.report.figures import Figure
+from gossamer.run.config.experiment_file import TuneConfig
 from gossamer.run.config.recipes import recipes
 from gossamer.run.config.run_file import RunConfig
-from gossamer.run.config.tuning import TuneConfig
-
-__all__ = ["json_schema"]
 
 
 def json_schema() -> dict[str, Any]:

@@ -13,8 +13,6 @@ from gossamer.models.sizes import ModelConfig, tensors
 from gossamer.rounds.mean_model import mean_of
 from gossamer.run.config.resolved import RunSettings
 
-__all__ = ["Holding", "Spans", "arranged", "holding_of", "layout_for"]
-
 Spans = tuple[tuple[int, int], ...]
 
 

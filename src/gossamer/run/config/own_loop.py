@@ -15,8 +15,6 @@ from gossamer.run.config.document import flat, with_settings
 from gossamer.run.config.recipes import recipe
 from gossamer.run.config.run_file import parse
 
-__all__ = ["method"]
-
 log = logging.getLogger("gossamer")
 
 Table = str | Mapping[str, Any]
@@ -25,9 +23,13 @@ _HONOURED = ("rule.", "topology.", "codec.", "schedule.", "run.local_steps", "wo
 
 
 def method(
-    name: str, *, rule: Table | None = None, topology: Table | None = None, codec: Table | None = None,
+    name: str,
+    *,
+    rule: Table | None = None,
+    topology: Table | None = None,
+    codec: Table | None = None,
     schedule: Mapping[str, Any] | None = None,
-) -> OuterMethod:  # fmt: skip
+) -> OuterMethod:
     """What `Outer` needs of a method that `gossamer list` names: rule, topology, codec, schedule and local steps.
 
         outer = gossamer.Outer(model, gossamer.method("streaming_diloco"))
@@ -54,10 +56,15 @@ def method(
     config = parse(with_settings({}, {"method": name, **flat({k: v for k, v in given.items() if v is not None})}))
     made = make_rule(config.rule.name, **config.rule.options)
     facts = Combination(
-        kind=config.kind, driver="library", rule=made, schedule=config.schedule, adapt=config.run.adapt,
-        server=config.server.name if config.server else "", averaging=config.inner.averaging,
+        kind=config.kind,
+        driver="library",
+        rule=made,
+        schedule=config.schedule,
+        adapt=config.run.adapt,
+        server=config.server.name if config.server else "",
+        averaging=config.inner.averaging,
         pair=PAIRS[config.pair.name](**config.pair.options) if config.pair else None,
-    )  # fmt: skip
+    )
     for row in OWN_LOOP:
         if row.fails(facts):
             raise PairingError(f"method '{name}' cannot run in your own loop: {row.sentence(facts)}")
@@ -73,7 +80,13 @@ def method(
     if words:
         log.warning("method '%s' was published with an inner optimizer (%s); yours should be like it", name, words)
     return OuterMethod(
-        name, made, config.topology.name, config.topology.options, make_codec(config.codec.name, **config.codec.options),
-        config.schedule, config.full_steps if "run.local_steps" in own else None, own.get("workers"),
+        name,
+        made,
+        config.topology.name,
+        config.topology.options,
+        make_codec(config.codec.name, **config.codec.options),
+        config.schedule,
+        config.full_steps if "run.local_steps" in own else None,
+        own.get("workers"),
         config.inner if words else None,
-    )  # fmt: skip
+    )

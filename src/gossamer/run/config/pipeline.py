@@ -25,19 +25,6 @@ from gossamer.settings.options import Count, Number, Positive
 from gossamer.settings.schema import settings
 from gossamer.settings.user_code import is_code
 
-__all__ = [
-    "LostStage",
-    "PipelineConfig",
-    "boundary_of",
-    "by_stage",
-    "cuts_of",
-    "donor_of",
-    "misfits",
-    "must_come_again",
-    "stage_in",
-    "work_of_layers",
-]
-
 _vocabulary = cache(vocabulary)
 
 
@@ -84,7 +71,7 @@ class PipelineConfig:
     """How their gradients are compressed."""
     schedule: Annotated[
         str, OneOf(("1f1b", "gpipe", "interleaved")), BeforeValidator(_with_whole_backward_passes), Changeable()
-    ] = "gpipe"  # fmt: skip
+    ] = "gpipe"
     """The order in which processes pass micro-batches forward and backward; the bits are the same in any."""
     chunks: Annotated[Count, Changeable()] = 1
     """Pieces of each stage with the schedule interleaved: the layers are cut into stages times chunks, of which each process

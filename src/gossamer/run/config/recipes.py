@@ -18,20 +18,6 @@ from gossamer.rounds.compatibility.combine import FITTING
 from gossamer.rules import RULES
 from gossamer.settings.options import listed, options_of
 
-__all__ = [
-    "FACTORIES",
-    "METHODS",
-    "Recipe",
-    "docstring_part",
-    "factory_rows",
-    "first_sentence",
-    "made_of",
-    "missing",
-    "recipe",
-    "recipe_rows",
-    "recipes",
-]
-
 
 class Recipe(NamedTuple):
     """The settings and the description of a method."""
@@ -48,13 +34,20 @@ class Recipe(NamedTuple):
 
 _GPA = {"inner.averaging": "gpa", "inner.mu_x": 0.9934}
 _MULOCO = {
-    "rule.name": "diloco", "rule.momentum": 0.6,
-    "inner.optimizer": "spectral_muon", "inner.lr": 0.02, "inner.nesterov": False, "inner.weight_decay": 0.01,
-}  # fmt: skip
+    "rule.name": "diloco",
+    "rule.momentum": 0.6,
+    "inner.optimizer": "spectral_muon",
+    "inner.lr": 0.02,
+    "inner.nesterov": False,
+    "inner.weight_decay": 0.01,
+}
 _OVERLAP = {"schedule.overlap_steps": 5}
 _GLOBAL_FGD = {
-    "rule.name": "fgd", "rule.mix_parameters": "global", "rule.momentum": 0.9, "topology.name": "complete",
-}  # fmt: skip
+    "rule.name": "fgd",
+    "rule.mix_parameters": "global",
+    "rule.momentum": 0.9,
+    "topology.name": "complete",
+}
 _OWN_MOMENTA = (
     "μ is large: momenta are never mixed, and leave a steady disagreement whose variance is {} with 8 workers."
 )
@@ -77,13 +70,19 @@ METHODS: dict[str, Recipe] = {
     # GASLoC.
     "gasloc_2peer": Recipe({"rule.name": "gasloc", "topology.name": "random", "topology.peers": 2}),
     "gasloc_published": Recipe({"rule.name": "gasloc", "rule.form": "published", "rule.momentum": 0.5}),
-    "gasloc_drift": Recipe({"rule.name": "gasloc", "rule.form": "drift"}, source="ours, after arXiv 2606.11081 and 2606.22768"),
+    "gasloc_drift": Recipe(
+        {"rule.name": "gasloc", "rule.form": "drift"}, source="ours, after arXiv 2606.11081 and 2606.22768"
+    ),
     "gasloc_heavy_ball": Recipe({"rule.name": "gasloc", "rule.optimizer": "heavy_ball", "rule.momentum": 0.5}),
     "gasloc_sgd": Recipe({"rule.name": "gasloc", "rule.optimizer": "sgd"}),
     "gasloc_single_step": Recipe(
         {
-            "rule.name": "gasloc", "rule.lr": 1.0, "rule.momentum": 0.5, "rule.alpha": "auto",
-            "topology.name": "exponential", "run.local_steps": 1,
+            "rule.name": "gasloc",
+            "rule.lr": 1.0,
+            "rule.momentum": 0.5,
+            "rule.alpha": "auto",
+            "topology.name": "exponential",
+            "run.local_steps": 1,
         },
     ),
     "gasloc_restarted": Recipe(
@@ -150,8 +149,13 @@ METHODS: dict[str, Recipe] = {
     ),
     "streaming_diloco": Recipe(
         {
-            "rule.name": "diloco", "rule.lr": 0.4, "codec.name": "fp4", "codec.back": "bf16",
-            "schedule.fragments": 3, "schedule.overlap_steps": 2, "schedule.merge": 0.5,
+            "rule.name": "diloco",
+            "rule.lr": 0.4,
+            "codec.name": "fp4",
+            "codec.back": "bf16",
+            "schedule.fragments": 3,
+            "schedule.overlap_steps": 2,
+            "schedule.merge": 0.5,
         },
         source="arXiv 2501.18512",
         differs="the paper does not specify the codec of the returned sums; `codec.back` may be fp4 as well",
@@ -159,8 +163,11 @@ METHODS: dict[str, Recipe] = {
     ),
     "cocodc": Recipe(
         {
-            "rule.name": "diloco", "rule.lr": 0.4,
-            "schedule.fragments": 3, "schedule.overlap_steps": 2, "schedule.merge": "taylor",
+            "rule.name": "diloco",
+            "rule.lr": 0.4,
+            "schedule.fragments": 3,
+            "schedule.overlap_steps": 2,
+            "schedule.merge": "taylor",
             "schedule.sends": 3,
         },
         source="arXiv 2504.17672",
@@ -171,8 +178,12 @@ METHODS: dict[str, Recipe] = {
     ),
     "asyncmesh": Recipe(
         {
-            "rule.name": "sparta", "rule.one_in": 20, "rule.disjoint": True, "topology.name": "complete",
-            "run.local_steps": 3, "schedule.overlap_steps": 3,
+            "rule.name": "sparta",
+            "rule.one_in": 20,
+            "rule.disjoint": True,
+            "topology.name": "complete",
+            "run.local_steps": 3,
+            "schedule.overlap_steps": 3,
         },
         source="arXiv 2601.22442; the update as in the authors' code, github.com/PluralisResearch/agora-test",
         differs="every worker sends its slice to every other, where theirs is reduced; a round is 3 inner steps, where the code "
@@ -204,14 +215,20 @@ METHODS: dict[str, Recipe] = {
         "0.9934 like 16",
         fails="μ_x is so close to one that the average still holds early iterates at the end.",
     ),
-    "gpa_data_parallel": Recipe({"rule.name": "data_parallel", **_GPA}, source="arXiv 2512.17131", differs="as in `gpa`"),
+    "gpa_data_parallel": Recipe(
+        {"rule.name": "data_parallel", **_GPA}, source="arXiv 2512.17131", differs="as in `gpa`"
+    ),
     "gpa_gossip": Recipe(
-        {"rule.name": "gossip", **_GPA}, source="arXiv 2512.17131 for one worker; with gossip ours",
-        differs="the parameters, which lie between average and iterate, are recomputed from both; any rule works"
+        {"rule.name": "gossip", **_GPA},
+        source="arXiv 2512.17131 for one worker; with gossip ours",
+        differs="the parameters, which lie between average and iterate, are recomputed from both; any rule works",
     ),
     "schedule_free": Recipe(
         {
-            "rule.name": "data_parallel", "inner.averaging": "schedule_free", "inner.mu_y": 0.9, "inner.schedule": "constant",
+            "rule.name": "data_parallel",
+            "inner.averaging": "schedule_free",
+            "inner.mu_y": 0.9,
+            "inner.schedule": "constant",
         },
         source="arXiv 2405.15682",
         differs="average, iterate and a first moment, which is the gradient, are all kept: two buffers more than theirs",
@@ -219,8 +236,13 @@ METHODS: dict[str, Recipe] = {
     # Decentralized, one step a round.
     "d_psgd": Recipe(
         {
-            "rule.name": "gossip", "topology.name": "ring", **_COMBINE_THEN_ADAPT,
-            "inner.optimizer": "sgd", "inner.momentum": 0.0, "inner.lr": 0.1, "inner.weight_decay": 1e-4,
+            "rule.name": "gossip",
+            "topology.name": "ring",
+            **_COMBINE_THEN_ADAPT,
+            "inner.optimizer": "sgd",
+            "inner.momentum": 0.0,
+            "inner.lr": 0.1,
+            "inner.weight_decay": 1e-4,
         },
         source="Lian et al., arXiv 1705.09056",
         differs="nothing: messages received during the next step were sent before it, so the gradient is taken at the point "
@@ -233,8 +255,11 @@ METHODS: dict[str, Recipe] = {
     ),
     "decentralized_accum_adamw": Recipe(
         {
-            "rule.name": "gossip", "topology.name": "one_peer_exponential", **_COMBINE_THEN_ADAPT,
-            "inner.optimizer": "accum_adamw", "inner.betas": [0.9, 0.98],
+            "rule.name": "gossip",
+            "topology.name": "one_peer_exponential",
+            **_COMBINE_THEN_ADAPT,
+            "inner.optimizer": "accum_adamw",
+            "inner.betas": [0.9, 0.98],
         },
         source="arXiv 2410.11998",
         differs="as in `decentralized_adamw`; in their GPT-2 runs `inner.moments_every` is 8",
@@ -269,7 +294,7 @@ METHODS: dict[str, Recipe] = {
         fails="messages point against the momentum: they are not corrected.",
     ),
     "pa_cgad": Recipe({"server.name": "cgad", "events.fragments": 3}),
-}  # fmt: skip
+}
 """Configurations by name; a row names its rule unless it has a rule's name."""
 
 

@@ -26,20 +26,6 @@ from gossamer.run.config.user_parts import BUILT_IN, UserParts, make, named, nam
 from gossamer.settings.schema import changeable, parse_toml
 from gossamer.topologies import Topology
 
-__all__ = [
-    "CHANGEABLE",
-    "differences",
-    "document_faults",
-    "may_change",
-    "pairing_faults",
-    "recorded_run",
-    "resolve",
-    "resolve_document",
-    "run_faults",
-    "settings_in",
-    "settings_of",
-]
-
 CHANGEABLE = tuple(sorted(changeable(RunConfig)))
 """The dotted keys that a resumed run may change."""
 
@@ -94,11 +80,26 @@ def resolve(config: RunConfig, parts: UserParts = BUILT_IN, *, real: bool = Fals
 def settings_of(config: RunConfig, parts: UserParts = BUILT_IN) -> RunSettings:
     """What is known of a run file without its method, of which nothing is made."""
     return RunSettings(
-        name=config.name, seed=config.seed, workers=config.workers, kind=config.kind, model=config.model,
-        pipeline=config.pipeline, data=config.data, inner=config.inner, run=config.run, schedule=config.schedule,
-        events=config.events, record=config.record, networks=config.network, peers=config.peers, parts=parts,
-        code=named_code(config), digest=digest(config), decisive=decisive(config), document=dump(config),
-    )  # fmt: skip
+        name=config.name,
+        seed=config.seed,
+        workers=config.workers,
+        kind=config.kind,
+        model=config.model,
+        pipeline=config.pipeline,
+        data=config.data,
+        inner=config.inner,
+        run=config.run,
+        schedule=config.schedule,
+        events=config.events,
+        record=config.record,
+        networks=config.network,
+        peers=config.peers,
+        parts=parts,
+        code=named_code(config),
+        digest=digest(config),
+        decisive=decisive(config),
+        document=dump(config),
+    )
 
 
 def settings_in(folder: Path, parts: UserParts = BUILT_IN) -> RunSettings:
@@ -261,19 +262,40 @@ def _facts(config: RunConfig, parts: UserParts, real: bool) -> tuple[Combination
         attempt(lambda: must_come_again(config.pipeline, config.data, run.steps))
     codec, holders = made("codec"), holders_of(config.model.experts, config.workers)
     facts = Combination(
-        kind=config.kind, driver="train" if real else "simulate", wait=run.wait, codec=codec or nothing.codec,
-        schedule=config.schedule, local_steps=run.local_steps,
-        server=config.server.name if config.server else "", optimizer=config.inner.optimizer,
-        averaging=config.inner.averaging, adapt=run.adapt, weigh_steps=run.weigh_steps, reduction=run.reduction,
-        eval_js=run.eval_js, elastic=run.elastic, peers=bool(config.peers),
-        stages=config.pipeline.stages, shards=run.shards if real else 1, partly=config.pipeline.workers is not None,
-        scattered=config.pipeline.chunks > 1 or (config.model.bottleneck is not None and bool(config.model.bottleneck.cuts)),
+        kind=config.kind,
+        driver="train" if real else "simulate",
+        wait=run.wait,
+        codec=codec or nothing.codec,
+        schedule=config.schedule,
+        local_steps=run.local_steps,
+        server=config.server.name if config.server else "",
+        optimizer=config.inner.optimizer,
+        averaging=config.inner.averaging,
+        adapt=run.adapt,
+        weigh_steps=run.weigh_steps,
+        reduction=run.reduction,
+        eval_js=run.eval_js,
+        elastic=run.elastic,
+        peers=bool(config.peers),
+        stages=config.pipeline.stages,
+        shards=run.shards if real else 1,
+        partly=config.pipeline.workers is not None,
+        scattered=config.pipeline.chunks > 1
+        or (config.model.bottleneck is not None and bool(config.model.bottleneck.cuts)),
         lost=frozenset(donor_of(one, config.pipeline, config.workers) is not None for one in config.pipeline.lost),
-        hashes=config.record.hash, batched=run.batched, holders=holders.parts if holders is not None else (),
-        constant_batch=config.data.constant_batch, ghost_rounds=run.ghost_rounds,
-        fragments=events.fragments, overlap=events.overlap, dylu=events.dylu, meetings=events.meetings,
-        absences=len(events.absences), clock=events.network, networks=config.network,
-    )  # fmt: skip
+        hashes=config.record.hash,
+        batched=run.batched,
+        holders=holders.parts if holders is not None else (),
+        constant_batch=config.data.constant_batch,
+        ghost_rounds=run.ghost_rounds,
+        fragments=events.fragments,
+        overlap=events.overlap,
+        dylu=events.dylu,
+        meetings=events.meetings,
+        absences=len(events.absences),
+        clock=events.network,
+        networks=config.network,
+    )
     if config.server is not None:
         server = made("server")
         return facts._replace(regions=server is not None and server.regions is not None), errors

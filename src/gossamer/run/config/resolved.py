@@ -27,8 +27,6 @@ from gossamer.run.config.user_parts import UserParts
 from gossamer.topologies import Topology
 from gossamer.transport.keys import Peer
 
-__all__ = ["InPairs", "ResolvedRun", "RunSettings", "WithServer"]
-
 
 class WithServer(NamedTuple):
     """The method of an asynchronous run around a server."""
@@ -105,10 +103,18 @@ class RunSettings(RunLength):
     def line(self) -> Lineage:
         """Whose checkpoints belong to a run whose settings have not changed on its way."""
         kind = {"server": "server", "pair": "pair"}.get(self.kind, "rule")
-        return Lineage(self.digest, of=state_is_of(
-            self.decisive.get(f"{kind}.name", ""), self._options(kind), topology=self._in_words("topology"), workers=self.workers,
-            codec=self._in_words("codec"), schedule=self._in_words("schedule"), local_steps=f"{self.decisive['run.local_steps']}",
-        ))  # fmt: skip
+        return Lineage(
+            self.digest,
+            of=state_is_of(
+                self.decisive.get(f"{kind}.name", ""),
+                self._options(kind),
+                topology=self._in_words("topology"),
+                workers=self.workers,
+                codec=self._in_words("codec"),
+                schedule=self._in_words("schedule"),
+                local_steps=f"{self.decisive['run.local_steps']}",
+            ),
+        )
 
     def _in_words(self, table: str) -> str:
         return choice_in_words(self.decisive.get(f"{table}.name", "none"), self._options(table))

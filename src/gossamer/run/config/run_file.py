@@ -34,27 +34,18 @@ from gossamer.settings.schema import settings_faults as schema_faults
 from gossamer.topologies.contract import MOST_WORKERS
 from gossamer.transport.keys import Peer, duplicate_certificates
 
-__all__ = [
-    "FIRST_KEYS",
-    "LEFT_OUT_AT",
-    "LoopSettings",
-    "RunConfig",
-    "RunLength",
-    "Survey",
-    "decisive",
-    "digest",
-    "dump",
-    "parse",
-    "parse_faults",
-    "survey",
-]
-
 _IN_TOKENS = ("tokens", "tokens_per_parameter")
 _LONGEST_S = 1e6  # twelve days; threads and sockets take no wait without end
 _BATCHED: dict[str, Any] = {
-    "model.loss": None, "model.dropout": 0.0, "model.bottleneck": None, "model.experts": None, "pipeline.stages": 1,
-    "inner.averaging": None, "run.adapt": False, "run.pace_s": 0.0,
-}  # fmt: skip
+    "model.loss": None,
+    "model.dropout": 0.0,
+    "model.bottleneck": None,
+    "model.experts": None,
+    "pipeline.stages": 1,
+    "inner.averaging": None,
+    "run.adapt": False,
+    "run.pace_s": 0.0,
+}
 """The only values with which several replicas can train as one computation."""
 _STACKED = ("accum_adamw", "adamw", "sgd", "spectral_muon")
 """The inner optimizers for the parameters of several replicas at once; torch's Muon takes single matrices."""

@@ -5,8 +5,6 @@ from gossamer.data.tokenizer import vocabulary
 from gossamer.errors import ConfigError
 from gossamer.models.sizes import ModelConfig, parameter_count
 
-__all__ = ["each_batch", "rounds_for", "tokens_for"]
-
 
 def each_batch(data: DataConfig, workers: int) -> int:
     """The sequences of one worker in a pass, where all workers together take `data.global_batch` in an inner step.

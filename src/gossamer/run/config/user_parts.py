@@ -20,19 +20,29 @@ from gossamer.settings.schema import toml_value
 from gossamer.settings.user_code import Code, calling, hash_of_code, imported, is_code, located
 from gossamer.topologies import Topology, make_topology
 
-__all__ = ["BUILT_IN", "GIVEN", "KEYS", "UserParts", "caller", "code_of", "make", "named", "named_code", "own_parts"]
-
 KEYS = {
-    "rule": "rule.name", "topology": "topology.name", "codec": "codec.name", "server": "server.name", "pair": "pair.name",
-    "model": "model.size", "loss": "model.loss", "data": "data.source", "validation": "data.validation",
+    "rule": "rule.name",
+    "topology": "topology.name",
+    "codec": "codec.name",
+    "server": "server.name",
+    "pair": "pair.name",
+    "model": "model.size",
+    "loss": "model.loss",
+    "data": "data.source",
+    "validation": "data.validation",
     "optimizer": "inner.optimizer",
-}  # fmt: skip
+}
 """The key of a run file that names each kind of part."""
 GIVEN = "python:"
 """Begins the name of a part that was given as an object, and that no run file can name."""
 _KINDS: Mapping[str, type] = {
-    "rule": Rule, "topology": Topology, "codec": Codec, "server": ServerRule, "pair": PairRule, "model": nn.Module,
-}  # fmt: skip
+    "rule": Rule,
+    "topology": Topology,
+    "codec": Codec,
+    "server": ServerRule,
+    "pair": PairRule,
+    "model": nn.Module,
+}
 T = TypeVar("T")
 
 
@@ -52,9 +62,13 @@ BUILT_IN = UserParts()
 def named(config: RunConfig) -> dict[str, str]:
     """The Python code that a run names, by kind."""
     names: dict[str, Any] = {
-        "model": config.model.size, "loss": config.model.loss, "data": config.data.source,
-        "validation": config.data.validation, "optimizer": config.inner.optimizer, "codec": config.codec.name,
-    }  # fmt: skip
+        "model": config.model.size,
+        "loss": config.model.loss,
+        "data": config.data.source,
+        "validation": config.data.validation,
+        "optimizer": config.inner.optimizer,
+        "codec": config.codec.name,
+    }
     if config.server is not None:
         names["server"] = config.server.name
     else:

@@ -41,8 +41,6 @@ from gossamer.transport.elastic.members import MemberStatus
 from gossamer.transport.elastic.newcomer import Handover, Offer
 from gossamer.transport.elastic.transport import ElasticTransport
 
-__all__ = ["ElasticRounds"]
-
 log = logging.getLogger("gossamer")
 
 
@@ -98,9 +96,13 @@ class ElasticRounds(Participant[ElasticTransport]):
         # A message has at most four tensors of the size of x; what is larger is no payload.
         limit_bytes = 16 * self.replica.layout.numel + (1 << 16) if self._closes else None
         transport = ElasticTransport(
-            self.seat.members, self.seat.endpoint, host=self.host, device=self.device, limit_bytes=limit_bytes,
+            self.seat.members,
+            self.seat.endpoint,
+            host=self.host,
+            device=self.device,
+            limit_bytes=limit_bytes,
             closings=self._closings,
-        )  # fmt: skip
+        )
         if not self._once:
             transport.taken = lambda: self.replica.steps_taken
         self._worker = Worker(self.replica, self._method, transport)

@@ -1,14 +1,45 @@
-"""Elastic runs on real processes: rounds that go on when workers die, hang, leave or come back."""
+"""Elastic runs on real processes: rounds that go on when workers die, hang, leave or come back.
 
+At its start each worker brings the rounds of which it has a checkpoint, and who took part in them.
+"""
+
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gossamer.run.bookkeeping.resume import Resume
-from gossamer.run.config.resolved import ResolvedRun
+from gossamer.run.bookkeeping.resume import History, Resume
+from gossamer.run.bookkeeping.which_round import Held, kept_by, to_resume
+from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.elastic.elastic_rounds import ElasticRounds
-from gossamer.run.elastic.held_rounds import HeldRounds
 from gossamer.run.participant.life import take_part
+from gossamer.run.participant.seat import Brought, Own, Progress
+from gossamer.run.worker.stages.checkpoints import Store
 
-__all__ = ["train_elastic"]
+
+class HeldRounds(Brought[bool]):
+    """See `gossamer.run.participant.seat.Brought`. All workers go on with one round, that of `to_resume`."""
+
+    word, one_round = "elastic", True
+
+    def __init__(self, config: RunSettings, folder: Path) -> None:
+        self._config, self._folder = config, folder
+
+    def own(self, slot: int, past: History) -> Own:
+        """See `Brought`."""
+        return Own(kept_by(Store(self._config, self._folder), [slot], past.lineage, past.before)[slot])
+
+    def read(self, more: object) -> bool | None:
+        """See `Brought`: its rounds are all that there is to know."""
+        return True if more is None else None
+
+    def pick(self, held: Mapping[int, Held]) -> int:
+        """See `Brought`."""
+        return to_resume(held, self._config.run.rejoin_rounds)
+
+    def progress(self, slot: int, facts: Sequence[bool], held: Mapping[int, Held], after: int) -> Progress:
+        """A slot whose checkpoint is lost goes on behind all inner steps it can have taken, so that none is trained twice."""
+        lost = after not in held.get(slot, {})
+        steps = after * self._config.local_steps_of(slot) if lost else 0
+        return Progress(after, after, steps) if slot < len(facts) else Progress(0, 0, steps)
 
 
 def train_elastic(config: ResolvedRun, folder: Path, *, join: str | None = None, resume: Resume = False) -> None:

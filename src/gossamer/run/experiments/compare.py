@@ -26,8 +26,6 @@ from gossamer.run.experiments.processes import Apart, RunEnd
 from gossamer.run.experiments.shared_start import shared_trunks, stands_at_its_trunk
 from gossamer.settings.schema import Records
 
-__all__ = ["train_all"]
-
 
 @with_config(ConfigDict(extra="ignore"))
 class _Ended(TypedDict):
@@ -40,10 +38,18 @@ _ENDED = Records[_Ended](_Ended)
 
 
 def train_all(
-    runs: Sequence[Point], folders: Mapping[str, Path], file: Path, *, jobs: int = 1, resume: bool = False,
-    reuse: Path | None = None, began: Callable[[Point], None], told: Callable[[Point, RunEnd], None],
-    enough: Callable[[], bool] = lambda: False, asked: Callable[[], bool] = lambda: False,
-) -> dict[str, Origin | None]:  # fmt: skip
+    runs: Sequence[Point],
+    folders: Mapping[str, Path],
+    file: Path,
+    *,
+    jobs: int = 1,
+    resume: bool = False,
+    reuse: Path | None = None,
+    began: Callable[[Point], None],
+    told: Callable[[Point, RunEnd], None],
+    enough: Callable[[], bool] = lambda: False,
+    asked: Callable[[], bool] = lambda: False,
+) -> dict[str, Origin | None]:
     """Trains the runs of an experiment into their folders, by label; one that diverges is a result, and the others still run.
 
     Those that are compared with each other come together: point by point of a sweep, and there seed by seed. Whoever stops it has

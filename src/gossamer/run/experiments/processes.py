@@ -29,8 +29,6 @@ from gossamer.run.simulated.simulate import simulate_until_asked
 from gossamer.stop_signals import start_forkserver
 from gossamer.transport.processes.local import end_with_parent
 
-__all__ = ["Apart", "RunEnd"]
-
 log = logging.getLogger("gossamer")
 
 _ENDING_S = 5.0

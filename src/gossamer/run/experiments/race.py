@@ -34,11 +34,6 @@ from gossamer.run.planning.measured_losses import measured_schedule, nearest_mea
 from gossamer.run.planning.plan import RunPlan, method_tables, network_without
 from gossamer.settings.schema import toml_value
 
-__all__ = [
-    "FILE", "LENGTHS", "MOST_SEEDS", "SMALL", "Course", "Entrant", "carried_over", "course_of", "courses", "document", "label_of",
-    "opened_race", "race_standings", "written_race",
-]  # fmt: skip
-
 FILE = "race.toml"
 """The experiment file of a race, in its folder; `gossamer compare` trains it too."""
 MOST_SEEDS = 10
@@ -125,8 +120,12 @@ def courses(made: RunPlan, some: Sequence[Candidate]) -> list[Course]:
 
 
 def course_of(
-    made: RunPlan, some: Sequence[Candidate], model: ModelConfig, tokens_per_parameter: float, horizon_s: float | None = None
-) -> Course:  # fmt: skip
+    made: RunPlan,
+    some: Sequence[Candidate],
+    model: ModelConfig,
+    tokens_per_parameter: float,
+    horizon_s: float | None = None,
+) -> Course:
     """The race in which the choice reads so many tokens a parameter, and more where that were few rounds.
 
     Args: `horizon_s` is the time; that of the choice unless given.
@@ -166,26 +165,37 @@ def document(
         compiled = longest >= _COMPILED_FROM and shutil.which(os.environ.get("CXX", "g++")) is not None
     faster = {"compile": True, **({"autocast": "bf16"} if has_bf16() else {})} if compiled else {}
     base: dict[str, Any] = {
-        "name": "race", "workers": n, "seed": made.options.seed, "model": toml_value(course.model),
+        "name": "race",
+        "workers": n,
+        "seed": made.options.seed,
+        "model": toml_value(course.model),
         "data": {"source": source, "seq_len": course.seq_len, "batch_size": course.batch_size},
         "inner": faster,
         "run": {"eval_workers": False, "checkpoint_every": 0},
         "record": {"tensorboard": False, "export": False, "keep_checkpoints": False},
-    }  # fmt: skip
+    }
     step, trained = course.seq_len * course.batch_size, course.tokens_of(course.entrants[0])
     batches = max(8, min(_VALIDATED, trained // 30) // step)
     rows = []
     for one in course.entrants:
         own, team = one.candidate.local_steps, network_without(made.network, n, one.candidate.left_out)
         run = {
-            "steps": one.steps, "local_steps": own[0] if len({*own}) == 1 else list(own), "batched": min(8, len(own)),
-            "eval_every": math.ceil(one.steps / _VALIDATIONS), "eval_batches": batches,
-        }  # fmt: skip
-        rows.append({
-            "label": one.label, **_method(one.candidate, course.model), "workers": len(own),
-            **{f"inner.{key}": value for key, value in measured_schedule(one.steps).items()}, "run": run,
-            "network": {"planned": to_options(times_as_fast(team, slower))},
-        })  # fmt: skip
+            "steps": one.steps,
+            "local_steps": own[0] if len({*own}) == 1 else list(own),
+            "batched": min(8, len(own)),
+            "eval_every": math.ceil(one.steps / _VALIDATIONS),
+            "eval_batches": batches,
+        }
+        rows.append(
+            {
+                "label": one.label,
+                **_method(one.candidate, course.model),
+                "workers": len(own),
+                **{f"inner.{key}": value for key, value in measured_schedule(one.steps).items()},
+                "run": run,
+                "network": {"planned": to_options(times_as_fast(team, slower))},
+            }
+        )
     return {**base, "variant": rows}
 
 

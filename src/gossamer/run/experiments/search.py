@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 from gossamer.errors import ConfigError
 
-__all__ = ["Found", "GridPoint", "OuterPair", "Search", "Space", "Trial", "needed_tokens", "search"]
-
 OuterPair = tuple[float, float]
 """Outer learning rate η and outer momentum γ."""
 _ETA, _GAMMA = 0, 1  # of a pair

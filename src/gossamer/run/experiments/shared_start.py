@@ -14,8 +14,6 @@ from gossamer.run.config.user_parts import own_parts
 from gossamer.run.simulated.simulate import simulate_until_asked
 from gossamer.run.simulated.simulation import Simulation
 
-__all__ = ["anneal", "shared_trunks", "stands_at_its_trunk"]
-
 _ROUNDS = 1 << 20
 """Of a trunk, of which only those are trained that its branches share."""
 

@@ -15,8 +15,6 @@ from gossamer.run.simulated.keywords import Keywords, Run
 from gossamer.run.simulated.simulate import simulate
 from gossamer.run.simulated.simulation import Columns, RecordedRun
 
-__all__ = ["Sweep", "SweptRun", "sweep"]
-
 
 class SweptRun(NamedTuple):
     """One run of a sweep."""
@@ -73,9 +71,14 @@ class Sweep:
 
 
 def sweep(
-    grid: Mapping[str, Sequence[Any]], run: Run = None, out: str | Path | None = None, *,
-    seeds: Sequence[int] = (0,), progress: bool = False, **given: Unpack[Keywords],
-) -> Sweep:  # fmt: skip
+    grid: Mapping[str, Sequence[Any]],
+    run: Run = None,
+    out: str | Path | None = None,
+    *,
+    seeds: Sequence[int] = (0,),
+    progress: bool = False,
+    **given: Unpack[Keywords],
+) -> Sweep:
     """Simulates every combination of some settings, with each seed.
 
     Args:

@@ -21,15 +21,12 @@ from gossamer.record.origin import Origin, origin
 from gossamer.record.progress import say
 from gossamer.record.whole_files import LineWriter, atomic_write, make_folder
 from gossamer.run.config.document import TABLES, with_settings
-from gossamer.run.config.experiment_file import Variant, folder_name, laid_out
+from gossamer.run.config.experiment_file import OuterValues, TuneConfig, Variant, folder_name, laid_out
 from gossamer.run.config.run_file import RunConfig, digest, parse
-from gossamer.run.config.tuning import OuterValues, TuneConfig
 from gossamer.run.experiments.processes import Apart, RunEnd
 from gossamer.run.experiments.search import Found, GridPoint, OuterPair, Search, Space, Trial, search
 from gossamer.settings.options import Number, Positive, options_of
 from gossamer.settings.schema import RECORD, Records, build
-
-__all__ = ["Contender", "RunOutcome", "Tuned", "contenders", "searched", "tune", "tuned_file"]
 
 
 @with_config(RECORD)
@@ -104,9 +101,12 @@ class Contender(NamedTuple):
     def run(self, trial: Trial, seed: int) -> RunConfig:
         """One run of a trial, which records its losses and neither models nor checkpoints."""
         lean = {
-            "run.eval_every": 0, "run.eval_workers": False, "run.checkpoint_every": 0, "record.export": False,
+            "run.eval_every": 0,
+            "run.eval_workers": False,
+            "run.checkpoint_every": 0,
+            "record.export": False,
             "record.keep_checkpoints": False,
-        }  # fmt: skip
+        }
         name = f"{self.row.label} {self.said(trial.setting)} rung={trial.rung} seed={seed}"
         config = parse(with_settings(self.document, {**self.chosen(trial.setting), **lean, "seed": seed, "name": name}))
         return replace(config, run=replace(config.run, steps=self.steps(trial.rung)))

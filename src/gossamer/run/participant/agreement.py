@@ -15,19 +15,6 @@ from gossamer.transport.processes.launch import agree, intra_op_threads
 from gossamer.transport.processes.member import Member
 from gossamer.transport.sockets.header import Limits
 
-__all__ = [
-    "HERE",
-    "compare_first_batches",
-    "first_batch",
-    "limits_of",
-    "prepare",
-    "run_key",
-    "run_settings",
-    "use_equal_threads",
-    "use_recorded_threads",
-    "use_threads",
-]
-
 HERE = "these machines"
 """What a real run calls the network whose seconds it records."""
 

@@ -6,8 +6,6 @@ from typing import NamedTuple
 from gossamer.record.logs.order import OrderLife, phases_in
 from gossamer.record.logs.outcomes import Life
 
-__all__ = ["ExitStatus", "HowFar", "exit_status", "far_in_phases", "far_in_rounds"]
-
 
 class ExitStatus(NamedTuple):
     """What a launcher says, and its exit code."""

@@ -3,13 +3,15 @@
 What is the same for all of them stands here. How a worker trains and exchanges, and what its state is, differs: rounds with
 everyone or with neighbours (`gossamer.run.elastic.elastic_rounds`), gossip that waits for nobody
 (`gossamer.run.asynchronous.gossip_process`), and meetings in pairs (`gossamer.run.asynchronous.pair_process`).
+
+Changes of membership are logged, one sentence for each event.
 """
 
 import contextlib
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -29,19 +31,74 @@ from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
 from gossamer.run.bookkeeping.which_round import ended
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import prepare, use_recorded_threads
-from gossamer.run.participant.membership_log import say_changes
 from gossamer.run.participant.seat import Brought, Seat, addresses_in, join_run, started
 from gossamer.run.participant.state_transfer import fetch_state, serve_state
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import Task
 from gossamer.stop_signals import Asked, leaving
-from gossamer.transport.elastic.members import MemberStatus, SlotTakenError
+from gossamer.transport.elastic.members import MemberStatus, SlotEntry, SlotTakenError
 from gossamer.transport.elastic.newcomer import Handover, Offer
 from gossamer.transport.elastic.transport import ElasticTransport
 from gossamer.transport.processes.launch import device_of
 from gossamer.transport.sockets.channel import Channel
 
-__all__ = ["KEPT", "Participant", "take_part"]
+
+def say_changes(
+    known: Mapping[int, SlotEntry],
+    transport: ElasticTransport,
+    *,
+    round: int,
+    rounds: int = 1 << 31,
+    done: Collection[int] = (),
+) -> dict[int, SlotEntry]:
+    """Says a line for each event that a worker has learnt of since it knew that; returns what it knows now."""
+    now = {entry.slot: entry for entry in transport.view().entries}
+    for sentence in changes(known, now, transport.worker, rounds, transport.why, done):
+        say(f"round {round + 1}: {sentence}")
+    return now
+
+
+def changes(
+    before: Mapping[int, SlotEntry],
+    after: Mapping[int, SlotEntry],
+    me: int,
+    rounds: int,
+    why: Callable[[int], str],
+    done: Collection[int] = (),
+) -> Iterator[str]:
+    """The sentences about what one worker's view has learnt.
+
+    Args:
+        before: its view when it was last asked; `after` is its view now.
+        me: the worker's own slot, of which nothing is said.
+        rounds: of the whole run.
+        why: the reason for which a worker is suspected.
+        done: the workers that have said that they have taken their last step.
+
+    >>> a = SlotEntry(2, 0, 7, MemberStatus.ALIVE, 0, "127.0.0.1:4000")
+    >>> [*changes({2: a}, {2: a._replace(status=MemberStatus.SUSPECT)}, 0, 9, lambda slot: "it is silent")]
+    ['worker 2 is suspected: it is silent']
+    """
+    for slot, now in sorted(after.items()):
+        was = before.get(slot)
+        if slot == me or (was is not None and was.rank == now.rank):
+            continue
+        other = was is None or was.nonce != now.nonce
+        if other and was is not None and was.address:
+            yield f"worker {slot} is replaced: another process has taken its slot"
+        if now.status == MemberStatus.JOINING:
+            yield f"worker {slot} joins, and fetches its state"
+        elif now.status == MemberStatus.GHOST:
+            yield f"worker {slot} warms its inner optimizer as a ghost, of whom nobody hears yet"
+        elif now.status == MemberStatus.SUSPECT:
+            yield f"worker {slot} is suspected: {why(slot)}"
+        elif now.status == MemberStatus.LEFT:
+            yield f"worker {slot} has {'finished' if slot in done or now.round + 1 >= rounds else 'left'}"
+        elif other or (was is not None and was.status < MemberStatus.ALIVE):
+            yield f"worker {slot} has joined, and takes part from round {now.since + 1} on"
+        else:
+            yield f"worker {slot} is back, and takes part from round {now.since + 1} on"
+
 
 log = logging.getLogger("gossamer")
 
@@ -211,13 +268,25 @@ class Participant(ABC, Generic[Connections]):
         return self.seat.members.own.status == MemberStatus.JOINING
 
     def fetch(
-        self, accept: Callable[[Offer, Any], T], *, first: int, behind: int, inner: bool = True, before: int | None = None
-    ) -> tuple[Offer, T]:  # fmt: skip
+        self,
+        accept: Callable[[Offer, Any], T],
+        *,
+        first: int,
+        behind: int,
+        inner: bool = True,
+        before: int | None = None,
+    ) -> tuple[Offer, T]:
         """What is made of another worker's state, see `fetch_state`. Raises: PeerError."""
         return fetch_state(
-            self.transport.members, self.seat.endpoint, first=first, behind=behind, accept=accept, inner=inner, before=before,
+            self.transport.members,
+            self.seat.endpoint,
+            first=first,
+            behind=behind,
+            accept=accept,
+            inner=inner,
+            before=before,
             stop=self.asked.is_set,
-        )  # fmt: skip
+        )
 
     def keep(self, after: int, state: Mapping[str, Any]) -> None:
         """Keeps a state for newcomers, with so many rounds behind it. Cost: a copy; it is packed when somebody asks."""
@@ -233,9 +302,13 @@ class Participant(ABC, Generic[Connections]):
             serve_state(channel, self.transport, self.seat.endpoint, lambda: self.kept)
 
     def open_folder(
-        self, open_: contextlib.ExitStack, cut: int | None, *, traced_per_round: int = 1,
+        self,
+        open_: contextlib.ExitStack,
+        cut: int | None,
+        *,
+        traced_per_round: int = 1,
         void: Callable[[Mapping[str, Any]], bool] = lambda line: False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Opens what every worker records: metrics, trace, seconds, and the journal that validates and saves.
 
         First of all files: it refuses a folder that holds another run, before anything of that is written over.
@@ -245,15 +318,25 @@ class Participant(ABC, Generic[Connections]):
             void: the lines that do not count besides.
         """
         before_s = recorded_s(self.folder, self.slot, cut)  # before they are cut
-        self.record = open_.enter_context(RunFolder(
-            self.folder, self.config.document, self.config.record, worker=self.slot, resume_round=cut, void=void,
-            traced_per_round=traced_per_round,
-        ))  # fmt: skip
+        self.record = open_.enter_context(
+            RunFolder(
+                self.folder,
+                self.config.document,
+                self.config.record,
+                worker=self.slot,
+                resume_round=cut,
+                void=void,
+                traced_per_round=traced_per_round,
+            )
+        )
         note_inputs(self.config, self.replica.task, self.folder, self.slot)
         self.journal = Journal(
-            self.config, lambda: self.record, lambda: {"loss": self._probe.loss(self.x, self.replica.buffers)}, self.save,
+            self.config,
+            lambda: self.record,
+            lambda: {"loss": self._probe.loss(self.x, self.replica.buffers)},
+            self.save,
             kind="validation",
-        )  # fmt: skip
+        )
         self.stopwatch = Stopwatch(self.slot, before_s)
 
     def start_clock(self, *, initial: bool) -> None:
@@ -272,8 +355,11 @@ class Participant(ABC, Generic[Connections]):
             log.warning(
                 "worker %d trained %d of its %d local phases alone: no other worker was there to exchange with, so its model is "
                 "hardly that of a run of %d workers",
-                self.slot, self._alone, self._phases, self.config.workers,
-            )  # fmt: skip
+                self.slot,
+                self._alone,
+                self._phases,
+                self.config.workers,
+            )
 
     def say_changes(self, **how: Any) -> None:
         """Says what has happened to the others since it was last called."""
@@ -285,9 +371,14 @@ class Participant(ABC, Generic[Connections]):
 
 
 def take_part(
-    config: ResolvedRun, folder: Path, kind: type[Participant[Any]], brought: Brought[Any], *, join: str | None,
+    config: ResolvedRun,
+    folder: Path,
+    kind: type[Participant[Any]],
+    brought: Brought[Any],
+    *,
+    join: str | None,
     resume: Resume,
-) -> None:  # fmt: skip
+) -> None:
     """This process's part in a run: it takes a seat and lives, until the end or until a signal asks it to leave.
 
     Args:
@@ -303,9 +394,15 @@ def take_part(
 
 
 def _take_part(
-    config: ResolvedRun, folder: Path, kind: type[Participant[Any]], brought: Brought[Any], open_: contextlib.ExitStack, *,
-    join: str | None, resume: Resume,
-) -> None:  # fmt: skip
+    config: ResolvedRun,
+    folder: Path,
+    kind: type[Participant[Any]],
+    brought: Brought[Any],
+    open_: contextlib.ExitStack,
+    *,
+    join: str | None,
+    resume: Resume,
+) -> None:
     task, key = prepare(config)
     if join is None:
         seat = started(config, folder, task, key, brought, open_, resume=resume)

@@ -1,7 +1,7 @@
 """How a process of a run whose workers come and go finds its slot and the others: all start together, or one joins later.
 
 Those that start together tell each other what checkpoints they have, and each decides from the same facts with which round the
-run goes on. What these facts are depends on the kind of run: `gossamer.run.elastic.held_rounds` for one in rounds,
+run goes on. What these facts are depends on the kind of run: `gossamer.run.elastic.train_elastic` for one in rounds,
 `gossamer.run.asynchronous.async_state` for one that waits for nobody.
 """
 
@@ -48,21 +48,6 @@ from gossamer.transport.sockets.addresses import is_loopback, listen, shown, spl
 from gossamer.transport.sockets.connection import Endpoint
 from gossamer.transport.sockets.header import Limits
 from gossamer.transport.sockets.mailbox import MAILBOX, listen_in, opened
-
-__all__ = [
-    "LISTEN",
-    "Brought",
-    "Own",
-    "Progress",
-    "Seat",
-    "Stated",
-    "addresses_in",
-    "announce",
-    "fact_of",
-    "join_run",
-    "started",
-    "warn_of_loopback",
-]
 
 log = logging.getLogger("gossamer")
 
@@ -143,7 +128,7 @@ class Brought(ABC, Generic[Fact]):
 
 def started(
     config: RunSettings, folder: Path, task: Task, run: int, brought: Brought[Fact], open_: ExitStack, *, resume: Resume
-) -> Seat:  # fmt: skip
+) -> Seat:
     """Waits for all processes of a run that starts, as torchrun's environment variables or our launcher name them.
 
     They may be fewer than the run has slots; the others are empty until somebody joins.
@@ -159,8 +144,13 @@ def started(
             "without encryption; start the first with --local 1 --listen HOST:PORT, and each other one with --join HOST:PORT"
         )
     member = join(
-        config.workers, backend="gloo", device=config.run.device, threads=config.run.threads, timeout_s=wait_s, group=False
-    )  # fmt: skip
+        config.workers,
+        backend="gloo",
+        device=config.run.device,
+        threads=config.run.threads,
+        timeout_s=wait_s,
+        group=False,
+    )
     me = member.worker
     open_.enter_context(holding(folder, me))  # before it reads what of the folder counts, and cuts the rest
     past = history(config, folder) if resume else None
@@ -169,9 +159,7 @@ def started(
     nonce = secrets.randbits(NONCE_BITS)
     own = Own(KeptRounds({})) if past is None else brought.own(me, past)
     settings, common = run_settings(config, task), f"{run:016x} {brought.word}"
-    stated = agree(
-        member, common, [address, nonce, said(own.kept), own.more], settings=settings, timeout_s=wait_s
-    )  # fmt: skip
+    stated = agree(member, common, [address, nonce, said(own.kept), own.more], settings=settings, timeout_s=wait_s)
     known = [fact_of(slot, value, brought) for slot, value in enumerate(stated)]
     kept, line, after = {slot: one.kept for slot, one in enumerate(known)}, config.line, 0
 
@@ -225,9 +213,7 @@ def _entries(known: Sequence["Stated[Any]"], how_far: Sequence[Progress]) -> Ite
         )
 
 
-def join_run(
-    config: RunSettings, folder: Path, run: int, where: str, others: Sequence[str] = ()
-) -> Seat:  # fmt: skip
+def join_run(config: RunSettings, folder: Path, run: int, where: str, others: Sequence[str] = ()) -> Seat:
     """Gets a slot of a run that is under way. The state comes later, when this process is ready to train.
 
     Args:
@@ -252,9 +238,16 @@ def join_run(
             try:
                 left_s = max(_REACH_S, deadline - time.monotonic())
                 offer = ask(
-                    address, secret, Applicant(nonce, own), run=run, limits=limits_of(config), timeout_s=left_s,
-                    reach_s=min(left_s, _REACH_S), state=False, keys=keys,
-                )  # fmt: skip
+                    address,
+                    secret,
+                    Applicant(nonce, own),
+                    run=run,
+                    limits=limits_of(config),
+                    timeout_s=left_s,
+                    reach_s=min(left_s, _REACH_S),
+                    state=False,
+                    keys=keys,
+                )
             except (OSError, GossamerError) as error:
                 listener.close()
                 tries.failed(address, error)
@@ -369,8 +362,9 @@ def warn_of_loopback(own: str, addresses: Sequence[str]) -> None:
         log.warning(
             "this worker listens on %s, where processes of other machines cannot reach it, as MASTER_ADDR = '%s' leads to a "
             "loopback address here; give the address of that machine instead of its name",
-            own, os.environ.get("MASTER_ADDR", ""),
-        )  # fmt: skip
+            own,
+            os.environ.get("MASTER_ADDR", ""),
+        )
 
 
 def _listening(towards: str) -> tuple[socket.socket, str]:

@@ -14,8 +14,6 @@ from gossamer.transport.elastic.transport import ElasticTransport
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import Endpoint
 
-__all__ = ["fetch_state", "serve_state"]
-
 PAUSE_S = 0.5
 """Between two times that all are asked."""
 
@@ -24,9 +22,16 @@ T = TypeVar("T")
 
 
 def fetch_state(
-    members: Members, endpoint: Endpoint, *, first: int, behind: int, accept: Callable[[Offer, Any], T],
-    inner: bool = True, before: int | None = None, stop: Callable[[], bool] = lambda: False,
-) -> tuple[Offer, T]:  # fmt: skip
+    members: Members,
+    endpoint: Endpoint,
+    *,
+    first: int,
+    behind: int,
+    accept: Callable[[Offer, Any], T],
+    inner: bool = True,
+    before: int | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> tuple[Offer, T]:
     """What `accept` makes of the state of the first worker that gives one which it accepts, and whose that is.
 
     One that does not answer is asked again for `timeout_s`: where all start together, it may not be ready yet.
@@ -47,9 +52,15 @@ def fetch_state(
         for entry in sorted(alive, key=lambda entry: (entry.slot == before, entry.slot != first)):
             try:
                 offer = ask(
-                    entry.address, endpoint.secret, place, run=endpoint.run, limits=members.limits,
-                    timeout_s=endpoint.timeout_s, keys=endpoint.keys, whom=entry.slot,
-                )  # fmt: skip
+                    entry.address,
+                    endpoint.secret,
+                    place,
+                    run=endpoint.run,
+                    limits=members.limits,
+                    timeout_s=endpoint.timeout_s,
+                    keys=endpoint.keys,
+                    whom=entry.slot,
+                )
                 state = accept(offer, unpacked(offer.raw or b""))
             except (OSError, GossamerError) as error:
                 why = f"worker {entry.slot}: {first_line(error)}"
@@ -73,14 +84,19 @@ def fetch_state(
 
 def serve_state(
     channel: Channel, transport: ElasticTransport, endpoint: Endpoint, kept: Callable[[], Handover]
-) -> None:  # fmt: skip
+) -> None:
     """Serves one newcomer with what this worker has `kept` when it asks; one that is lost is logged."""
     allowed = None if endpoint.keys is None else endpoint.keys.numbers(channel.certificate)
     try:
         host(
-            channel, endpoint.run, transport.members.limits, transport.worker, boundary=lambda _: kept(), keys=endpoint.keys,
+            channel,
+            endpoint.run,
+            transport.members.limits,
+            transport.worker,
+            boundary=lambda _: kept(),
+            keys=endpoint.keys,
             give_slot=lambda place: transport.give_slot(place.nonce, place.address, allowed),
             entries=lambda: dict(transport.members.entries),
-        )  # fmt: skip
+        )
     except (OSError, GossamerError) as error:
         log.info("worker %d stopped serving a newcomer: %s", transport.worker, error)

@@ -23,14 +23,12 @@ from gossamer.network.estimates.utilisation import (
     bandwidth_table,
     setting_of,
     utilisation_curve,
-)  # fmt: skip
+)
 from gossamer.network.links import Network, StepOf, times_as_fast
 from gossamer.record.folder import finite
 from gossamer.report.table import digits_text
 from gossamer.run.planning.choice import PLAN_HEADINGS, Candidate, plan_rows
 from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan
-
-__all__ = ["Calculator", "Others", "frozen_contents", "short_lists"]
 
 Others = Callable[[RunPlan], "tuple[Sequence[Candidate], Mapping[str, str]]"]
 """Prices all other methods for a plan; and says of those that have no price why."""
@@ -92,8 +90,9 @@ class Calculator:
         return {
             "inputs": {part: [one._asdict() for one in some] for part, some in self.inputs.items()},
             "presets": [{"label": label, "set": values} for label, values in _PRESETS],
-            "all": self._others is not None, "file": self._network is not None,
-        }  # fmt: skip
+            "all": self._others is not None,
+            "file": self._network is not None,
+        }
 
     def _answer(self, kind: str, query: Mapping[str, str]) -> bytes:
         """What was computed for this query; a sentence where it cannot be."""
@@ -125,7 +124,7 @@ class Calculator:
             "curves": {
                 method: [float(f"{_of_method(one, method).utilisation:.5g}") for one in plans] for method in methods
             },
-        }  # fmt: skip
+        }
 
     def priced(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """All other methods at one bandwidth."""
@@ -143,9 +142,15 @@ class Calculator:
         codec = asked["codec"]
         bits = bits_per_parameter([codec], parameter_count(of.model, of.vocab_size))
         settings = PlanSettings(
-            vocab_size=of.vocab_size, seq_len=of.seq_len, batch_size=of.batch_size, workers=asked.get("workers"),
-            local_steps=(asked["steps"],), step_s=asked.get("step_s"), codecs={codec: bits[codec]}, rounds=self._rounds,
-        )  # fmt: skip
+            vocab_size=of.vocab_size,
+            seq_len=of.seq_len,
+            batch_size=of.batch_size,
+            workers=asked.get("workers"),
+            local_steps=(asked["steps"],),
+            step_s=asked.get("step_s"),
+            codecs={codec: bits[codec]},
+            rounds=self._rounds,
+        )
         return plan(self._links(asked), of.model, settings)
 
     def _links(self, asked: Mapping[str, Any]) -> Network:
@@ -153,9 +158,12 @@ class Calculator:
             return times_as_fast(self._network, asked["factor"])
         bps, n, share = asked["bandwidth"], asked["workers"], asked["share"]
         return Network(
-            uplink_bps=bps if share == 1 else (*(bps,) * (n - 1), bps * share), downlink_bps=bps, latency_s=asked["latency"],
-            loss=asked["loss"], step_s=asked["step_s"],
-        )  # fmt: skip
+            uplink_bps=bps if share == 1 else (*(bps,) * (n - 1), bps * share),
+            downlink_bps=bps,
+            latency_s=asked["latency"],
+            loss=asked["loss"],
+            step_s=asked["step_s"],
+        )
 
 
 def _of_method(made: RunPlan, name: str) -> Candidate:
@@ -191,26 +199,36 @@ def _published(asked: Mapping[str, Any]) -> dict[str, Any]:
         }
         curves = {method: utilisation_curve(setting) for method, setting in settings.items()}
         rows = [
-            [method, *(_gbps(row.bandwidth_bps) for row in bandwidth_table(setting))] for method, setting in settings.items()
-        ]  # fmt: skip
+            [method, *(_gbps(row.bandwidth_bps) for row in bandwidth_table(setting))]
+            for method, setting in settings.items()
+        ]
         assumptions = [assumed(model, method, setting) for method, setting in settings.items()]
         known = PUBLISHED_GBPS.get(model, {}) if steps == 100 else {}
         marks = {method: [(1e9 * x, y) for x, y in zip(gbps, TARGETS, strict=True)] for method, gbps in known.items()}
     return {
-        "headings": ["method", *(f"{target:.0%}" for target in TARGETS)], "rows": rows, "assumptions": assumptions,
+        "headings": ["method", *(f"{target:.0%}" for target in TARGETS)],
+        "rows": rows,
+        "assumptions": assumptions,
         "curves": {name: _axes(points) for name, points in curves.items()},
         "marks": {name: _axes(points) for name, points in marks.items()},
-    }  # fmt: skip
+    }
 
 
 def short_lists() -> Calculator:
     """The calculator of a page without a server: lists of values so short that all answers are computed in seconds."""
     calculator = Calculator(rounds=_FEW_ROUNDS)
     short: dict[str, tuple[Any, ...]] = {
-        "bandwidth": (1e7, 3e7, 1e8, 3e8, 1e9, 1e10, 1e11), "latency": (0.03,), "loss": (0.0,), "workers": (8,),
-        "share": (1.0, 0.1), "step_s": (0.3,),
-        "model": ("134m", "1b"), "vocab": (32_000,), "steps": (30, 120), "codec": ("exact", "int8"),
-    }  # fmt: skip
+        "bandwidth": (1e7, 3e7, 1e8, 3e8, 1e9, 1e10, 1e11),
+        "latency": (0.03,),
+        "loss": (0.0,),
+        "workers": (8,),
+        "share": (1.0, 0.1),
+        "step_s": (0.3,),
+        "model": ("134m", "1b"),
+        "vocab": (32_000,),
+        "steps": (30, 120),
+        "codec": ("exact", "int8"),
+    }
     few = {"published": (*MODELS, _FIGURE_9), "steps": (30, 100), "share": (0.2,)}
     for part, lists in (("plan", short), ("published", few)):
         calculator.inputs[part] = tuple(
@@ -223,13 +241,19 @@ def short_lists() -> Calculator:
 
 def frozen_contents(calculator: Calculator) -> dict[str, Any]:
     """What a page without a server needs: every answer of a calculator. Its inputs should have few values."""
-    return finite({
-        **calculator.contents(),
-        "answers": {
-            "plan": {_key(asked): calculator.sweep(asked) for asked in _combinations(calculator.inputs["plan"][1:])},
-            "published": {_key(asked): _published(asked) for asked in _combinations(calculator.inputs["published"])},
-        },
-    })  # fmt: skip
+    return finite(
+        {
+            **calculator.contents(),
+            "answers": {
+                "plan": {
+                    _key(asked): calculator.sweep(asked) for asked in _combinations(calculator.inputs["plan"][1:])
+                },
+                "published": {
+                    _key(asked): _published(asked) for asked in _combinations(calculator.inputs["published"])
+                },
+            },
+        }
+    )
 
 
 def _inputs(network: Network | None) -> dict[str, tuple[_Input, ...]]:

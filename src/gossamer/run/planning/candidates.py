@@ -25,11 +25,12 @@ from gossamer.run.planning.measured_losses import MEASURED
 from gossamer.run.planning.plan import PlanSettings, RunPlan, network_without, with_tables, without_text
 from gossamer.settings.schema import toml_value
 
-__all__ = ["PLANNED", "USUAL", "Priced", "choose_among", "drafted", "price_recipes", "recipe_toml"]
-
 PLANNED = {
-    "data_parallel": "data parallel", "diloco": "DiLoCo", "gasloc_2peer": "GASLoC 2-Peer", "gasloc": "GASLoC 1-Peer",
-}  # fmt: skip
+    "data_parallel": "data parallel",
+    "diloco": "DiLoCo",
+    "gasloc_2peer": "GASLoC 2-Peer",
+    "gasloc": "GASLoC 1-Peer",
+}
 """The methods that `gossamer.run.planning.plan` prices itself, and what it calls them."""
 USUAL = "streaming_diloco"
 """The method with fragments and overlap that is chosen from as well."""
@@ -130,12 +131,15 @@ def recipe_toml(made: RunPlan, chosen: Candidate, *, name: str, run: Mapping[str
 
 def drafted(
     method: str, workers: int, model: ModelConfig, options: PlanSettings, tables: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """A run file of a method on the text of the plan, with further keys in its tables."""
     document = {
-        "method": method, "workers": workers, "seed": options.seed, "model": toml_value(model),
+        "method": method,
+        "workers": workers,
+        "seed": options.seed,
+        "model": toml_value(model),
         "data": {"source": options.source, "seq_len": options.seq_len, "batch_size": options.batch_size},
-    }  # fmt: skip
+    }
     return with_tables(document, tables)
 
 
@@ -148,9 +152,7 @@ def _document(method: str, local_steps: int, made: RunPlan, rounds: int, left_ou
     return with_tables(document, made.replica)
 
 
-def _candidate(
-    method: str, local_steps: int, made: RunPlan, layout: Layout, left_out: tuple[int, ...]
-) -> Candidate:  # fmt: skip
+def _candidate(method: str, local_steps: int, made: RunPlan, layout: Layout, left_out: tuple[int, ...]) -> Candidate:
     """The price of a method with these local steps. Raises ConfigError where it cannot run, or its network has no price."""
     config = parse(_document(method, local_steps, made, made.options.rounds, left_out))
     run = resolve(config)

@@ -37,22 +37,6 @@ from gossamer.settings.user_code import is_code
 from gossamer.transport.keys import dealt, keys_for
 from gossamer.transport.processes.launch import device_of
 
-__all__ = [
-    "AroundDocuments",
-    "Copies",
-    "Counted",
-    "Examined",
-    "HeldExperts",
-    "OnNetwork",
-    "StageSize",
-    "TextFiles",
-    "Verb",
-    "counted",
-    "examine_document",
-    "examine_run",
-    "inner_copies",
-]
-
 _ROUNDS, _MANY_WORKERS = 8, 64
 """Rounds that are played for a price, where there are not many workers."""
 _MOST_PRICED = 100_000
@@ -315,13 +299,28 @@ def _known_of(config: RunConfig) -> Examined:
     method, topology = getattr(config, kind), None if kind == "server" else config.topology.name
     layout = _layout(run, vocab_size)
     return Examined(
-        name=config.name, kind=config.kind, method=f"{method.name}, codec {config.codec.name}", workers=config.workers,
-        topology=topology, spectral_gap=None, vocabulary=vocab_size, parameters=None if layout is None else layout.numel,
-        experts=None if layout is None else _experts(run, layout), sent_bytes=None, most_bytes=None, kept=(), networks=(),
-        disagreement=None, rounds=config.rounds, tokens=sum(run.worker_tokens), warnings=(),
-        processes=sum(run.processes), here=(*_text(run, vocab_size)[2], *_lacking(run)),
-        peers=dealt(run.peers), code=tuple(names.values()),
-    )  # fmt: skip
+        name=config.name,
+        kind=config.kind,
+        method=f"{method.name}, codec {config.codec.name}",
+        workers=config.workers,
+        topology=topology,
+        spectral_gap=None,
+        vocabulary=vocab_size,
+        parameters=None if layout is None else layout.numel,
+        experts=None if layout is None else _experts(run, layout),
+        sent_bytes=None,
+        most_bytes=None,
+        kept=(),
+        networks=(),
+        disagreement=None,
+        rounds=config.rounds,
+        tokens=sum(run.worker_tokens),
+        warnings=(),
+        processes=sum(run.processes),
+        here=(*_text(run, vocab_size)[2], *_lacking(run)),
+        peers=dealt(run.peers),
+        code=tuple(names.values()),
+    )
 
 
 def examine_document(document: Mapping[str, Any]) -> tuple[list[Examined], list[str]]:
@@ -397,9 +396,11 @@ def _words(method: Method | WithServer | InPairs) -> str:
 
 
 _PACKAGES = {
-    "record.wandb_project": ("wandb", "wandb"), "record.trackio_project": ("trackio", "trackio"),
-    "record.tensorboard": ("tensorboard", "tensorboard"), "record.prometheus_port": ("prometheus_client", "prometheus"),
-}  # fmt: skip
+    "record.wandb_project": ("wandb", "wandb"),
+    "record.trackio_project": ("trackio", "trackio"),
+    "record.tensorboard": ("tensorboard", "tensorboard"),
+    "record.prometheus_port": ("prometheus_client", "prometheus"),
+}
 """The package that a key needs, and the extra that has it."""
 
 

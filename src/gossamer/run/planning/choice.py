@@ -8,8 +8,6 @@ from typing import NamedTuple
 from gossamer.report.table import digits_text
 from gossamer.run.planning.expected_loss import EXACT_CODECS, LossScale, Penalty, Range, expected_difference, penalty
 
-__all__ = ["PLAN_HEADINGS", "Candidate", "Pick", "best_of_each", "pick", "plan_rows", "shortlist"]
-
 _AS_FAST = 1.05
 """A price is off by some per cent: within so much the simpler candidate is taken."""
 _AS_LOW = 0.005

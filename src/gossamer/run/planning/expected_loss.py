@@ -42,18 +42,6 @@ from gossamer.run.planning.measured_losses import (
 from gossamer.settings.options import NotNegative, Positive
 from gossamer.settings.schema import build, read_toml, settings
 
-__all__ = [
-    "EXACT_CODECS",
-    "TOKENS_PER_PARAMETER",
-    "Law",
-    "LossScale",
-    "Penalty",
-    "Range",
-    "expected_difference",
-    "penalty",
-    "read_law",
-]
-
 TOKENS_PER_PARAMETER = 20
 """Of what was measured and published, and of a plan that is given neither tokens nor hours."""
 EXACT_CODECS = ("exact", "bf16")
@@ -167,18 +155,20 @@ class LossScale(NamedTuple):
     def _away(self) -> dict[str, float]:
         """How far all is from what was measured, in powers of e."""
         each = {
-            "parameters": self.parameters / MEASURED_PARAMETERS, "workers": self.workers / MEASURED_WORKERS,
+            "parameters": self.parameters / MEASURED_PARAMETERS,
+            "workers": self.workers / MEASURED_WORKERS,
             "tokens": self.tokens / (TOKENS_PER_PARAMETER * self.parameters),
-        }  # fmt: skip
+        }
         return {name: abs(math.log(value)) for name, value in each.items()}
 
     @property
     def outside(self) -> list[str]:
         """What is not near that of the measured losses."""
         words = {
-            "parameters": f"{self.parameters:,} parameters", "workers": f"{self.workers} workers",
+            "parameters": f"{self.parameters:,} parameters",
+            "workers": f"{self.workers} workers",
             "tokens": f"{self.tokens / self.parameters:.3g} tokens a parameter",
-        }  # fmt: skip
+        }
         return [words[name] for name, away in self._away.items() if away > _NEAR * 1.01]
 
     @property
@@ -301,9 +291,12 @@ def penalty(scale: LossScale, method: str, local_steps: int, codec: str, missing
     beyond += abs(longer - shorter) * (scale.length - later)
     return Penalty(
         tuple(tuple(share * scale.gap * part for part in one.by_seed) for share, one in weighed),
-        scale.gap if method != "data parallel" else 0.0, scale.gap * beyond,
-        tuple(scale.gap * nats for nats in lossy), 1 + abs(math.log(local_steps / 30)), scale.gap * missing,
-    )  # fmt: skip
+        scale.gap if method != "data parallel" else 0.0,
+        scale.gap * beyond,
+        tuple(scale.gap * nats for nats in lossy),
+        1 + abs(math.log(local_steps / 30)),
+        scale.gap * missing,
+    )
 
 
 _WITH_A_CODEC = ("streaming_diloco", "sparseloco", "fgd_pairs")

@@ -15,12 +15,6 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
-__all__ = [
-    "CODECS_MEASURED", "DRIFT", "GAP_POWER", "LONGER_STEPS", "MEASURED", "MEASURED_PARAMETERS", "MEASURED_STEPS",
-    "MEASURED_WORKERS", "NATS_PER_E_FOLD", "RelativeLoss", "TunedLoss", "measured_schedule", "nearest_measured",
-    "relative_losses",
-]  # fmt: skip
-
 MEASURED_PARAMETERS, MEASURED_WORKERS, MEASURED_STEPS = 139_584, 8, 1350
 LONGER_STEPS = 5400
 """Inner steps of the runs that say how what methods lose changes with length."""
@@ -75,12 +69,16 @@ def _in_units(above: _BySeed) -> _BySeed:
     }
 
 
-_LONGER = _in_units({
-    method: {int(steps): tuple(some) for steps, some in own.items()} for method, own in _DOCUMENT["longer"].items()
-})  # fmt: skip
-_SHORTER = _in_units({
-    method: {steps: _above(one) for steps, one in own.items()} for method, own in MEASURED.items() if method in _LONGER
-})  # fmt: skip
+_LONGER = _in_units(
+    {method: {int(steps): tuple(some) for steps, some in own.items()} for method, own in _DOCUMENT["longer"].items()}
+)
+_SHORTER = _in_units(
+    {
+        method: {steps: _above(one) for steps, one in own.items()}
+        for method, own in MEASURED.items()
+        if method in _LONGER
+    }
+)
 NATS_PER_E_FOLD: float = _DOCUMENT["nats_per_e_fold"]
 """By how much the loss falls with e times as many tokens: DiLoCo, from 20 to 79 tokens a parameter."""
 GAP_POWER: float = _DOCUMENT["gap_power"]

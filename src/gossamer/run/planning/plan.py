@@ -18,7 +18,7 @@ import tomli_w
 
 from gossamer.errors import ConfigError, choose
 from gossamer.models.sizes import ModelConfig, parameter_count
-from gossamer.network.estimates.limits import ensure
+from gossamer.network.estimates.goodput import ensure
 from gossamer.network.estimates.utilisation import step_seconds
 from gossamer.network.links import Links, Network, PerWorker, links_of, to_options
 from gossamer.network.pacing import Pace, cycle_s, fitting_steps, uplinks_bps, whole_steps
@@ -36,26 +36,7 @@ from gossamer.run.planning.measured_losses import (
     nearest_measured,
 )
 from gossamer.settings.options import Positive, Share, bounded
-from gossamer.topologies.matching import random_matchings
-
-__all__ = [
-    "BYTES",
-    "EXACT",
-    "PlanSettings",
-    "RunPlan",
-    "bits_per_parameter",
-    "matched_steps",
-    "method_tables",
-    "network_without",
-    "plan",
-    "quicker_collective",
-    "run_toml",
-    "slow_teams",
-    "stepped",
-    "with_tables",
-    "without_text",
-    "workers_of",
-]
+from gossamer.topologies.sequences import random_matchings
 
 EXACT: Mapping[str, float] = {"exact": 32.0}
 """The codec that sends fp32 as it is."""
@@ -215,7 +196,7 @@ class RunPlan(NamedTuple):
 
 def plan(
     network: Network, model: ModelConfig, options: PlanSettings = PlanSettings(), computing: PerWorker = 1.0
-) -> RunPlan:  # fmt: skip
+) -> RunPlan:
     """Prices data parallelism, DiLoCo and GASLoC with one and two peers, with all workers and without slow ones, and chooses.
 
     DiLoCo is tried with each of `options.local_steps`. GASLoC takes these as the steps of its fastest worker; the others take
@@ -374,7 +355,7 @@ def _sketches(n: int, options: PlanSettings) -> Iterator[_Sketch]:
 
 def _all_priced(
     sketches: Iterable[_Sketch], network: Network, parameters: int, options: PlanSettings, computing: PerWorker
-) -> list[Candidate]:  # fmt: skip
+) -> list[Candidate]:
     """The prices of sketches of one team, without those whose workers should take fewer local steps, where none is slow."""
     traces, candidates = dict[_Sketch, Trace](), dict[_Sketch, Candidate | None]()
     for sketch in sketches:
@@ -400,9 +381,14 @@ def _all_priced(
 
 
 def _priced_mean(
-    sketch: _Sketch, own: tuple[int, ...], payload_bytes: int, network: Network, parameters: int, options: PlanSettings,
+    sketch: _Sketch,
+    own: tuple[int, ...],
+    payload_bytes: int,
+    network: Network,
+    parameters: int,
+    options: PlanSettings,
     computing: PerWorker,
-) -> Candidate:  # fmt: skip
+) -> Candidate:
     """The price of a sketch in which everyone sends to everyone."""
     n, codec, bits = sketch.n, sketch.codec, sketch.bits
     back = "bf16" if codec not in EXACT and (bits + _BACK_BITS) / n < bits else None
@@ -420,8 +406,13 @@ def _priced_mean(
 
 
 def _candidate(
-    sketch: _Sketch, own: tuple[int, ...], back: str | None, sent_bytes: float, timeline: Timeline, options: PlanSettings
-) -> Candidate:  # fmt: skip
+    sketch: _Sketch,
+    own: tuple[int, ...],
+    back: str | None,
+    sent_bytes: float,
+    timeline: Timeline,
+    options: PlanSettings,
+) -> Candidate:
     """A sketch with its price."""
     rounds = len(timeline.end_s)
     return Candidate(
@@ -476,9 +467,14 @@ def matched_steps(links: Links, full_steps: int, sent_bytes: float) -> tuple[int
 
 
 def run_toml(
-    plan: RunPlan, candidate: Candidate | None = None, *, name: str = "planned", steps: int | None = None,
-    adapt: bool = False, weigh_steps: bool = False,
-) -> str:  # fmt: skip
+    plan: RunPlan,
+    candidate: Candidate | None = None,
+    *,
+    name: str = "planned",
+    steps: int | None = None,
+    adapt: bool = False,
+    weigh_steps: bool = False,
+) -> str:
     """A run file that trains as planned, on the text of the plan's settings read as bytes.
 
     Warm-up, outer learning rate and momentum are those with which a small model was measured with about as many local steps

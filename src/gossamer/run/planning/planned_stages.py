@@ -28,8 +28,6 @@ from gossamer.run.planning.plan import PlanSettings, RunPlan, plan, stepped, wor
 from gossamer.run.worker.stages.timing import in_stages, work_in
 from gossamer.settings.options import Positive, bounded
 
-__all__ = ["BOUNDARY_PAIRS", "SPEED_LEFT", "StagePlan", "StagedReplica", "plan_in_stages"]
-
 BOUNDARY_PAIRS: Mapping[str, str] = {"dense": "dense", "cast": "cast", "intk": "intk", "tahquant": "intk"}
 """Boundary codecs of activations that a plan can try, from the mildest on, and that of gradients beside each."""
 
@@ -62,9 +60,12 @@ class StagedReplica(NamedTuple):
     def tables(self, batch_size: int) -> dict[str, dict[str, Any]]:
         """Its tables of a run file."""
         pipeline = {
-            "stages": self.stages, "cuts": [*self.cuts], "forward": self.forward, "backward": self.backward,
+            "stages": self.stages,
+            "cuts": [*self.cuts],
+            "forward": self.forward,
+            "backward": self.backward,
             "schedule": "1f1b",
-        }  # fmt: skip
+        }
         return {
             "pipeline": pipeline,
             "data": {"batch_size": batch_size // self.micro_batches, "accumulate": self.micro_batches},

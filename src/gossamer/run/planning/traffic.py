@@ -23,8 +23,6 @@ from gossamer.run.worker.worker import parts_of
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import Tree, leaves, nbytes
 
-__all__ = ["MOST_PLAYED", "Traffic", "extent", "period_of", "play_rounds", "traffic"]
-
 
 class Traffic(NamedTuple):
     """What one worker does in one round (after one local phase of an asynchronous run), in the mean over workers and rounds."""
@@ -130,9 +128,7 @@ def play_rounds(
     return counted, entries
 
 
-def _loops(
-    config: RunSettings, m: Method, layout: Layout, workers: Sequence[int], x: Tensor
-) -> list[OuterLoop]:  # fmt: skip
+def _loops(config: RunSettings, m: Method, layout: Layout, workers: Sequence[int], x: Tensor) -> list[OuterLoop]:
     """The outer loops of these workers, whose parameters are all `x`, a tensor without data."""
     network, m = MemoryNetwork(config.workers), m._replace(codec=each_shape_once(m.codec), rule=_once(m.rule))
     averages = config.inner.averaging is not None and m.rule.site == "parameters"
@@ -140,11 +136,15 @@ def _loops(
     held, of_all = holding_of(config, layout), arranged(layout, config)
     return [
         OuterLoop(
-            m, network.transport(i), parts_of(x, *(of_all if held is None else held.of(i)), averaged, moments),
-            local_steps=config.local_steps_of(i), full_steps=config.full_steps, seed=config.seed,
+            m,
+            network.transport(i),
+            parts_of(x, *(of_all if held is None else held.of(i)), averaged, moments),
+            local_steps=config.local_steps_of(i),
+            full_steps=config.full_steps,
+            seed=config.seed,
         )
         for i in workers
-    ]  # fmt: skip
+    ]
 
 
 def _once(rule: Rule) -> Rule:

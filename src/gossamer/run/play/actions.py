@@ -10,20 +10,6 @@ from typing import Any, NamedTuple
 from gossamer.errors import ConfigError, choose
 from gossamer.record.jsonl import short
 
-__all__ = [
-    "LOCAL_STEPS",
-    "METHODS",
-    "MOMENTA",
-    "SIDES",
-    "SLOWER",
-    "WORKERS",
-    "Action",
-    "Conditions",
-    "acted",
-    "action_of",
-    "told",
-]
-
 WORKERS = 8
 SIDES: tuple[frozenset[int], ...] = (frozenset(range(5)), frozenset(range(5, WORKERS)))
 """The two parts that a cut leaves; the first has more than half of the workers."""

@@ -17,19 +17,6 @@ from gossamer.record.whole_files import atomic_write
 from gossamer.run.play.actions import LOCAL_STEPS, METHODS, MOMENTA, SIDES, SLOWER, WORKERS, Action, action_of
 from gossamer.settings.schema import RECORD, Records
 
-__all__ = [
-    "MOST_ROUNDS",
-    "TEMPO",
-    "Film",
-    "Frame",
-    "Head",
-    "Tempo",
-    "film_contents",
-    "film_lines",
-    "read_film",
-    "write_film",
-]
-
 MOST_ROUNDS = 5_000
 _MOST_BYTES = 1 << 25
 _Worker = Annotated[int, Field(ge=0, lt=WORKERS)]
@@ -175,8 +162,14 @@ def read_film(file: Path) -> Film:
 def film_contents(head: Head, frames: Iterable[Frame], *, live: bool) -> dict[str, Any]:
     """What a page of a film is made of: the film, and what the page is to call things."""
     return {
-        "live": live, "head": head, "frames": [*frames],
-        "workers": WORKERS, "sides": [sorted(side) for side in SIDES], "slower": SLOWER,
+        "live": live,
+        "head": head,
+        "frames": [*frames],
+        "workers": WORKERS,
+        "sides": [sorted(side) for side in SIDES],
+        "slower": SLOWER,
         "methods": [{"key": key, "name": name} for key, (name, _) in METHODS.items()],
-        "local_steps": LOCAL_STEPS, "momenta": MOMENTA, "tempo": TEMPO._asdict(),
-    }  # fmt: skip
+        "local_steps": LOCAL_STEPS,
+        "momenta": MOMENTA,
+        "tempo": TEMPO._asdict(),
+    }

@@ -16,8 +16,6 @@ from gossamer.run.play.film import MOST_ROUNDS, TEMPO, Film, Frame, Head, film_c
 if TYPE_CHECKING:
     from gossamer.rounds.exchange import Each
 
-__all__ = ["Live", "filmed", "one_thread"]
-
 _UNSEEN_S = 15.0
 """How long it trains on when no page asks for what is new."""
 SPEEDS = (0.5, 1.0, 2.0, 4.0)
@@ -82,13 +80,22 @@ class Live:
             self._changed.notify_all()
             conditions = self._settings
             now: dict[str, Any] = {
-                "film": self._name, "playing": self._playing, "speed": self._speed, "speeds": SPEEDS,
-                "problem": self._problem, "warnings": self._warnings, "seed": self._seed,
+                "film": self._name,
+                "playing": self._playing,
+                "speed": self._speed,
+                "speeds": SPEEDS,
+                "problem": self._problem,
+                "warnings": self._warnings,
+                "seed": self._seed,
                 "conditions": {
-                    "method": conditions.method, "local_steps": conditions.local_steps, "momentum": conditions.momentum,
-                    "alive": sorted(conditions.alive), "slow": sorted(conditions.slow), "cut": conditions.cut,
+                    "method": conditions.method,
+                    "local_steps": conditions.local_steps,
+                    "momentum": conditions.momentum,
+                    "alive": sorted(conditions.alive),
+                    "slow": sorted(conditions.slow),
+                    "cut": conditions.cut,
                 },
-            }  # fmt: skip
+            }
             if self._head is not None and name != self._name:
                 now["contents"] = film_contents(self._head, self._frames, live=True)
             elif name == self._name:

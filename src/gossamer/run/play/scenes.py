@@ -36,17 +36,16 @@ from gossamer.run.worker.worker import RoundReport, Worker
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.version import __version__
 
-__all__ = ["Scene", "Studio", "first_scene", "head_of", "next_scene", "run_of", "scene_warnings", "studio_of"]
-
 UPLINK_BPS, STEP_S = 4e6, 0.1
 _NETWORK = Network(uplink_bps=UPLINK_BPS, downlink_bps=UPLINK_BPS, latency_s=0.02, step_s=STEP_S, jitter=0.1)
 _RUN: dict[str, Any] = {
-    "name": "play", "workers": WORKERS,
+    "name": "play",
+    "workers": WORKERS,
     "model": {"size": "0.2m", "layers": 1, "hidden_size": 48, "intermediate_size": 144},
     "data": {"source": "stdlib", "seq_len": 32, "batch_size": 4},
     "inner": {"lr": 2e-3, "clip": 1.0, "schedule": "constant", "warmup_steps": 20},
     "run": {"eval_batches": 8},
-}  # fmt: skip
+}
 _RULES: Mapping[str, dict[str, Any]] = {
     "diloco": {"rule": {"name": "diloco", "lr": 1.0}, "topology": {"name": "complete"}},
     "gossip": {"rule": {"name": "gossip"}, "topology": {"name": "random", "peers": 1}},
@@ -90,10 +89,16 @@ def studio_of(seed: int, each: Each) -> Studio:
 def head_of(studio: Studio) -> Head:
     """What a film of this studio is of."""
     return {
-        "film": 1, "seed": studio.seed, "gossamer": __version__, "torch": torch.__version__,
-        "text": text_fingerprint(studio.task.data), "parameters": studio.like.numel(), "payload_bytes": studio.like.nbytes,
-        "uplink_bps": UPLINK_BPS, "step_s": STEP_S,
-    }  # fmt: skip
+        "film": 1,
+        "seed": studio.seed,
+        "gossamer": __version__,
+        "torch": torch.__version__,
+        "text": text_fingerprint(studio.task.data),
+        "parameters": studio.like.numel(),
+        "payload_bytes": studio.like.nbytes,
+        "uplink_bps": UPLINK_BPS,
+        "step_s": STEP_S,
+    }
 
 
 def first_scene(studio: Studio) -> Scene:
@@ -182,9 +187,11 @@ def _begun(scene: Scene, conditions: Conditions, *, branch: bool) -> _Begun:
 
 
 def _alike(
-    there: Sequence[int], states: list[dict[str, Any]], newest: Sequence[int],
+    there: Sequence[int],
+    states: list[dict[str, Any]],
+    newest: Sequence[int],
     take_over: Callable[[int, Collection[int]], None],
-) -> None:  # fmt: skip
+) -> None:
     """Lets workers that take one mean of all begin alike: with the state of those who have gone on, or at their mean."""
     started = [worker for worker in there if states[worker]["outer"] is not None]
     if not started:
@@ -299,9 +306,14 @@ def _says(conditions: Conditions, there: Sequence[int], bill: _Bill) -> str:
 
 
 def _frame(
-    round: int, conditions: Conditions, there: Sequence[int], bill: _Bill, ends_s: Sequence[float], found: Assessment | None,
+    round: int,
+    conditions: Conditions,
+    there: Sequence[int],
+    bill: _Bill,
+    ends_s: Sequence[float],
+    found: Assessment | None,
     places: Sequence[tuple[float, float]],
-) -> Frame:  # fmt: skip
+) -> Frame:
     pairs, mean = set[tuple[int, int]](), set[int]()
     for i, operations in bill.operations.items():
         for operation in operations:
@@ -313,10 +325,18 @@ def _frame(
     sent = sum(size for some in bill.operations.values() for one in some for _, size in one.sends)
     losses = dict(zip(there, found.worker_losses, strict=True)) if found else {}
     return {
-        "round": round, "actions": (), "told": (),
-        "method": conditions.method, "local_steps": conditions.local_steps, "momentum": conditions.momentum,
-        "alive": tuple(sorted(conditions.alive)), "slow": tuple(sorted(conditions.slow)), "cut": conditions.cut,
-        "there": tuple(there), "mean": tuple(sorted(mean)), "pairs": tuple(sorted(pairs)),
+        "round": round,
+        "actions": (),
+        "told": (),
+        "method": conditions.method,
+        "local_steps": conditions.local_steps,
+        "momentum": conditions.momentum,
+        "alive": tuple(sorted(conditions.alive)),
+        "slow": tuple(sorted(conditions.slow)),
+        "cut": conditions.cut,
+        "there": tuple(there),
+        "mean": tuple(sorted(mean)),
+        "pairs": tuple(sorted(pairs)),
         "sent_bytes": sent // max(1, len(there)),
         "seconds": tuple(_seconds(i, conditions, there, bill, ends_s) for i in range(WORKERS)),
         "clock_s": _digits(max(ends_s), 6),
@@ -325,7 +345,7 @@ def _frame(
         "disagreement": None if found is None else _digits(found.disagreement, 4),
         "places": tuple((_digits(x, 3), _digits(y, 3)) for x, y in places),
         "says": _says(conditions, there, bill),
-    }  # fmt: skip
+    }
 
 
 def _seconds(

@@ -61,8 +61,6 @@ from gossamer.topologies.mixing import Mixing
 from gossamer.transport.processes.launch import one_device
 from gossamer.tree import Tree
 
-__all__ = ["replay_asynchronous"]
-
 Key = tuple[int, ...]
 """Names a message: its slot, life and version, or its slot and the meeting: the starter, its life and a number."""
 _NEVER = 1 << 31
@@ -260,9 +258,15 @@ class _Process(Actor["Entered | OrderEvent"], Generic[Core]):
             for kind, source in self.exchange(event):
                 if self.round < self._void_round:
                     run.events.write(
-                        self.round, kind, source=source, target=self.slot, fragment=0, bytes=run.messages.bytes,
-                        start_s=event.time_s, end_s=event.time_s,
-                    )  # fmt: skip
+                        self.round,
+                        kind,
+                        source=source,
+                        target=self.slot,
+                        fragment=0,
+                        bytes=run.messages.bytes,
+                        start_s=event.time_s,
+                        end_s=event.time_s,
+                    )
         self._taken += 1
         # A process that begins with this state had it as it was right after this event, amid a local phase or not.
         if self._source in run.states:

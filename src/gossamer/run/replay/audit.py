@@ -38,8 +38,6 @@ from gossamer.run.worker.task import task_of
 from gossamer.run.worker.worker import Worker
 from gossamer.transport.processes.launch import one_device
 
-__all__ = ["Audit", "Difference", "audit"]
-
 log = logging.getLogger("gossamer")
 
 Hashes = dict[int, dict[int, list[str]]]
@@ -212,9 +210,15 @@ def _says_anything(path: Path) -> bool:
 
 
 def _must_be_whole(
-    recorded: Hashes, folder: Path, script: Script, sound: "_Sound", rounds: Iterable[int], worker: int | None, *,
+    recorded: Hashes,
+    folder: Path,
+    script: Script,
+    sound: "_Sound",
+    rounds: Iterable[int],
+    worker: int | None,
+    *,
     logged: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Says which hashes are missing where a worker was stopped. Raises: DataError for one that is missing elsewhere."""
     stopped, some = dict[int, int](), False
     for round in rounds:
@@ -242,9 +246,7 @@ def _must_be_whole(
         )
 
 
-def _may_be_stopped(
-    slot: int, round: int, recorded: Hashes, script: Script, sound: "_Sound", *, logged: bool
-) -> bool:  # fmt: skip
+def _may_be_stopped(slot: int, round: int, recorded: Hashes, script: Script, sound: "_Sound", *, logged: bool) -> bool:
     """Whether a worker that was killed leaves no hash of this round.
 
     An outcome is written before the hash, and a checkpoint after it.
@@ -295,9 +297,7 @@ def _difference(round: int, said: dict[int, list[str]], found: dict[int, list[st
     return None
 
 
-def _spoilt(
-    round: int, workers: Sequence[Worker], folder: Path, line: Lineage, sound: _Sound
-) -> Difference | None:  # fmt: skip
+def _spoilt(round: int, workers: Sequence[Worker], folder: Path, line: Lineage, sound: _Sound) -> Difference | None:
     """The first worker whose own checkpoint after this round holds another state, where it is here and sound."""
     for worker in workers:
         if (worker.index, round + 1) in sound:

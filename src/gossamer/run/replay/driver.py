@@ -12,8 +12,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from gossamer.errors import DataError
 
-__all__ = ["Actor", "Contradiction", "Missing", "contradiction", "ends_early", "follow"]
-
 E = TypeVar("E")
 A = TypeVar("A", bound="Actor[Any]")
 

@@ -33,8 +33,6 @@ from gossamer.run.worker.task import task_of
 from gossamer.run.worker.worker import Worker
 from gossamer.transport.processes.launch import one_device
 
-__all__ = ["replay_elastic"]
-
 
 def replay_elastic(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
     """Computes the elastic run in the folder `recorded` again and records it in `folder`, as far as its log goes.
@@ -65,9 +63,7 @@ def replay_elastic(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
 class _Replay:
     """An elastic run that is computed again, with its record."""
 
-    def __init__(
-        self, config: ResolvedRun, folder: Path, lives: Mapping[int, Sequence[Life]], recorded: Path
-    ) -> None:  # fmt: skip
+    def __init__(self, config: ResolvedRun, folder: Path, lives: Mapping[int, Sequence[Life]], recorded: Path) -> None:
         self._config, self._folder = config, folder
         device, task, some = one_device(config.run.device), task_of(config), stretches(config, recorded, real=True)
         must_have_inputs(config, task, recorded, "repeat")

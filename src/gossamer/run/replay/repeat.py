@@ -32,8 +32,6 @@ from gossamer.run.worker.worker import RoundReport, Worker
 from gossamer.transport.contract import Sound, Ticket, Transport
 from gossamer.transport.memory import MemoryNetwork, MemoryTransport
 
-__all__ = ["Repeat", "Reports"]
-
 log = logging.getLogger("gossamer")
 
 Reports = list[tuple[Worker, RoundReport]]
@@ -134,9 +132,11 @@ class Repeat:
             steps, said = worker.replica.steps_taken, turn.outcomes[worker.index].steps
             if self._logged and steps != said:
                 raise contradiction(
-                    outcomes_file(self.recorded, worker.index), f"worker {worker.index}", f"round {round}",
+                    outcomes_file(self.recorded, worker.index),
+                    f"worker {worker.index}",
+                    f"round {round}",
                     f"it has {said} inner steps behind it, and {steps} follow from how it began",
-                )  # fmt: skip
+                )
             self._keep(worker, round + 1)
         return present
 
@@ -219,8 +219,11 @@ class Repeat:
             log.warning(
                 "worker %d began at round %d with a state of worker %d that hashes to %s, and here it is another: this is not "
                 "what was computed then to the last bit; use the same processor and version of torch",
-                slot, round, one.donor, one.sha256[:12],
-            )  # fmt: skip
+                slot,
+                round,
+                one.donor,
+                one.sha256[:12],
+            )
         # The place in the data is that of the slot; here the data of all workers are one object.
         return {**unpacked(raw), "data": self._task.data.state(), "steps_taken": one.steps, "under_way": []}
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gossamer.errors import ConfigError
-from gossamer.record.branches import read_branches
+from gossamer.record.lineage import read_branches
 from gossamer.run.bookkeeping.evaluate import Result
 from gossamer.run.bookkeeping.finished import must_be_record_of
 from gossamer.run.bookkeeping.inputs import must_have_inputs
@@ -16,8 +16,6 @@ from gossamer.run.replay.elastic import replay_elastic
 from gossamer.run.replay.served import replay_server
 from gossamer.run.replay.stretches import stretches
 from gossamer.run.simulated.simulate import engine_of
-
-__all__ = ["replay"]
 
 
 def replay(resolved: Callable[[bool], ResolvedRun], folder: Path, recorded: Path) -> Result:

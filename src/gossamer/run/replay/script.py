@@ -14,8 +14,6 @@ from gossamer.record.whole_files import worker_suffix
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.run.replay.driver import contradiction
 
-__all__ = ["Message", "OwnEnd", "RoundScript", "Script", "calm", "outcomes_file", "script_of"]
-
 Process = tuple[int, int]
 """A slot, and which of the lives in it, from 0."""
 
@@ -104,10 +102,13 @@ def calm(local_steps: Sequence[int], rounds: int) -> Script:
     begun = [Begun(0, 0, i, 0, 0) for i in range(workers)]
     turns = {
         r: RoundScript(
-            {i: RoundOutcome(r, None, nobody, nobody, (r + 1) * local_steps[i]) for i in range(workers)}, set(), {}, set()
+            {i: RoundOutcome(r, None, nobody, nobody, (r + 1) * local_steps[i]) for i in range(workers)},
+            set(),
+            {},
+            set(),
         )
         for r in range(rounds)
-    }  # fmt: skip
+    }
     lives = {i: [Life(begun[i], tuple(turns[r].outcomes[i] for r in range(rounds)), None)] for i in range(workers)}
     return Script(turns, lives, set(), set(), {}, {})
 
@@ -117,9 +118,7 @@ def outcomes_file(folder: Path, slot: int | None = None) -> Path:
     return folder / f"outcomes{'-*' if slot is None else worker_suffix(slot)}.jsonl"
 
 
-def script_of(
-    lives: Mapping[int, Sequence[Life]], method: Method, rounds: int, seed: int, recorded: Path
-) -> Script:  # fmt: skip
+def script_of(lives: Mapping[int, Sequence[Life]], method: Method, rounds: int, seed: int, recorded: Path) -> Script:
     """The script of a run of at most so many rounds from its log of outcomes, which is recorded in this folder.
 
     Raises: DataError for a log that contradicts itself.
@@ -132,7 +131,7 @@ class _Reader:
 
     def __init__(
         self, lives: Mapping[int, Sequence[Life]], method: Method, rounds: int, seed: int, recorded: Path
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._n, self._rounds, self._method, self._recorded = method.topology.n, rounds, method, recorded
         self._topology_of, self._closes = method.topology_of(seed), method.rule.needs == "everyone"
         self.script = Script({}, {slot: [*some] for slot, some in lives.items()}, set(), set(), {}, {})

@@ -38,8 +38,6 @@ from gossamer.run.worker.task import Task, task_of
 from gossamer.transport.processes.launch import one_device
 from gossamer.tree import nbytes
 
-__all__ = ["replay_server"]
-
 
 def replay_server(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
     """Computes the server run in the folder `recorded` again and records it in `folder`.
@@ -133,9 +131,17 @@ class _Server(Actor[ServerInput]):
     """
 
     def __init__(
-        self, session: ServerSession, config: ResolvedRun, task: Task, folder: Path, file: Path, lines: Sequence[ServerInput],
-        inputs: Sequence[ServerInput], unpushed: _Unpushed, threads: Threads,
-    ) -> None:  # fmt: skip
+        self,
+        session: ServerSession,
+        config: ResolvedRun,
+        task: Task,
+        folder: Path,
+        file: Path,
+        lines: Sequence[ServerInput],
+        inputs: Sequence[ServerInput],
+        unpushed: _Unpushed,
+        threads: Threads,
+    ) -> None:
         super().__init__("server", "the server", file, lines)
         self._session, self._config, self._task, self._folder = session, config, task, folder
         self._threads = threads
@@ -230,9 +236,15 @@ class _Server(Actor[ServerInput]):
                 self._workers[worker].receive(trained, reply.send.starts, reply.terms)
                 for p, start in reply.send.starts.items():
                     self._session.records.events.write(
-                        trained.round, "fetch", source=SERVER, target=worker, fragment=p, bytes=nbytes(start.x),
-                        start_s=now_s, end_s=now_s,
-                    )  # fmt: skip
+                        trained.round,
+                        "fetch",
+                        source=SERVER,
+                        target=worker,
+                        fragment=p,
+                        bytes=nbytes(start.x),
+                        start_s=now_s,
+                        end_s=now_s,
+                    )
                 continue
             if reply.terms.checkpoint != item.checkpoint:
                 raise Contradiction(f"no worker can restore round {item.checkpoint} then")

@@ -1,6 +1,6 @@
 """Which settings held in which rounds of a recorded run: those that a run was resumed with are part of its record.
 
-A run that was resumed with other settings (`gossamer.record.branches`) falls into stretches of rounds, and its `run.toml` has the
+A run that was resumed with other settings (`gossamer.record.lineage`) falls into stretches of rounds, and its `run.toml` has the
 settings of the last one.
 """
 
@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gossamer.errors import ConfigError, DataError, GossamerError
-from gossamer.record.branches import Branch, described, read_branches
+from gossamer.record.lineage import Branch, described, read_branches
 from gossamer.run.config.document import flat, with_settings
 from gossamer.run.config.resolve import may_change, resolve_document
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.settings.schema import parse_toml
-
-__all__ = ["Stretch", "must_not_have_changed", "stretch_of", "stretches"]
 
 
 class Stretch(NamedTuple):

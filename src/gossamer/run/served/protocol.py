@@ -8,8 +8,6 @@ from gossamer.errors import ConfigError, RefusedError
 from gossamer.transport.sockets.addresses import split
 from gossamer.transport.sockets.header import Limits
 
-__all__ = ["HELLO_BYTES", "OWNED", "Terms", "address", "terms_of"]
-
 OWNED = 2
 """Number of checkpointed rounds that a joining worker reports: as many as it keeps."""
 

@@ -26,8 +26,6 @@ from gossamer.run.bookkeeping.resume import lineage
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.participant.agreement import HERE
 
-__all__ = ["ServerFiles", "ServerRecords", "Snapshots", "open_files", "restored"]
-
 
 class ServerFiles(NamedTuple):
     """Where a server process writes, and with what."""
@@ -58,7 +56,7 @@ class ServerRecords:
 
     def __init__(
         self, config: RunSettings, files: ServerFiles, snapshots: Snapshots, *, begin_s: float, round: int, steps: int
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.files = files
         self.record, self.events, self._arrivals, self._aside = files
         self._config, self._snapshots = config, snapshots
@@ -144,7 +142,7 @@ class ServerRecords:
 @contextlib.contextmanager
 def open_files(
     config: RunSettings, folder: Path, start: int | None, *, replays: Threads | None = None
-) -> Iterator[ServerFiles]:  # fmt: skip
+) -> Iterator[ServerFiles]:
     """The files of a server process, which a replay writes for the workers as well.
 
     Args:

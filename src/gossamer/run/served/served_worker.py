@@ -58,8 +58,6 @@ from gossamer.transport.sockets.letter import Letter
 from gossamer.transport.sockets.server_client import Patience, ServerClient, connect
 from gossamer.tree import leaves, nbytes
 
-__all__ = ["ServedWorker", "Trained", "work"]
-
 log = logging.getLogger("gossamer")
 
 
@@ -80,9 +78,14 @@ class ServedWorker:
     """
 
     def __init__(
-        self, index: int, config: RunSettings, folder: Path, task: Task, device: torch.device,
+        self,
+        index: int,
+        config: RunSettings,
+        folder: Path,
+        task: Task,
+        device: torch.device,
         line: Lineage | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.index, self.config = index, config
         self.learner = Replica(index, config, task, device)
         self._store, self._lineage = folder / "checkpoints", line or lineage(config, folder)
@@ -205,9 +208,15 @@ def _work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, 
         served = ServedWorker(worker, config, folder, task, device, past and past.lineage)
         hello = torch.tensor([first_batch(task, worker), *([0] * OWNED + served.owned())[-OWNED:]])
         client = connect(
-            shown(host, port), secret=secret, run=key, me=worker, limits=limits_of(config), timeout_s=patience.left_s,
-            settings=settings, keys=keys,
-        )  # fmt: skip
+            shown(host, port),
+            secret=secret,
+            run=key,
+            me=worker,
+            limits=limits_of(config),
+            timeout_s=patience.left_s,
+            settings=settings,
+            keys=keys,
+        )
         client.channel.wait_at_most(config.run.timeout_s)
         was_asked = False
         try:
@@ -231,9 +240,15 @@ def _work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, 
 
 
 def _take_part(
-    client: ServerClient, served: ServedWorker, codec: Codec, folder: Path, past: History | None, asked: Callable[[], bool], *,
+    client: ServerClient,
+    served: ServedWorker,
+    codec: Codec,
+    folder: Path,
+    past: History | None,
+    asked: Callable[[], bool],
+    *,
     auto: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Joins the server at the other end of a connection, and trains until it has nothing left."""
     config, worker = served.config, served.index
     arrived = [_starting_point(client, served, p) for p in range(len(served.learner.spans))]
@@ -292,9 +307,15 @@ def _train(
         # The reply says that the server has the push. Saved before, the inner optimizer could be a phase ahead of the server.
         finished = served.receive(trained, {p: start}, terms)
         events.write(
-            trained.round, "fetch", source=SERVER, target=served.index, fragment=p, bytes=nbytes(start.x), start_s=sent_s,
+            trained.round,
+            "fetch",
+            source=SERVER,
+            target=served.index,
+            fragment=p,
+            bytes=nbytes(start.x),
+            start_s=sent_s,
             end_s=replied_s,
-        )  # fmt: skip
+        )
         if finished or not terms.go:
             record.log_seconds(stopwatch.round(trained.round))
         # The server has all that this worker has trained, and grants it nothing more as its connection ends.

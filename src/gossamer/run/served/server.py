@@ -48,8 +48,6 @@ from gossamer.transport.sockets.header import LetterKind
 from gossamer.transport.sockets.letter import Letter
 from gossamer.tree import leaves, refill
 
-__all__ = ["serve"]
-
 log = logging.getLogger("gossamer")
 
 
@@ -113,9 +111,12 @@ def _first_round(config: ResolvedRun, task: Task, folder: Path, resume: Resume) 
         return None
     store, past, me = Store(config, folder), history(config, folder), config.workers
     choice = to_go_on(
-        past, store, kept_by(store, [me], past.lineage, past.before), auto=resume == "auto",
+        past,
+        store,
+        kept_by(store, [me], past.lineage, past.before),
+        auto=resume == "auto",
         read=lambda round: {me: store.fault(round, me, past.lineage)},
-    )  # fmt: skip
+    )
     if choice.round:
         must_have_inputs(config, task, folder, "resume")
     if choice.round == config.rounds:

@@ -21,8 +21,6 @@ from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.served.protocol import Terms
 from gossamer.run.served.records import ServerRecords, Snapshots, open_files, restored
 
-__all__ = ["Pushed", "Reply", "ServerSession", "open_session"]
-
 log = logging.getLogger("gossamer")
 
 
@@ -55,9 +53,7 @@ class ServerSession:
         resumed: rounds that were over when the run was resumed; None where it was not.
     """
 
-    def __init__(
-        self, config: ResolvedRun, core: ServerCore, records: ServerRecords, resumed: int | None
-    ) -> None:  # fmt: skip
+    def __init__(self, config: ResolvedRun, core: ServerCore, records: ServerRecords, resumed: int | None) -> None:
         self.config, self.core, self.records, self.journal = config, core, records, records.journal
         self._resumed = resumed
         self._joined: dict[int, Terms] = {}  # of those who have joined and have no starting point yet
@@ -133,9 +129,11 @@ class ServerSession:
             elif isinstance(action, Send):
                 none = Terms(0, 0, 0, 0, 0, self.config.rounds, 0, 0)
                 terms = self._joined.pop(action.worker, none)._replace(
-                    round=action.absorbed_steps // (self.config.workers * self.config.full_steps), go=int(action.go),
-                    phases=action.phases, elapsed_us=int(self.records.now_s * 1e6),
-                )  # fmt: skip
+                    round=action.absorbed_steps // (self.config.workers * self.config.full_steps),
+                    go=int(action.go),
+                    phases=action.phases,
+                    elapsed_us=int(self.records.now_s * 1e6),
+                )
                 replies.append(Reply(action, terms))
         return replies
 
@@ -143,7 +141,7 @@ class ServerSession:
 @contextlib.contextmanager
 def open_session(
     config: ResolvedRun, folder: Path, probe: Probe, start: int | None, *, replays: Threads | None = None
-) -> Iterator[ServerSession]:  # fmt: skip
+) -> Iterator[ServerSession]:
     """The session of a server that serves all workers, with its files. Raises CheckpointError and ConfigError.
 
     Args:
@@ -157,15 +155,18 @@ def open_session(
         begin_s = saved.get("time_s", 0.0)
         layout, spans = arrange(layout_of(probe.model), *config.fragments)
         core = ServerCore(
-            config.with_server.rule, probe.x.clone(), layout, spans, [config.local_steps_of(i) for i in range(n)],
-            budget=Budget(n * config.run.steps), expected_until_s=begin_s + config.run.timeout_s,
-        )  # fmt: skip
+            config.with_server.rule,
+            probe.x.clone(),
+            layout,
+            spans,
+            [config.local_steps_of(i) for i in range(n)],
+            budget=Budget(n * config.run.steps),
+            expected_until_s=begin_s + config.run.timeout_s,
+        )
         if saved:
             core.restore(saved)
         snapshots = Snapshots(folder, probe, core.state)
-        records = ServerRecords(
-            config, files, snapshots, begin_s=begin_s, round=start or 0, steps=core.absorbed_steps
-        )  # fmt: skip
+        records = ServerRecords(config, files, snapshots, begin_s=begin_s, round=start or 0, steps=core.absorbed_steps)
         records.write("serve", begin_s, workers=n, round=start or 0, digest=config.digest)
         if not start:
             records.begin()

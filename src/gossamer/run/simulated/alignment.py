@@ -8,8 +8,6 @@ from torch import Tensor
 from gossamer.run.worker.worker import Worker
 from gossamer.topologies.mixing import widen
 
-__all__ = ["Alignment"]
-
 _BLOCK = 1 << 14  # elements that torch sums in one thread, so that the number of threads changes no bit
 
 

@@ -26,8 +26,6 @@ from gossamer.settings.user_code import calling, is_code, name_of
 from gossamer.topologies import Topology
 from gossamer.topologies.graphs import edges_of, graph
 
-__all__ = ["Keywords", "run_and_parts"]
-
 
 class Keywords(TypedDict, total=False):
     """The keywords of `gossamer.simulate` and `gossamer.sweep`. Every one has a default."""
@@ -63,10 +61,17 @@ class Keywords(TypedDict, total=False):
 
 _FUNCTIONS = ("model", "data", "loss", "optimizer", "validation")
 _TYPES: Mapping[str, tuple[type, ...]] = {
-    "rule": (str, Rule, ServerRule, PairRule), "codec": (str, Codec), "schedule": (Schedule,), "method": (str,),
-    "workers": (int,), "local_steps": (int, list, tuple), "rounds": (int,), "seed": (int,), "settings": (Mapping,),
+    "rule": (str, Rule, ServerRule, PairRule),
+    "codec": (str, Codec),
+    "schedule": (Schedule,),
+    "method": (str,),
+    "workers": (int,),
+    "local_steps": (int, list, tuple),
+    "rounds": (int,),
+    "seed": (int,),
+    "settings": (Mapping,),
     "network": (Network, str, Path, Mapping),
-}  # fmt: skip
+}
 _ROUNDS = 20
 _LENGTHS = {"steps", "tokens", "tokens_per_parameter"}
 Run = str | Path | Mapping[str, Any] | RunConfig | None

@@ -51,8 +51,6 @@ from gossamer.transport.contract import Transport
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.transport.processes.launch import one_device
 
-__all__ = ["Rounds", "Train", "crew", "train_each", "train_together"]
-
 log = logging.getLogger("gossamer")
 
 
@@ -87,9 +85,11 @@ class Rounds:
         probes = [probe, *(Probe(config, self.task, device) for _ in range(self._lanes.count - 1))]
         self._all_probes, self._probes = probes, Probes(probes, self._lanes.each)
         self._journal = Journal(
-            config, lambda: self._record, lambda: self._assessed().figures(),
+            config,
+            lambda: self._record,
+            lambda: self._assessed().figures(),
             lambda finished: _save(self.workers, folder, finished, line, self._lanes.each),
-        )  # fmt: skip
+        )
         self._alignment = Alignment() if config.record.alignment else None
         self._before, self._busy_s = _tokens(self.workers), 0.0
 
@@ -178,9 +178,13 @@ class Rounds:
 
 
 def crew(
-    config: RunSettings, task: Task, m: Method, like: Tensor, transport: Callable[[int], Transport],
+    config: RunSettings,
+    task: Task,
+    m: Method,
+    like: Tensor,
+    transport: Callable[[int], Transport],
     together: Together | None = None,
-) -> list[Worker]:  # fmt: skip
+) -> list[Worker]:
     """All workers of a run, at its start, with the rows of one matrix as their parameters, where all have the same.
 
     Args:
@@ -211,9 +215,12 @@ def _restore(workers: Sequence[Worker], config: RunSettings, folder: Path, *, au
     store, past = Store(config, folder), history(config, folder)
     line, new = past.lineage, config.line
     choice = to_go_on(
-        past, store, kept_by(store, config.owners, line, past.before), auto=auto,
+        past,
+        store,
+        kept_by(store, config.owners, line, past.before),
+        auto=auto,
         read=lambda round: {owner: store.fault(round, owner, line) for owner in config.owners},
-    )  # fmt: skip
+    )
     newest = choice.round
     if newest:
         must_have_inputs(config, workers[0].replica.task, folder, "resume")
@@ -247,7 +254,7 @@ def train_each(turns: Sequence[tuple[Worker, Segment]], each: Each) -> list[Loca
 
 def train_together(
     workers: Sequence[Worker], round: int, each: Each, train: Train = train_each, alignment: Alignment | None = None
-) -> list[RoundReport]:  # fmt: skip
+) -> list[RoundReport]:
     """One round of all workers: every segment of all of them before the next. After the last one, nothing is in flight."""
     reports = [RoundReport([], []) for _ in workers]
     if workers:

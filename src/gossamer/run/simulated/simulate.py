@@ -36,14 +36,17 @@ from gossamer.run.simulated.virtual_time import Events
 from gossamer.run.worker.task import task_of
 from gossamer.transport.processes.launch import one_device
 
-__all__ = ["engine_of", "recorded_beside", "simulate", "simulate_until_asked"]
-
 
 @torch.inference_mode(False)  # it trains, wherever it is called
 def simulate(
-    run: str | Path | Mapping[str, Any] | RunConfig | None = None, out: str | Path | None = None, *,
-    resume: Resume = False, until: int | None = None, progress: bool = False, **given: Unpack[Keywords],
-) -> Simulation:  # fmt: skip
+    run: str | Path | Mapping[str, Any] | RunConfig | None = None,
+    out: str | Path | None = None,
+    *,
+    resume: Resume = False,
+    until: int | None = None,
+    progress: bool = False,
+    **given: Unpack[Keywords],
+) -> Simulation:
     """Trains all workers of a run in this process, and returns what it recorded.
 
         run = gossamer.simulate(model=net, data=batch, loss=loss, rule="gasloc", topology="ring", workers=8, rounds=50)

@@ -24,8 +24,6 @@ from gossamer.run.worker.task import Task
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Columns", "Engine", "RecordedRun", "Simulation"]
-
 
 class Engine(Protocol):
     """What trains the workers of a simulation, round by round."""
@@ -188,7 +186,7 @@ class Simulation(RecordedRun):
     @torch.inference_mode(False)
     def go_on(
         self, until: int | None = None, *, asked: Callable[[], bool] = lambda: False, is_held: bool = False
-    ) -> "Simulation":  # fmt: skip
+    ) -> "Simulation":
         """Trains on, until so many rounds are over, or to the end; returns itself.
 
         Args:

@@ -16,8 +16,6 @@ from gossamer.record.machines import Threads
 from gossamer.run.config.resolved import RunSettings
 from gossamer.transport.processes.launch import available_cores
 
-__all__ = ["Lanes"]
-
 log = logging.getLogger("gossamer")
 
 

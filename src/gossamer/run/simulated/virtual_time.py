@@ -43,8 +43,6 @@ from gossamer.run.worker.task import Task, on_device, task_of
 from gossamer.transport.processes.launch import one_device
 from gossamer.tree import leaves, must_fit
 
-__all__ = ["Events"]
-
 logger = logging.getLogger("gossamer")
 
 
@@ -203,9 +201,12 @@ def _found(config: RunSettings, folder: Path, task: Task, *, auto: bool) -> tupl
             "keeps it, as its workers have shared its steps out; set it back, or start again with another --out"
         )
     choice = to_go_on(
-        past, store, kept_by(store, config.owners, past.lineage, past.before), auto=auto,
+        past,
+        store,
+        kept_by(store, config.owners, past.lineage, past.before),
+        auto=auto,
         read=lambda round: {owner: store.fault(round, owner, past.lineage) for owner in config.owners},
-    )  # fmt: skip
+    )
     if choice.round:
         must_have_inputs(config, task, folder, "resume")
     if choice.round == config.rounds:

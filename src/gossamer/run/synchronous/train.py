@@ -66,8 +66,6 @@ from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.pipe import Pipe
 from gossamer.transport.processes.stopping import Stopping
 
-__all__ = ["train", "train_member"]
-
 log = logging.getLogger("gossamer")
 
 AHEAD = 3
@@ -87,9 +85,14 @@ def train(config: ResolvedRun, folder: Path, *, resume: Resume = False) -> None:
     """
     run = config.run
     member = join(
-        config.workers, parts=config.processes, backend=run.backend, device=run.device, threads=run.threads,
-        timeout_s=run.timeout_s, part_is="stage" if run.shards == 1 else "shard",
-    )  # fmt: skip
+        config.workers,
+        parts=config.processes,
+        backend=run.backend,
+        device=run.device,
+        threads=run.threads,
+        timeout_s=run.timeout_s,
+        part_is="stage" if run.shards == 1 else "shard",
+    )
     failed: GossamerError | OSError | KeyboardInterrupt | None = None
     with leaving(f"{member.name(member.rank)} is asked to leave after its round") as asked:
         asked.at_once = True
@@ -180,9 +183,7 @@ class _Trainer(NamedTuple):
     """To the other processes of the worker."""
 
 
-def _trainer(
-    config: ResolvedRun, task: Task, member: Member, pipe: Pipe | None, stopwatch: Stopwatch
-) -> _Trainer:  # fmt: skip
+def _trainer(config: ResolvedRun, task: Task, member: Member, pipe: Pipe | None, stopwatch: Stopwatch) -> _Trainer:
     run, m = config.run, config.in_rounds
     sides = (
         [member]
@@ -206,9 +207,14 @@ def _trainer(
 
 
 def _train_rounds(
-    trainer: _Trainer, store: Store, member: Member, past: History | None, choice: ChosenRound | None,
-    asked: Asked, open_: contextlib.ExitStack,
-) -> tuple[int | None, DataError | None]:  # fmt: skip
+    trainer: _Trainer,
+    store: Store,
+    member: Member,
+    past: History | None,
+    choice: ChosenRound | None,
+    asked: Asked,
+    open_: contextlib.ExitStack,
+) -> tuple[int | None, DataError | None]:
     """Trains from the round that was chosen to the end, and records it, with files that `open_` closes.
 
     Returns: after how many rounds all were stopped, with what is there to go on from, None at the end of the run; and why the
@@ -256,7 +262,7 @@ def _train_rounds(
 
 def _trained_round(
     trainer: _Trainer, round: int, config: RunSettings, log_of_stages: StageLog | None
-) -> tuple[RoundReport, list[Delivery]]:  # fmt: skip
+) -> tuple[RoundReport, list[Delivery]]:
     """A round of this process and what it received, with its seconds in the stopwatch and in the log of its stages."""
     worker, transports, stopwatch, stages, pipe = trainer
     waited_s = 0.0
@@ -288,14 +294,20 @@ def _end_in_stages(
 
 def _record(
     store: Store, member: Member, worker: Worker, newest: int | None, open_: contextlib.ExitStack
-) -> RunFolder | Unrecorded:  # fmt: skip
+) -> RunFolder | Unrecorded:
     """Where this process records the run: one process of a worker does."""
     config, folder = store.config, store.folder
     if not member.part:
-        record = open_.enter_context(RunFolder(
-            folder, config.document, config.record, worker=worker.index, resume_round=newest,
-            traced_per_round=worker.loop.method.sends_per_round,
-        ))  # fmt: skip
+        record = open_.enter_context(
+            RunFolder(
+                folder,
+                config.document,
+                config.record,
+                worker=worker.index,
+                resume_round=newest,
+                traced_per_round=worker.loop.method.sends_per_round,
+            )
+        )
         note_inputs(config, worker.replica.task, folder, member.worker, 0, member.parts)
         write_pipeline(folder, _work(config, worker.replica.task))
         return record
@@ -428,8 +440,10 @@ def _saver(store: Path, line: Lineage, worker: Worker, board: Board, newest: int
                 log.warning(
                     "worker %d deletes checkpoints before round %d without knowing whether all workers have newer ones, as the "
                     "store of the run does not answer and %d are kept; look at the log of the launcher",
-                    worker.index, since, KEPT,
-                )  # fmt: skip
+                    worker.index,
+                    since,
+                    KEPT,
+                )
             said = True
         state = worker.state()
         if writes:
@@ -441,7 +455,7 @@ def _saver(store: Path, line: Lineage, worker: Worker, board: Board, newest: int
 
 def _adapt(
     worker: Worker, report: RoundReport, deliveries: Sequence[Delivery], board: Board, topology: Topology
-) -> None:  # fmt: skip
+) -> None:
     """Local steps for the next round, by the notes that the other workers have published so far."""
     n = worker.config.workers
     mine = worker.pace_note(report, _uplinks(deliveries, topology))

@@ -19,8 +19,6 @@ from gossamer.run.worker.stages.in_one_process import computing
 from gossamer.run.worker.task import on_device
 from gossamer.run.worker.worker import Segment, Worker
 
-__all__ = ["Stack", "Stacks"]
-
 
 class Stack:
     """Replicas that take the same inner steps at the same time; each has its own parameters, moments and data.

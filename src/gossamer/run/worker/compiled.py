@@ -10,8 +10,6 @@ from torch import Tensor
 from gossamer.rounds.kernel import must_have_compiler
 from gossamer.run.config.resolved import RunSettings
 
-__all__ = ["made_ready"]
-
 
 def made_ready(forward: Callable[..., Tensor], config: RunSettings) -> Callable[..., Tensor]:
     """What computes losses, or the output of a stage given with its module, compiled where the run asks for it.

@@ -17,8 +17,6 @@ from gossamer.run.config.resolved import RunSettings
 from gossamer.settings.schema import parse_toml
 from gossamer.transport.processes.launch import intra_op_threads
 
-__all__ = ["deterministic", "threads_of", "using_threads", "warn_of_other_machine"]
-
 log = logging.getLogger("gossamer")
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"

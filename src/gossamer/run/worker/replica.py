@@ -29,16 +29,6 @@ from gossamer.run.worker.stages.in_one_process import InStages, StagedModel, com
 from gossamer.run.worker.task import Task, buffers_of, on_device
 from gossamer.tree import must_fit
 
-__all__ = [
-    "MISFITS",
-    "LocalPhase",
-    "Replica",
-    "loss_must_be_finite",
-    "merged_phases",
-    "must_start_alike",
-    "step_on_gradients",
-]
-
 MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What reading a state raises that has other keys, types or shapes than were expected; errors of Gossamer about it among them."""
 
@@ -113,9 +103,15 @@ class Replica:
     """
 
     def __init__(
-        self, index: int, config: RunSettings, task: Task, device: torch.device, buffer: Tensor | None = None,
-        cut: Callable[[Llama], InStages] | None = None, shard: Callable[[Llama], Shards] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        index: int,
+        config: RunSettings,
+        task: Task,
+        device: torch.device,
+        buffer: Tensor | None = None,
+        cut: Callable[[Llama], InStages] | None = None,
+        shard: Callable[[Llama], Shards] | None = None,
+    ) -> None:
         self.index, self.config, self.task, self.device = index, config, task, device
         self.threads: int | None = None
         """Intra-op threads with which it trains, in a process with several workers; None takes those of the calling thread."""

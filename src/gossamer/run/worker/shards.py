@@ -31,8 +31,6 @@ from gossamer.transport.processes.backend import connected
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.pipe import Pipe
 
-__all__ = ["Shards"]
-
 _LOST = ("gloo", "nccl", "connection", "timed out", "timeout")
 """What an error of a collective says whose peer is gone; anything else that fails in a step is no fault of a peer's."""
 
@@ -130,9 +128,11 @@ class Shards:
         return self._of_all(state, self._cut, self._cut_rows)
 
     def _of_all(
-        self, state: Mapping[str, Any], vector: Callable[[Tensor, int | None], Tensor],
+        self,
+        state: Mapping[str, Any],
+        vector: Callable[[Tensor, int | None], Tensor],
         rows: Callable[[Tensor, tuple[int, ...]], Tensor],
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         shapes = {id(own): tuple(p.shape) for own, p in zip(self._own.parameters(), self._parameters, strict=True)}
         full = [
             shapes[id(p)] for group in self.optimizer().param_groups for p in group["params"]
@@ -148,11 +148,14 @@ class Shards:
             "inner": {
                 **inner,
                 "state": {
-                    k: {name: rows(value, full[k]) if isinstance(value, Tensor) else value for name, value in one.items()}
+                    k: {
+                        name: rows(value, full[k]) if isinstance(value, Tensor) else value
+                        for name, value in one.items()
+                    }
                     for k, one in inner["state"].items()
                 },
             },
-        }  # fmt: skip
+        }
 
     def _rows(self, count: int, part: int) -> slice:
         """The rows of a tensor of so many that FSDP2 gives to a part."""

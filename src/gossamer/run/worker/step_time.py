@@ -12,8 +12,6 @@ from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import task_of
 
-__all__ = ["StepTime", "step_time"]
-
 _FEWEST, _MOST = 2, 20
 
 
@@ -40,7 +38,9 @@ def step_time(config: RunSettings, worker: int, device: torch.device, *, test_s:
     while len(took) < _FEWEST or (len(took) < _MOST and time.perf_counter() - began < test_s):
         took.append(replica.train(0, 0, 1).compute_s)
     of = StepOf(
-        model=config.model, vocab_size=load_tokenizer(config.data.tokenizer).vocab_size, seq_len=config.data.seq_len,
+        model=config.model,
+        vocab_size=load_tokenizer(config.data.tokenizer).vocab_size,
+        seq_len=config.data.seq_len,
         batch_size=config.data.batch_size * config.data.accumulate,
-    )  # fmt: skip
+    )
     return StepTime(statistics.median(took), of)

@@ -25,21 +25,6 @@ from gossamer.run.config.layouts import Holding, holding_of, layout_for
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.config.user_parts import GIVEN, KEYS, UserParts, caller
 
-__all__ = [
-    "FILES",
-    "MODEL",
-    "TEXT",
-    "TOKENIZER",
-    "OwnBatches",
-    "Task",
-    "buffers_of",
-    "common_inputs",
-    "found_by_each",
-    "on_device",
-    "task_of",
-    "warn_of_equal_batches",
-]
-
 log = logging.getLogger("gossamer")
 
 Loss = Callable[[nn.Module, Any], Tensor]

@@ -22,8 +22,6 @@ from gossamer.run.worker.replica import MISFITS, LocalPhase, Replica, merged_pha
 from gossamer.transport.contract import Reduce, Transport
 from gossamer.tree import leaves, must_fit
 
-__all__ = ["RoundReport", "Segment", "Worker", "parts_of"]
-
 
 def parts_of(
     x: Tensor, layout: Layout, spans: Sequence[tuple[int, int]], averaged: Tensor | None, moments: Sequence[Tensor]
@@ -70,9 +68,13 @@ class Worker:
     """
 
     def __init__(
-        self, replica: Replica, m: Method, transport: Transport, reduce: Reduce | None = None,
+        self,
+        replica: Replica,
+        m: Method,
+        transport: Transport,
+        reduce: Reduce | None = None,
         together: Together | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.replica, self.config, self.index = replica, replica.config, replica.index
         on_gradients = m.rule.site == "gradients"
         x = replica.keep_gradient() if on_gradients else replica.x
@@ -80,10 +82,16 @@ class Worker:
         parts = parts_of(x, replica.layout, replica.spans, averaged, replica.moments or ())
         full_steps = self.config.full_steps
         self.loop = OuterLoop(
-            m, transport, parts, local_steps=replica.local_steps, full_steps=full_steps, seed=self.config.seed, reduce=reduce,
-            together=together, **({} if replica.shards is None else
-            {"shard": replica.shards.part, "over_shards": replica.shards.total}),
-        )  # fmt: skip
+            m,
+            transport,
+            parts,
+            local_steps=replica.local_steps,
+            full_steps=full_steps,
+            seed=self.config.seed,
+            reduce=reduce,
+            together=together,
+            **({} if replica.shards is None else {"shard": replica.shards.part, "over_shards": replica.shards.total}),
+        )
         if self.config.data.constant_batch:
             self.loop.sharing = first_sharing(self.config.workers)
         self.pacer: Pacer | None = None

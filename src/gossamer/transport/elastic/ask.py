@@ -29,8 +29,6 @@ from gossamer.transport.sockets.header import (
     encode,
 )
 
-__all__ = ["View", "look", "show"]
-
 _MOST_REFUSED = 1000
 
 
@@ -48,19 +46,29 @@ class View(NamedTuple):
 
 def show(channel: Channel, view: View, run: int) -> None:
     """Answers the question. Raises: OSError."""
-    answer = json.dumps({
-        "worker": view.worker, "entries": membership_update({entry.slot: entry for entry in view.entries}).decode(),
-        "silent_s": {str(slot): round(seconds, 3) for slot, seconds in view.silent_s.items()}, "refused": dict(view.refused),
-    }).encode()  # fmt: skip
+    answer = json.dumps(
+        {
+            "worker": view.worker,
+            "entries": membership_update({entry.slot: entry for entry in view.entries}).decode(),
+            "silent_s": {str(slot): round(seconds, 3) for slot, seconds in view.silent_s.items()},
+            "refused": dict(view.refused),
+        }
+    ).encode()
     channel.write(
         encode(LetterHead(LetterKind.VIEW, view.worker, size=len(answer), check=zlib.crc32(answer)), run) + answer
     )
 
 
 def look(
-    address: str, secret: bytes, *, run: int, limits: Limits, timeout_s: float, keys: Keys | None = None,
+    address: str,
+    secret: bytes,
+    *,
+    run: int,
+    limits: Limits,
+    timeout_s: float,
+    keys: Keys | None = None,
     whom: int | None = None,
-) -> View:  # fmt: skip
+) -> View:
     """The view of the worker that listens at `address`; `run` and `limits` are those of its run.
 
     With keys and `whom` it must be that worker.
@@ -88,8 +96,11 @@ def look(
 def _view(raw: bytes, limits: Limits) -> View | None:
     match json_from_peer(raw):
         case {
-            "worker": int(worker), "entries": str(text), "silent_s": dict(silent), "refused": dict(refused),
-        } if 0 <= worker < limits.workers:  # fmt: skip
+            "worker": int(worker),
+            "entries": str(text),
+            "silent_s": dict(silent),
+            "refused": dict(refused),
+        } if 0 <= worker < limits.workers:
             entries = read_membership_update(text.encode(), limits)
             silent_s = {int(slot): seconds for slot, seconds in silent.items() if _is_silence(slot, seconds)}
             counts = {str(who): int(count) for who, count in refused.items() if _is_count(who, count)}

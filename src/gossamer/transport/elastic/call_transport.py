@@ -17,8 +17,6 @@ from gossamer.transport.sockets.connection import Endpoint, PeerConnection
 from gossamer.transport.sockets.header import LetterKind
 from gossamer.transport.sockets.letter import Letter
 
-__all__ = ["CallTransport", "SlotPhases"]
-
 _CALLS = frozenset(range(LetterKind.FETCH, LetterKind.DONE + 1))
 
 
@@ -41,7 +39,7 @@ class CallTransport(ElasticTransport):
 
     def __init__(
         self, members: Members, endpoint: Endpoint, calls: Calls, *, host: Callable[[Channel], None] | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.calls = calls  # before the threads start
         super().__init__(members, endpoint, host=host)
 

@@ -12,8 +12,6 @@ from gossamer.transport.elastic.members import Members, MemberStatus
 from gossamer.transport.sockets.header import LIFE_LIMIT, NO_TICKET, SMALL_BYTES, LetterKind
 from gossamer.transport.sockets.letter import Letter
 
-__all__ = ["Calls", "life_of"]
-
 
 def life_of(nonce: int) -> int:
     """The number by which messages and records name a process that fills a slot, from the random number of the process.

@@ -40,8 +40,6 @@ from gossamer.transport.elastic.members import Members, MemberStatus
 from gossamer.transport.sockets.header import MOST_ATTEMPTS, LetterKind
 from gossamer.transport.sockets.letter import Letter, body_of
 
-__all__ = ["Closing", "LeftOutError", "Proposal", "Unvouched"]
-
 _HASHES = 1 << 64
 _JUMP = 1 << 16
 """How many attempts for each slot one may be above the newest that is known: a leader can always name a later one."""
@@ -279,9 +277,10 @@ class Closing:
     def _lead(self, alive: frozenset[int], now: float) -> None:
         assert self._ready_s is not None
         reports = {
-            j: report for j, report in self._reports.items()
+            j: report
+            for j, report in self._reports.items()
             if j in alive and report.ready and (report.round, report.line) == (self.round, self.line)
-        }  # fmt: skip
+        }
         if (proposed := self.proposed) is not None:
             if all(j in reports and reports[j].held == proposed.attempt for j in proposed.workers):
                 self._tell_all(LetterKind.CLOSED, [self.round, self.line, proposed.attempt])

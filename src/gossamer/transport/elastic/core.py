@@ -35,8 +35,6 @@ from gossamer.transport.elastic.members import (
 from gossamer.transport.sockets.header import NO_TICKET, SMALL_BYTES, LetterKind
 from gossamer.transport.sockets.letter import Letter, body_of
 
-__all__ = ["ElasticCore", "Outcome", "Outgoing"]
-
 MOST_EARLY = 8
 """Most payloads of one peer and fragment that are kept for rounds this worker has not reached; later ones are declined."""
 
@@ -93,7 +91,7 @@ class ElasticCore:
 
     def __init__(
         self, members: Members, *, timeout_s: float, deadline_s: float | None = None, beat_s: float = 0.5
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.members, self.me = members, members.me
         self.limit_bytes: int | None = None
         """The most bytes of a payload, where their sizes depend on who takes part; None where each ticket has its size."""
@@ -144,9 +142,7 @@ class ElasticCore:
         """Fixes who takes part in this round, and after which rounds; the other end of each exchange must say the same."""
         self._view = key(line, "view", *sorted(workers))
 
-    def expect(
-        self, ticket: Ticket, peer: int, size: int, sound: Callable[[Tensor], bool] | None = None
-    ) -> None:  # fmt: skip
+    def expect(self, ticket: Ticket, peer: int, size: int, sound: Callable[[Tensor], bool] | None = None) -> None:
         """Announces an exchange with a peer whose payload has this many bytes; one that is not sound is declined."""
         pact = self._pacts[ticket, peer] = _Pact(size, self._view, sound)
         self._sizes[ticket.fragment, ticket.leg] = size
@@ -161,9 +157,7 @@ class ElasticCore:
         pact = self._pacts[ticket, peer]
         pact.posted_s, pact.steps = now, self.steps
         if pact.outcome is None:
-            letter = Letter(
-                LetterKind.PAYLOAD, self.me, ticket, pact.view, max(self.round, 0), self.steps, payload
-            )  # fmt: skip
+            letter = Letter(LetterKind.PAYLOAD, self.me, ticket, pact.view, max(self.round, 0), self.steps, payload)
             self.outbox.append(Outgoing(peer, letter))
             self._commit(ticket, peer, pact)
 
@@ -208,7 +202,7 @@ class ElasticCore:
 
     def give_slot(
         self, nonce: int, address: str, ended: Container[int] = (), allowed: Container[int] | None = None
-    ) -> SlotEntry | None:  # fmt: skip
+    ) -> SlotEntry | None:
         """Gives a newcomer a slot, and tells everybody; None when there is none to give.
 
         A mean over everyone needs more than half of the slots. Who sees no more than half alive gives away none of a worker that
@@ -257,9 +251,10 @@ class ElasticCore:
         # They are asked too, so that one that dies frees its slot.
         ghosts = {entry.slot for entry in self.members.with_status(MemberStatus.GHOST)}
         self._doubted_s = {
-            peer: since_s for peer, since_s in self._doubted_s.items()
+            peer: since_s
+            for peer, since_s in self._doubted_s.items()
             if self._heard_s.get(peer, -1e9) < since_s and self._may_be_suspected(peer)
-        }  # fmt: skip
+        }
         # A worker that was itself stopped has not listened: who was silent then may live.
         before = self._watched_s if now - self._ticked_s < 4 * self._beat_s else {}
         self._ticked_s = now

@@ -19,8 +19,6 @@ from gossamer.transport.elastic.members import Members, MemberStatus
 from gossamer.transport.sockets.header import LIFE_LIMIT, LetterKind
 from gossamer.transport.sockets.letter import Letter
 
-__all__ = ["Fetched", "Fetches"]
-
 
 class Fetched(NamedTuple):
     """A message that has come."""

@@ -21,8 +21,6 @@ from gossamer.transport.elastic.members import Members, MemberStatus
 from gossamer.transport.sockets.header import LIFE_LIMIT, LetterKind
 from gossamer.transport.sockets.letter import Letter
 
-__all__ = ["Appointment", "Meetings"]
-
 
 class Appointment:
     """A meeting under way, from this end."""
@@ -66,9 +64,15 @@ class Meetings(Calls):
     """
 
     def __init__(
-        self, members: Members, payload_bytes: int, *, limit_s: float, tell: Callable[[Appointment], Tensor],
-        meet: Callable[[Appointment, Tensor], None], sound: Callable[[Tensor, int], bool] = lambda payload, peer: True,
-    ) -> None:  # fmt: skip
+        self,
+        members: Members,
+        payload_bytes: int,
+        *,
+        limit_s: float,
+        tell: Callable[[Appointment], Tensor],
+        meet: Callable[[Appointment, Tensor], None],
+        sound: Callable[[Tensor, int], bool] = lambda payload, peer: True,
+    ) -> None:
         super().__init__(members, payload_bytes)
         self._limit_s, self._tell, self._meet, self._sound = limit_s, tell, meet, sound
         self._now: Appointment | None = None

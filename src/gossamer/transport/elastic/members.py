@@ -16,16 +16,6 @@ from gossamer.record.jsonl import json_from_peer
 from gossamer.transport.sockets.addresses import split
 from gossamer.transport.sockets.header import Limits
 
-__all__ = [
-    "MemberStatus",
-    "Members",
-    "SlotEntry",
-    "SlotTakenError",
-    "membership_update",
-    "merged",
-    "read_membership_update",
-]
-
 _NONCES = 1 << 62
 MOST_INCARNATIONS = 1 << 30
 _JUMP = 1 << 16
@@ -147,9 +137,10 @@ class Members:
     def left_after(self, round: int) -> frozenset[int]:
         """The slots whose workers have left, but not before they took part in this round."""
         return frozenset(
-            slot for slot, entry in self.entries.items()
+            slot
+            for slot, entry in self.entries.items()
             if entry.status == MemberStatus.LEFT and entry.nonce and entry.since <= round <= entry.round
-        )  # fmt: skip
+        )
 
     def with_status(self, *statuses: MemberStatus) -> list[SlotEntry]:
         """The entries of these statuses, but one's own."""
@@ -367,9 +358,14 @@ def _entry(value: object, limits: Limits) -> SlotEntry | None:
             numbers = (slot, incarnation, nonce, status, since, round, steps)
             # One that is back in the last round takes part from the round after it on.
             most = (
-                limits.workers - 1, MOST_INCARNATIONS, _NONCES, len(MemberStatus) - 1, limits.rounds + 1, limits.rounds,
+                limits.workers - 1,
+                MOST_INCARNATIONS,
+                _NONCES,
+                len(MemberStatus) - 1,
+                limits.rounds + 1,
+                limits.rounds,
                 limits.steps,
-            )  # fmt: skip
+            )
             sound = all(type(one) is int and 0 <= one <= limit for one, limit in zip(numbers, most, strict=True))
             if sound and _is_address(address):
                 return SlotEntry(slot, incarnation, nonce, MemberStatus(status), since, address, round, steps)

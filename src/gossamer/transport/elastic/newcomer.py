@@ -24,8 +24,6 @@ from gossamer.transport.sockets.handshake import dial
 from gossamer.transport.sockets.header import NEWCOMER, SMALL_BYTES, LetterKind, Limits
 from gossamer.transport.sockets.letter import Letter, body_of, receive_letter, send_letter
 
-__all__ = ["Applicant", "Handover", "Offer", "ask", "host"]
-
 CHUNK_BYTES = 1 << 20
 LIMIT_BYTES = 1 << 38
 """Most bytes of a state."""
@@ -97,9 +95,16 @@ class Offer(NamedTuple):
 
 
 def host(
-    channel: Channel, run: int, limits: Limits, me: int, *, give_slot: Callable[[Applicant], SlotEntry | None],
-    entries: Callable[[], dict[int, SlotEntry]], boundary: Callable[[int | None], Handover], keys: Keys | None = None,
-) -> None:  # fmt: skip
+    channel: Channel,
+    run: int,
+    limits: Limits,
+    me: int,
+    *,
+    give_slot: Callable[[Applicant], SlotEntry | None],
+    entries: Callable[[], dict[int, SlotEntry]],
+    boundary: Callable[[int | None], Handover],
+    keys: Keys | None = None,
+) -> None:
     """Serves one newcomer, with what `boundary` gives for its `Applicant.after`.
 
     Raises: OSError, PeerError, TransportError when it is lost or says something else.
@@ -116,9 +121,13 @@ def host(
     state = kept.whole if place.inner else kept.cold
     known = entries()
     offer = {
-        "slot": None if own is None else own.slot, "donor": me, "after": kept.after, "bytes": len(state.raw),
-        "sha256": state.sha256, "entries": membership_update(known).decode(),
-    }  # fmt: skip
+        "slot": None if own is None else own.slot,
+        "donor": me,
+        "after": kept.after,
+        "bytes": len(state.raw),
+        "sha256": state.sha256,
+        "entries": membership_update(known).decode(),
+    }
     send_letter(channel, Letter(LetterKind.OFFER, me, body=body_of(json.dumps(offer).encode())), run)
     wants = receive_letter(channel, run, limits, _small)
     if own is None or wants.content != b"yes":
@@ -129,9 +138,18 @@ def host(
 
 
 def ask(
-    address: str, secret: bytes, place: Applicant, *, run: int, limits: Limits, timeout_s: float,
-    state: bool = True, keys: Keys | None = None, reach_s: float | None = None, whom: int | None = None,
-) -> Offer:  # fmt: skip
+    address: str,
+    secret: bytes,
+    place: Applicant,
+    *,
+    run: int,
+    limits: Limits,
+    timeout_s: float,
+    state: bool = True,
+    keys: Keys | None = None,
+    reach_s: float | None = None,
+    whom: int | None = None,
+) -> Offer:
     """A slot, and a state, from the worker that listens at `address`.
 
     Args:
@@ -175,12 +193,19 @@ def _small(letter: Letter, size: int) -> bool:
 def _place(letter: Letter, limits: Limits) -> Applicant | None:
     match json_from_peer(letter.content):
         case {
-            "nonce": int(nonce), "address": str(address), "slot": None | int() as slot, "inner": bool(inner),
-            "wants": None | int() as wants, "after": None | int() as after,
+            "nonce": int(nonce),
+            "address": str(address),
+            "slot": None | int() as slot,
+            "inner": bool(inner),
+            "wants": None | int() as wants,
+            "after": None | int() as after,
         } if (
-            letter.kind == LetterKind.ASK and 0 <= nonce < _NONCES and _is_at_most(slot, limits.workers - 1)
-            and _is_at_most(wants, limits.workers - 1) and _is_at_most(after, limits.rounds)
-        ):  # fmt: skip
+            letter.kind == LetterKind.ASK
+            and 0 <= nonce < _NONCES
+            and _is_at_most(slot, limits.workers - 1)
+            and _is_at_most(wants, limits.workers - 1)
+            and _is_at_most(after, limits.rounds)
+        ):
             entry = SlotEntry(0, 0, nonce, MemberStatus.JOINING, 0, address)
             sound = read_membership_update(membership_update({0: entry}), limits) is not None
             return Applicant(nonce, address, slot, inner, wants, after) if sound else None
@@ -194,9 +219,13 @@ def _is_at_most(number: int | None, most: int) -> bool:
 def _offer(letter: Letter, limits: Limits, address: str) -> tuple[Offer, int]:
     match json_from_peer(letter.content):
         case {
-            "slot": int() | None as slot, "donor": int(donor), "after": int(after), "bytes": int(size),
-            "sha256": str(sha256), "entries": str(text),
-        } if letter.kind == LetterKind.OFFER:  # fmt: skip
+            "slot": int() | None as slot,
+            "donor": int(donor),
+            "after": int(after),
+            "bytes": int(size),
+            "sha256": str(sha256),
+            "entries": str(text),
+        } if letter.kind == LetterKind.OFFER:
             slots, entries = limits.workers, read_membership_update(text.encode(), limits)
             alive = sum(entry.status == MemberStatus.ALIVE for entry in entries or [])
             if slot is None and alive < slots:

@@ -8,8 +8,6 @@ from collections.abc import Callable, Container, Iterable
 
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry
 
-__all__ = ["Redial"]
-
 _NOBODY = -1
 """The nonce of no process: that of one of which nothing but its address is known."""
 

@@ -31,8 +31,6 @@ from gossamer.transport.sockets.header import NEWCOMER, WATCHER, LetterKind
 from gossamer.transport.sockets.letter import Letter, body_of
 from gossamer.transport.sockets.listener import Arrival, ConnectionLimit, Listener, Refusals
 
-__all__ = ["ElasticTransport"]
-
 log = logging.getLogger("gossamer")
 
 _FEW_S = 5.0
@@ -82,9 +80,16 @@ class ElasticTransport:
     keeps_frames = False
 
     def __init__(
-        self, members: Members, endpoint: Endpoint, *, host: Callable[[Channel], None] | None = None,
-        device: torch.device | None = None, limit_bytes: int | None = None, closings: int = 1, led: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        members: Members,
+        endpoint: Endpoint,
+        *,
+        host: Callable[[Channel], None] | None = None,
+        device: torch.device | None = None,
+        limit_bytes: int | None = None,
+        closings: int = 1,
+        led: bool = False,
+    ) -> None:
         self.worker, self._endpoint, self._host = members.me, endpoint, host
         if endpoint.keys is not None:
             members.believe_only(endpoint.keys.are_one)
@@ -250,8 +255,9 @@ class ElasticTransport:
                     log.warning(
                         "worker %d waits for another to join: of %d workers it is the only one here, and alone it has nobody to "
                         "exchange with; a run of one has workers = 1",
-                        self.worker, self.members.slots,
-                    )  # fmt: skip
+                        self.worker,
+                        self.members.slots,
+                    )
 
     def _tell_if_few(self, now: float) -> None:
         """Tells once, after some seconds without a majority, what a round waits for: the first machine may be alone for hours."""
@@ -264,8 +270,10 @@ class ElasticTransport:
             self._few_since_s = math.inf
             log.warning(
                 "round %d waits for others to join: a mean is taken over more than half of the %d workers, and here %s",
-                self.core.round + 1, slots, "is one" if alive == 1 else f"are {alive}",
-            )  # fmt: skip
+                self.core.round + 1,
+                slots,
+                "is one" if alive == 1 else f"are {alive}",
+            )
 
     def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor], sound: Sound | None = None) -> None:
         """Announces the exchange with a peer."""
@@ -516,9 +524,14 @@ class ElasticTransport:
         endpoint = self._endpoint
         try:
             seen = look(
-                entry.address, endpoint.secret, run=endpoint.run, limits=self.members.limits,
-                timeout_s=min(10.0, endpoint.timeout_s), keys=endpoint.keys, whom=self.worker,
-            )  # fmt: skip
+                entry.address,
+                endpoint.secret,
+                run=endpoint.run,
+                limits=self.members.limits,
+                timeout_s=min(10.0, endpoint.timeout_s),
+                keys=endpoint.keys,
+                whom=self.worker,
+            )
             theirs = next((one for one in seen.entries if one.slot == seen.worker), None)
             there = theirs is not None and theirs.slot == self.worker and theirs.nonce != self.members.own.nonce
         except (GossamerError, OSError):  # also an address that leads nowhere from here, as into a mailbox
@@ -540,9 +553,14 @@ class ElasticTransport:
             limit_s = min(10.0, endpoint.timeout_s)
             try:
                 return dial(
-                    entry.address, endpoint.secret, run=endpoint.run, me=me, timeout_s=limit_s, keys=endpoint.keys,
+                    entry.address,
+                    endpoint.secret,
+                    run=endpoint.run,
+                    me=me,
+                    timeout_s=limit_s,
+                    keys=endpoint.keys,
                     whom=entry.slot,
-                )  # fmt: skip
+                )
             except ConnectionRefusedError:  # its machine says that nobody listens there, which silence does not
                 if known:
                     self.redial.ended.add(entry.nonce)
@@ -658,8 +676,9 @@ class ElasticTransport:
                 log.warning(
                     "%s, and the others are too few to close a round without it; worker %d keeps its own state and waits: let "
                     "another worker --join, or end the one whose state is wrong and start it again with --join",
-                    alone, self.worker,
-                )  # fmt: skip
+                    alone,
+                    self.worker,
+                )
             else:
                 log.warning("%s; the mean is taken without it, and worker %d keeps its own state", alone, self.worker)
 

@@ -20,21 +20,6 @@ from gossamer.rng import key
 from gossamer.transport.processes.store import THREADS, answer
 from gossamer.transport.sockets.keepalive import keeping_alive
 
-__all__ = [
-    "Backend",
-    "backend_of",
-    "block",
-    "carrier_in",
-    "connected",
-    "follow",
-    "gloo_group",
-    "hang_up",
-    "hold",
-    "nccl_group",
-    "poll",
-    "whole_of",
-]
-
 Backend = Literal["gloo", "nccl"]
 FOREVER = timedelta(days=365)
 OWN, OWN_NCCL = "gossamer's own", "gossamer's own, of NCCL"

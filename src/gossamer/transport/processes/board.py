@@ -19,8 +19,6 @@ from typing import Literal, NamedTuple, TypeVar
 from gossamer.record.jsonl import json_from_peer
 from gossamer.transport.processes.store import THREADS, Entries
 
-__all__ = ["Board", "Failure", "Note", "blame", "sentence"]
-
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 """How long nothing is asked of a store after an error; doubled after each."""
 MOST_DIGITS = 10
@@ -48,8 +46,12 @@ class Failure(NamedTuple):
 
 
 def sentence(
-    failure: Failure, worker: int, timeout_s: float, chain: Sequence[int] = (), name: Callable[[int], str] = "worker {}".format
-) -> str:  # fmt: skip
+    failure: Failure,
+    worker: int,
+    timeout_s: float,
+    chain: Sequence[int] = (),
+    name: Callable[[int], str] = "worker {}".format,
+) -> str:
     """What `worker` says of a failure.
 
     Args:

@@ -46,8 +46,6 @@ from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.store import THREADS
 from gossamer.transport.processes.waiting import PeerWait
 
-__all__ = ["ByteCount", "GroupTransport", "all_reduce"]
-
 GRACE_S = 0.25
 """How long after a lost connection a transfer that had completed may still be reported as complete."""
 Way = Literal["from", "to"]

@@ -15,17 +15,6 @@ from typing import NamedTuple
 from gossamer.errors import ConfigError
 from gossamer.transport.sockets.addresses import is_loopback, is_wildcard, own_address
 
-__all__ = [
-    "GLOO",
-    "Interface",
-    "address_towards",
-    "advised",
-    "announced_address",
-    "interfaces",
-    "leads_to_itself",
-    "use_interface_towards",
-]
-
 GLOO = "GLOO_SOCKET_IFNAME"
 """The environment variable with the interface of gloo, which else takes the address of this machine's name."""
 

@@ -21,8 +21,6 @@ from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.handshake import dial
 from gossamer.transport.sockets.listener import Arrival, Listener, Refusals
 
-__all__ = ["KeyedStore"]
-
 _RUN = int.from_bytes(b"a store", "big")
 """In place of the number of a run, which nobody knows before he has read the store."""
 _PIECE_BYTES = 1 << 16

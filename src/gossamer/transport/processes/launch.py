@@ -26,26 +26,20 @@ from gossamer.transport.processes.member import Member, sizes_of_workers
 from gossamer.transport.processes.store import ENTRY_BYTES, hosted_store, reached_store, shared_part, store_answers
 from gossamer.transport.secret import environment_secret
 
-__all__ = [
-    "agree",
-    "available_cores",
-    "device_of",
-    "intra_op_threads",
-    "join",
-    "launched",
-    "leave",
-    "one_device",
-    "part",
-    "raise_descriptor_limit",
-]
-
 log = logging.getLogger("gossamer")
 
 
 def join(
-    workers: int, *, parts: int | Sequence[int] = 1, backend: str = "auto", device: str = "auto", threads: int = 0,
-    timeout_s: float = 300.0, group: bool = True, part_is: str = "stage",
-) -> Member:  # fmt: skip
+    workers: int,
+    *,
+    parts: int | Sequence[int] = 1,
+    backend: str = "auto",
+    device: str = "auto",
+    threads: int = 0,
+    timeout_s: float = 300.0,
+    group: bool = True,
+    part_is: str = "stage",
+) -> Member:
     """Makes this process the worker, or the part of one, that the environment of torchrun (or `run_local`) names.
 
     Args:
@@ -234,8 +228,9 @@ def part(member: Member, timeout_s: float) -> None:
     elif _hosts_store(member.rank) and (late := entries.absent(names, timeout_s)):
         log.warning(
             "%s may not have learnt how the run starts within %g s; look at their logs",
-            _workers([1 + rank for rank in late], member), timeout_s,
-        )  # fmt: skip
+            _workers([1 + rank for rank in late], member),
+            timeout_s,
+        )
 
 
 def _disagreement(

@@ -27,17 +27,6 @@ from gossamer.transport.processes.member import place_of, sizes_of_workers
 from gossamer.transport.processes.store import Entries, hosted_store, reached_store, report_fallen, shared_part
 from gossamer.transport.secret import SECRET, environment_secret, new_secret
 
-__all__ = [
-    "LISTENER",
-    "STOPPED",
-    "Among",
-    "end_with_parent",
-    "loopback",
-    "run_elastic",
-    "run_local",
-    "run_served",
-]
-
 LISTENER = "GOSSAMER_LISTENER"
 """The environment variable with the file descriptor of the listening socket that a server inherits, and takes once."""
 
@@ -67,8 +56,14 @@ log = logging.getLogger("gossamer")
 
 
 def run_local(
-    n: int, work: Work, argv: Sequence[str], *, parts: int | Sequence[int] = 1, among: Among | None = None, grace_s: float = 10.0
-) -> int:  # fmt: skip
+    n: int,
+    work: Work,
+    argv: Sequence[str],
+    *,
+    parts: int | Sequence[int] = 1,
+    among: Among | None = None,
+    grace_s: float = 10.0,
+) -> int:
     """Runs n workers on this machine over loopback, and forwards their output with the worker's number before each line.
 
     Workers of several parts are as many processes each, and their lines begin with the numbers of both, such as `[3.1]`.
@@ -109,9 +104,13 @@ def _names(sizes: Sequence[int]) -> list[str]:
 
 
 def run_elastic(
-    n: int, work: Work, argv: Sequence[str], secret: bytes, fell: Callable[[int, int, str], None] = lambda *_: None,
+    n: int,
+    work: Work,
+    argv: Sequence[str],
+    secret: bytes,
+    fell: Callable[[int, int, str], None] = lambda *_: None,
     among: Among | None = None,
-) -> dict[int, int]:  # fmt: skip
+) -> dict[int, int]:
     """Runs n workers of an elastic run as `run_local` does; when one fails, the others go on.
 
     Args:
@@ -171,7 +170,7 @@ def _workers(
 
 def run_served(
     n: int, work: Work, argv: Sequence[str], secret: bytes, *, resume: Sequence[str] = (), grace_s: float = 10.0
-) -> int:  # fmt: skip
+) -> int:
     """Runs a server and n workers on this machine over loopback; a worker that fails does not stop the others.
 
     When a signal ends the server, its workers try again for `run.timeout_s`, and somebody may resume it at its port.
@@ -227,8 +226,11 @@ def _served_code(server: BaseProcess, workers: Sequence[BaseProcess], own: Seque
                 fallen.add(i)
                 log.warning(
                     "worker %d ended with code %d, and %s; start it again with %s",
-                    i, _shown(worker.exitcode), _left(workers), shlex.join(["gossamer", *own[i]]),
-                )  # fmt: skip
+                    i,
+                    _shown(worker.exitcode),
+                    _left(workers),
+                    shlex.join(["gossamer", *own[i]]),
+                )
         time.sleep(0.05)
     return code
 
@@ -291,9 +293,15 @@ def end_with_parent() -> None:
 
 
 def _enter(
-    work: Work, argv: list[str], prefix: str, environment: dict[str, str], folder: str, out: Connection, err: Connection,
+    work: Work,
+    argv: list[str],
+    prefix: str,
+    environment: dict[str, str],
+    folder: str,
+    out: Connection,
+    err: Connection,
     listener: socket.socket | None,
-) -> None:  # fmt: skip
+) -> None:
     """What a new process does first: it takes its place, environment, folder and output, and then works."""
     gc.freeze()  # else its first collections look at all that was imported, and copy the memory that it shares with the others
     os.setsid()  # Ctrl-C and the hang-up of a terminal reach the launcher alone, which then asks its processes to leave

@@ -9,8 +9,6 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from gossamer.transport.processes.store import Entries
 
-__all__ = ["Member", "place_of", "sizes_of_workers"]
-
 
 def sizes_of_workers(workers: int, parts: int | Sequence[int]) -> tuple[int, ...]:
     """The processes of each worker, from one number for all of them or from those of each."""
@@ -106,8 +104,14 @@ class Member(NamedTuple):
 
     @classmethod
     def at(
-        cls, rank: int, workers: int, device: torch.device, store: Store, parts: int | Sequence[int] = 1, secret: bytes = b""
-    ) -> "Member":  # fmt: skip
+        cls,
+        rank: int,
+        workers: int,
+        device: torch.device,
+        store: Store,
+        parts: int | Sequence[int] = 1,
+        secret: bytes = b"",
+    ) -> "Member":
         """The process of this rank; `rank` turns it back.
 
         Args: `parts` are the processes of a worker, or those of each.

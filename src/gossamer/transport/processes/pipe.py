@@ -23,8 +23,6 @@ from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.store import THREADS
 from gossamer.transport.processes.waiting import PeerWait
 
-__all__ = ["LENGTH_BYTES", "Flow", "Pipe"]
-
 LENGTH_BYTES = 8
 """Of the length before a payload whose size only the sender knows."""
 

@@ -18,8 +18,6 @@ from gossamer.record.jsonl import json_from_peer
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.store import ANSWER_S, THREADS, NoAnswerError
 
-__all__ = ["Stopping"]
-
 ENTRY = "stop"
 LOOK_S = 1.0
 """How often a process looks whether another has been asked to stop."""
@@ -107,8 +105,9 @@ class Stopping:
                 self._told = True
                 log.warning(
                     "process %s was asked to stop, or another was, but the store of the run does not answer, so they cannot "
-                    "agree on a round; it trains on, and the newest checkpoint is what is left once it is killed", self._me
-                )  # fmt: skip
+                    "agree on a round; it trains on, and the newest checkpoint is what is left once it is killed",
+                    self._me,
+                )
             return
         said = self._read(found)
         if len(said) == self._ranks:

@@ -31,23 +31,6 @@ from gossamer.transport.secret import CODE_BYTES, code
 from gossamer.transport.sockets.addresses import shown
 from gossamer.transport.sockets.keepalive import keep_alive, keeping_alive
 
-__all__ = [
-    "ANSWER_S",
-    "ENTRY_BYTES",
-    "THREADS",
-    "Entries",
-    "NoAnswerError",
-    "answer",
-    "client_of",
-    "hosted_store",
-    "listening",
-    "reached_store",
-    "report_fallen",
-    "served_store",
-    "shared_part",
-    "store_answers",
-]
-
 THREADS = "gossamer transfer"
 """The name of all threads that may be inside torch when a run ends: those of transfers, of the board and of the store."""
 ENTRY_BYTES = 1 << 20

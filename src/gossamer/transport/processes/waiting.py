@@ -8,8 +8,6 @@ from gossamer.errors import PeerError
 from gossamer.transport.processes.board import Board, Failure, Note, blame, sentence
 from gossamer.transport.processes.member import Member
 
-__all__ = ["PeerWait"]
-
 
 class PeerWait:
     """Waits of this process, during which it tells all others, by the notice board, whom it waits for.

@@ -5,8 +5,6 @@ import socket
 
 from gossamer.errors import TransportError
 
-__all__ = ["is_loopback", "is_wildcard", "listen", "loopback_warning", "own_address", "shown", "split"]
-
 _ELSEWHERE = "192.0.2.1"
 """An address of no machine (RFC 5737), towards which a machine goes as it would to any that is far away."""
 

@@ -14,8 +14,6 @@ from gossamer.transport.keys import Keys
 from gossamer.transport.sockets.keepalive import expect_answers, has_unanswered, keep_alive, silent_s
 from gossamer.transport.sockets.tls import TlsSocket, must_encrypt, send_all
 
-__all__ = ["Channel"]
-
 PIECE_BYTES = 1 << 20
 
 

@@ -17,8 +17,6 @@ from gossamer.transport.sockets.header import LetterKind, Limits
 from gossamer.transport.sockets.letter import Letter, body_of, receive_letter, send_letter
 from gossamer.transport.sockets.listener import Refusals
 
-__all__ = ["REFUSAL_BYTES", "Endpoint", "Owner", "PeerConnection", "refusal", "refused_by"]
-
 REFUSAL_BYTES = 1000
 PARTING_S = 5.0
 """How long the other end has to read why a connection ends."""

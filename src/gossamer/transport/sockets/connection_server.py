@@ -25,8 +25,6 @@ from gossamer.transport.sockets.letter import Letter, receive_letter, send_lette
 from gossamer.transport.sockets.listener import Arrival, ConnectionLimit, Listener, Refusals
 from gossamer.transport.sockets.server_client import NO_NUMBERS, NO_RUN, SETTINGS_BYTES, read_settings_in
 
-__all__ = ["Awaited", "ConnectionServer", "PeerProtocol", "Session", "listener_at"]
-
 log = logging.getLogger("gossamer")
 
 PARTING_S = 5.0
@@ -157,9 +155,15 @@ class ConnectionServer:
         self.refusals, self._silent = Refusals(), ConnectionLimit()
         self._me, limits = protocol.limits.workers, protocol.limits
         self._owner = Owner(
-            self._me, endpoint.run, limits, endpoint.timeout_s, self._accepts, self._heard,
-            lambda connection, why: self._inputs.put(_Lost(connection, why)), self.refusals,
-        )  # fmt: skip
+            self._me,
+            endpoint.run,
+            limits,
+            endpoint.timeout_s,
+            self._accepts,
+            self._heard,
+            lambda connection, why: self._inputs.put(_Lost(connection, why)),
+            self.refusals,
+        )
         # Threads only put into this queue and one thread takes from it, so the order of what it has taken is the order of the
         # record, and no lock is needed around the session.
         self._inputs: queue.SimpleQueue[_Joined | _Heard | _Lost] = queue.SimpleQueue()
@@ -333,9 +337,14 @@ class ConnectionServer:
                 f"{limits.workers - 1}",
             )
         letter = receive_letter(
-            arrival.channel, run, limits, deadline=deadline,
-            accepts=lambda letter, size: (letter.kind, letter.sender, size) == (LetterKind.HELLO, peer, protocol.hello_bytes),
-        )  # fmt: skip
+            arrival.channel,
+            run,
+            limits,
+            deadline=deadline,
+            accepts=lambda letter, size: (
+                (letter.kind, letter.sender, size) == (LetterKind.HELLO, peer, protocol.hello_bytes)
+            ),
+        )
         return protocol.hello(peer, letter.body)
 
     def _turn_away(self, arrival: Arrival, why: str) -> None:

@@ -26,8 +26,6 @@ from gossamer.transport.sockets.handshake import dial_any
 from gossamer.transport.sockets.header import WATCHER
 from gossamer.transport.sockets.listener import Arrival, Listener, Refusals
 
-__all__ = ["ExaminationServer", "ThereAndBack", "examine"]
-
 RUN = int(hashlib.sha256(b"gossamer doctor").hexdigest()[:16], 16)
 """In place of the number of a run."""
 PATIENCE_S = 5.0
@@ -56,7 +54,7 @@ class ThereAndBack(NamedTuple):
 
 def examine(
     address: str, secret: bytes, keys: Keys | None, listener: socket.socket | None = None
-) -> ThereAndBack | None:  # fmt: skip
+) -> ThereAndBack | None:
     """What the `gossamer doctor` at `host:port` finds; None where something else of these keys or this secret listens, as a run.
 
     Args: `listener` is where the other end may come back to.
@@ -94,7 +92,7 @@ class ExaminationServer:
 
     def __init__(
         self, sock: socket.socket, secret: bytes, keys: Keys | None, told: Callable[[str, bool], None]
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._told = told
         self._listener = Listener(sock, secret, RUN, self._arrived, Refusals(), keys=keys)
         self.address = self._listener.address

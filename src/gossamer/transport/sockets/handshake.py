@@ -30,8 +30,6 @@ from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.header import GUESTS, wrong_version
 from gossamer.transport.sockets.mailbox import connect, is_box
 
-__all__ = ["HANDSHAKE_S", "dial", "dial_any", "prove_to_dialler", "prove_to_listener"]
-
 HANDSHAKE_S = 10.0
 """How long a whole handshake may take."""
 _MAGIC = b"GOSS"
@@ -89,7 +87,7 @@ def prove_to_dialler(
 
 def prove_to_listener(
     channel: Channel, secret: bytes, *, run: int, me: int, older: bytes = b"GOSL", timeout_s: float = HANDSHAKE_S
-) -> bool | None:  # fmt: skip
+) -> bool | None:
     """The side that has dialled: whether the other end takes it as one of its run, None if it hung up before anything was asked.
 
     Raises: RefusedError when the other end does not know the secret or speaks another version; PeerError when it hangs up on the
@@ -125,9 +123,16 @@ def prove_to_listener(
 
 
 def dial(
-    address: str, secret: bytes, *, run: int, me: int, timeout_s: float, older: bytes = b"GOSL", keys: Keys | None = None,
+    address: str,
+    secret: bytes,
+    *,
+    run: int,
+    me: int,
+    timeout_s: float,
+    older: bytes = b"GOSL",
+    keys: Keys | None = None,
     whom: int | None = None,
-) -> Channel:  # fmt: skip
+) -> Channel:
     """A connection with the process at `host:port`, after both ends have proved that they know the secret of the run.
 
     A host may be a box of a mailbox (`gossamer.transport.sockets.mailbox`).
@@ -150,9 +155,16 @@ def dial(
 
 
 def dial_any(
-    address: str, secret: bytes, *, run: int, me: int, timeout_s: float, older: bytes, keys: Keys | None = None,
+    address: str,
+    secret: bytes,
+    *,
+    run: int,
+    me: int,
+    timeout_s: float,
+    older: bytes,
+    keys: Keys | None = None,
     whom: int | None = None,
-) -> tuple[Channel, bool]:  # fmt: skip
+) -> tuple[Channel, bool]:
     """As `dial`, and whether the other end is of the same run."""
     if keys is not None and me not in GUESTS:
         keys.must_own(me)

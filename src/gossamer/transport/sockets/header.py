@@ -14,23 +14,6 @@ from typing import NamedTuple
 from gossamer.errors import RefusedError, TransportError
 from gossamer.transport.contract import WIRE_VERSION, Ticket
 
-__all__ = [
-    "GUESTS",
-    "HEADER_BYTES",
-    "LIFE_LIMIT",
-    "MOST_ATTEMPTS",
-    "NEWCOMER",
-    "NO_TICKET",
-    "SMALL_BYTES",
-    "WATCHER",
-    "LetterHead",
-    "LetterKind",
-    "Limits",
-    "decode",
-    "encode",
-    "wrong_version",
-]
-
 MAGIC = b"GOSL"
 _LAYOUT = struct.Struct("<4sHHQIIIIQQQQQ")
 _SUM = struct.Struct("<Q")

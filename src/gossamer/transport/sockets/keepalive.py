@@ -12,8 +12,6 @@ import struct
 import sys
 from collections.abc import Iterator
 
-__all__ = ["EVERY_S", "expect_answers", "has_unanswered", "keep_alive", "keeping_alive", "silent_s"]
-
 EVERY_S = 30
 """The pause between two questions, or a quarter of the time after which a connection counts as lost if that is less."""
 _MOST_QUESTIONS = 127  # Linux takes no more

@@ -16,8 +16,6 @@ from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.header import HEADER_BYTES, NO_TICKET, LetterHead, LetterKind, Limits, decode
 from gossamer.transport.sockets.header import encode as encode_header
 
-__all__ = ["Letter", "body_of", "encode", "receive_letter", "send_letter", "small"]
-
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
@@ -58,9 +56,14 @@ def send_letter(channel: Channel, letter: Letter, run: int) -> None:
 
 
 def receive_letter(
-    channel: Channel, run: int, limits: Limits, accepts: Callable[[Letter, int], bool], *, idle: bool = False,
+    channel: Channel,
+    run: int,
+    limits: Limits,
+    accepts: Callable[[Letter, int], bool],
+    *,
+    idle: bool = False,
     deadline: float | None = None,
-) -> Letter:  # fmt: skip
+) -> Letter:
     """The next letter.
 
     Args:

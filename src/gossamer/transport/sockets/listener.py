@@ -19,8 +19,6 @@ from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.handshake import HANDSHAKE_S, prove_to_dialler
 from gossamer.transport.sockets.header import GUESTS
 
-__all__ = ["Arrival", "ConnectionLimit", "Listener", "Refusals"]
-
 log = logging.getLogger("gossamer")
 
 RETRY_S = 0.1
@@ -134,9 +132,16 @@ class Listener:
     """
 
     def __init__(
-        self, sock: socket.socket, secret: bytes, run: int, arrived: Callable[[Arrival], None], refusals: Refusals,
-        *, older: bytes = b"GOSL", keys: Keys | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        sock: socket.socket,
+        secret: bytes,
+        run: int,
+        arrived: Callable[[Arrival], None],
+        refusals: Refusals,
+        *,
+        older: bytes = b"GOSL",
+        keys: Keys | None = None,
+    ) -> None:
         self._sock, self._run, self._older, self._keys = sock, run, older, keys
         self._secret = secret if keys is None else SECRET_WORD
         self._arrived, self.refusals = arrived, refusals

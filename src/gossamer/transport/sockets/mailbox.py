@@ -35,8 +35,6 @@ from typing import Any
 from gossamer.errors import ConfigError, TransportError
 from gossamer.transport.sockets.addresses import shown
 
-__all__ = ["MAILBOX", "Mailbox", "connect", "is_box", "listen_in", "opened"]
-
 log = logging.getLogger("gossamer")
 
 MAILBOX = "GOSSAMER_MAILBOX"

@@ -19,8 +19,6 @@ from gossamer.transport.sockets.handshake import dial_any
 from gossamer.transport.sockets.header import LetterKind, Limits
 from gossamer.transport.sockets.letter import Letter, body_of, receive_letter, send_letter
 
-__all__ = ["NO_NUMBERS", "NO_RUN", "SETTINGS_BYTES", "Patience", "ServerClient", "connect", "read_settings_in"]
-
 SETTINGS_BYTES = 1 << 18
 NO_RUN, NO_NUMBERS = 0, Limits(0, 0, 0)
 """Of letters between processes of different runs, which have no numbers in common."""
@@ -120,9 +118,16 @@ class Patience:
 
 
 def connect(
-    address: str, *, secret: bytes, run: int, me: int, limits: Limits, timeout_s: float,
-    settings: Mapping[str, str] | None = None, keys: Keys | None = None,
-) -> ServerClient:  # fmt: skip
+    address: str,
+    *,
+    secret: bytes,
+    run: int,
+    me: int,
+    limits: Limits,
+    timeout_s: float,
+    settings: Mapping[str, str] | None = None,
+    keys: Keys | None = None,
+) -> ServerClient:
     """A connection to the server at `host:port`, after both ends have proved that they know the secret of the run.
 
     Args: `settings` are sent to a server of another configuration, which names those that differ.

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from gossamer.errors import RefusedError
 from gossamer.transport.keys import Keys, certificate_fingerprint
 
-__all__ = ["TlsSocket", "must_encrypt", "send_all"]
-
 _PIECE_BYTES = 1 << 18
 _FIRST = b"\x16"
 """What a handshake begins with."""

@@ -30,8 +30,6 @@ from gossamer.run.config.pipeline import LostStage, cuts_of
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.task import Task
 
-__all__ = ["WHOLE", "Arranged", "Partition", "Store", "joined_state", "partition_of", "state_of_part"]
-
 _T = TypeVar("_T")
 _NAME = re.compile(r"stage-\d{1,4}-of-(\d{1,4})-cut((?:-\d{1,4})+)")
 
@@ -234,7 +232,7 @@ class Arranged(NamedTuple):
 
 def joined_state(
     config: RunSettings, model: Llama, source: Partition, states: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The state of a whole worker, from those of its stages in their order, which must be alike in all that is of no stage.
 
     Args: `model` is one of this run, which says what is where.
@@ -277,7 +275,7 @@ def joined_state(
 
 def state_of_part(
     config: RunSettings, model: Llama, target: Partition, part: int, whole: Mapping[str, Any]
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """What one stage goes on with, from the state of a whole worker; memories of boundaries that it lacks do no harm.
 
     Args and raises: as `joined_state`.
@@ -296,9 +294,11 @@ def state_of_part(
             {**one, "sent": [cut(value, one["fragment"]) for value in one["sent"]]} for one in whole["under_way"]
         ],
         "inner": for_optimizer(
-            build_optimizer(config.inner, own), named_state(build_optimizer(config.inner, model), whole["inner"], names), names
+            build_optimizer(config.inner, own),
+            named_state(build_optimizer(config.inner, model), whole["inner"], names),
+            names,
         ),
-    }  # fmt: skip
+    }
 
 
 def _whole_of(vectors: Sequence[Tensor], parts: Sequence[Layout], layout: Layout) -> Tensor:

@@ -25,20 +25,6 @@ from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.compiled import made_ready
 from gossamer.tree import nbytes
 
-__all__ = [
-    "InStages",
-    "MicroBatch",
-    "StagedModel",
-    "boundaries_state",
-    "boundary_ends",
-    "computing",
-    "lost_of",
-    "restore_boundaries",
-    "spans_of",
-    "squared_norm",
-    "squares_of",
-]
-
 MicroBatch = tuple[Tensor, Sequence[int]]
 """Tokens, int64 `[B, S + 1]`, and the numbers of these B samples."""
 

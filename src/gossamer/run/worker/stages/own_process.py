@@ -37,15 +37,13 @@ from gossamer.run.worker.stages.torch_stage import CarriedStage, must_have_sched
 from gossamer.transport.processes.pipe import Flow, Pipe
 from gossamer.tree import nbytes
 
-__all__ = ["OwnStages"]
-
 
 class _Side:
     """This process's side of one boundary: what it encodes for the other, and what it decodes."""
 
     def __init__(
         self, pipe: Pipe, boundary: int, other: int, ends: tuple[BoundaryEnd, BoundaryEnd], like: Tensor, *, sends: bool
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._pipe, self._other, self._like = pipe, other, like
         self._out, self._into = ends if sends else ends[::-1]
         names = ("forward", "backward") if sends else ("backward", "forward")
@@ -114,8 +112,9 @@ class OwnStages:
         self._stages = {k: Stage(whole, *spans[k]).to(device) for k in self._places}
         self.boundaries = {
             b: boundary_ends(config, spans[b + 1][0])
-            for b in range(self._pieces - 1) if b in self._places or b + 1 in self._places
-        }  # fmt: skip
+            for b in range(self._pieces - 1)
+            if b in self._places or b + 1 in self._places
+        }
         """The forward and the backward direction of each boundary of these stages."""
         self._by_layer = {spans[b + 1][0]: ends for b, ends in self.boundaries.items()}
         self._sides: list[_Side] = []
@@ -139,8 +138,11 @@ class OwnStages:
         for boundary, sends in ((k - 1, False), (k, True)):
             if not 0 <= boundary < self._pieces - 1:
                 sides.append(None)
-                shapes.append(torch.empty(*tokens, whole.vocab_size, device="meta", requires_grad=True) if sends
-                              else torch.empty(*tokens, dtype=torch.int64, device="meta"))  # fmt: skip
+                shapes.append(
+                    torch.empty(*tokens, whole.vocab_size, device="meta", requires_grad=True)
+                    if sends
+                    else torch.empty(*tokens, dtype=torch.int64, device="meta")
+                )
                 continue
             width = crossing(config.model, spans_of(config)[boundary + 1][0])
             other = (k + 1 if sends else k - 1) % self._pipe.parts
@@ -237,7 +239,7 @@ class OwnStages:
         forward, backward = self._sent.sum(0).tolist()
         found = StageSeconds(
             round, worker, self._pipe.part, self._compute_s, self._pipe.waited_s, forward, backward, outer_bytes
-        )  # fmt: skip
+        )
         self._compute_s = self._pipe.waited_s = 0.0
         return found
 

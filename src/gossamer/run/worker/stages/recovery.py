@@ -23,8 +23,6 @@ from gossamer.transport.contract import Ticket, Transport
 from gossamer.transport.processes.pipe import Flow, Pipe
 from gossamer.tree import leaves
 
-__all__ = ["lost_before", "mean_of_neighbours", "recover_all", "recover_own", "stand_in"]
-
 Span = tuple[int, int]
 """The first layer of a stage, and the one after its last."""
 _FRAGMENT = 1 << 16

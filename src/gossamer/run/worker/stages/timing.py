@@ -18,8 +18,6 @@ from gossamer.run.config.document import DIRECTIONS
 from gossamer.run.config.pipeline import boundary_of, cuts_of
 from gossamer.run.config.resolved import RunSettings
 
-__all__ = ["in_stages", "pipeline_work", "shares_of", "stage_seconds", "work_in"]
-
 
 def in_stages(network: Network, config: RunSettings, layout: Layout) -> InnerSteps:
     """The inner steps of a run on a network, see `gossamer.network.inner_steps.inner_steps`.
@@ -53,12 +51,17 @@ def pipeline_work(config: RunSettings, layout: Layout) -> PipelineWork | None:
     if again is not None and data.windows is not None:
         first = min(1.0, data.windows / (config.run.steps * data.accumulate * data.batch_size))
     return PipelineWork(
-        stages=pipeline.stages, chunks=pipeline.chunks,
+        stages=pipeline.stages,
+        chunks=pipeline.chunks,
         schedule=cast(Order, pipeline.schedule),  # its settings allow no other
-        micro_batches=data.accumulate, shares=shares_of(layout, cuts), forward_bytes=there, backward_bytes=back,
-        again_bytes=there if again is None else [*map(again, shapes)], first=first,
+        micro_batches=data.accumulate,
+        shares=shares_of(layout, cuts),
+        forward_bytes=there,
+        backward_bytes=back,
+        again_bytes=there if again is None else [*map(again, shapes)],
+        first=first,
         cut=None if pipeline.workers is None else [*pipeline.workers],
-    )  # fmt: skip
+    )
 
 
 def stage_seconds(
@@ -81,8 +84,16 @@ def stage_seconds(
             sent[(boundary + 1) % len(shares)][1] += back
         for stage, (share, (forward, backward)) in enumerate(zip(shares, sent, strict=True)):
             yield StageSeconds(
-                one.round, one.worker, stage, share * phase_s, (1 - share) * phase_s, forward, backward, None, one.network
-            )  # fmt: skip
+                one.round,
+                one.worker,
+                stage,
+                share * phase_s,
+                (1 - share) * phase_s,
+                forward,
+                backward,
+                None,
+                one.network,
+            )
 
 
 def shares_of(layout: Layout, cuts: tuple[int, ...]) -> list[float]:

@@ -16,8 +16,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from gossamer.errors import ConfigError
 
-__all__ = ["CarriedStage", "Carrier", "TorchSchedule", "must_have_schedules", "schedule_of"]
-
 SINCE = "2.13"
 """The version of torch whose pipelines these stages are made for; 2.11 asks other processes for shapes, and refuses bf16."""
 
@@ -66,9 +64,14 @@ class CarriedStage(PipelineStage):
     """
 
     def __init__(
-        self, module: nn.Module, place: tuple[int, int], device: torch.device, group: dist.ProcessGroup,
-        shapes: tuple[Tensor, Tensor], sides: tuple[Carrier | None, Carrier | None],
-    ) -> None:  # fmt: skip
+        self,
+        module: nn.Module,
+        place: tuple[int, int],
+        device: torch.device,
+        group: dist.ProcessGroup,
+        shapes: tuple[Tensor, Tensor],
+        sides: tuple[Carrier | None, Carrier | None],
+    ) -> None:
         super().__init__(module, *place, device, *shapes, group=group)
         self._before, self._after = sides
 
@@ -113,7 +116,7 @@ class CarriedStage(PipelineStage):
 
 def schedule_of(
     name: str, stages: Sequence[CarriedStage], micro_batches: int, loss: Callable[[Tensor, Tensor], Tensor]
-) -> TorchSchedule:  # fmt: skip
+) -> TorchSchedule:
     """The schedule of this name for the stages of this process; gradients of the micro-batches' losses are added up as they are.
 
     Source: GPipe, arXiv 1811.06965; 1F1B and interleaved stages, arXiv 2104.04473, section 2.2.
