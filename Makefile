@@ -25,7 +25,7 @@ types: .venv/.installed
 tests: .venv/.installed
 	$(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder --hypothesis-profile=repeatable --randomly-seed=27
 
-WITH_FULL := run/synchronous/test_parity transport/test_faults transport/test_elastic_fuzz run/elastic/test_liars rounds/test_exchange rules/test_rules rounds/test_lossy_codecs docs/test_experiments run/simulated/test_simulate boundaries/test_boundary_product
+WITH_FULL := run/synchronous/test_parity transport/test_faults transport/test_elastic_fuzz rounds/test_exchange rules/test_rules rounds/test_lossy_codecs docs/test_experiments run/simulated/test_simulate boundaries/test_boundary_product
 
 parity: .venv/.installed  ## simulator against real processes, bit for bit, over every allowed pairing; and all else that CI samples; WITH_FULL=FILE: a part
 	$(BIN)/pytest $(WITH_FULL:%=tests/%.py) --full
