@@ -939,12 +939,18 @@ def test_the_fresh_seeds_chose_no_setting_and_their_settings_are_those_that_were
 
 
 RACED = [
-    ("even_10m", "134m", "DiLoCo 480 fp4", "GASLoC 1-Peer 480 int8", "ended {m} [{low}, {high}] below it"),
-    ("slow_in_turn", "1m", "DiLoCo 5 fp4", "GASLoC 1-Peer 5 int8", "it ended {m} [{low}, {high}] below DiLoCo"),
+    (
+        "even_10m",
+        "134m",
+        "DiLoCo 480 fp4",
+        "GASLoC 1-Peer 480 int8",
+        "ended {m} [{low}, {high}] below DiLoCo with the rounds of 85M",
+    ),
+    ("slow_in_turn", "1m", "DiLoCo 5 fp4", "GASLoC 1-Peer 5 int8", "it ended {m} [{low}, {high}] below DiLoCo, both"),
     ("slow_in_turn", "134m", "DiLoCo 480 fp4", "GASLoC 1-Peer 480 int8", "and {m} [{low}, {high}] with those of 85M"),
-    ("even_10m", "134m", "GASLoC 2-Peer 480 bf16", "GASLoC 1-Peer 480 bf16", "peers ended {m}, "),
-    ("slow_in_turn", "134m", "GASLoC 2-Peer 480 bf16", "GASLoC 1-Peer 480 bf16", ", {m} and"),
-    ("two_sites", "134m", "GASLoC 2-Peer 480 bf16", "GASLoC 1-Peer 480 bf16", "and {m} above one"),
+    ("even_10m", "134m", "GASLoC 2-Peer 480 bf16", "GASLoC 1-Peer 480 bf16", "to {m} above one"),
+    ("slow_in_turn", "134m", "GASLoC 2-Peer 480 bf16", "GASLoC 1-Peer 480 bf16", "two ended {m} to"),
+    ("two_sites", "134m", "GASLoC 2-Peer 480 bf16", "GASLoC 1-Peer 480 bf16", "two ended {m} to"),
 ]
 """Two candidates of a race, the worse one first, and what the answers say of their difference."""
 
