@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ def test_adamw_and_sgd_are_plain_torch_optim_without_decay_on_vectors(config: In
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Muon])
 def test_an_optimizer_without_the_compiler_takes_the_steps_of_torchs_to_the_last_bit(
-    kind: type[torch.optim.Optimizer],
+    kind: Any,
 ) -> None:
     found = []
     for one in (kind, uncompiled(kind)):
@@ -178,6 +179,35 @@ def test_the_update_of_spectral_muon_is_the_orthogonal_factor_within_some_percen
     exact = torch.linalg.svdvals(newton_schulz(u.double(), torch.float64))
     assert 0.95 < exact.min() <= exact.max() < 1.05
     assert torch.equal(orthogonalized(u.T), orthogonalized(u).T)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor, torch.optim.NAdam])
+def test_a_users_optimizer_of_torch_steps_with_equal_bits_and_keeps_its_kind_and_its_hooks(
+    kind: Any,
+) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        made = kind([{"params": parameters, "lr": 0.01}])
+        made.register_step_post_hook(lambda *_: hooked.append(kind))
+        return made
+
+    hooked: list[type] = []
+    ours, plain = small(), small()
+    mine = build_optimizer(InnerConfig(), ours, own=make)
+    train(ours, mine)
+    assert isinstance(mine, kind) and type(mine).__module__ == kind.__module__ and len(hooked) == 4
+    theirs = make(list(plain.parameters()))
+    train(plain, theirs)
+    assert all(map(torch.equal, ours.parameters(), plain.parameters()))
+    mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    assert str(mine.state_dict()) == str(theirs.state_dict())
+
+
+def test_a_users_optimizer_that_is_differentiable_or_none_of_torchs_kinds_is_left_as_it_is() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    for make in (lambda p: torch.optim.SGD(p, differentiable=True), Own):
+        assert type(build_optimizer(InnerConfig(), small(), own=make)) in (torch.optim.SGD, Own)
 
 
 def test_the_recipe_muloco_trains_with_the_settings_of_its_authors_code() -> None:

@@ -1,10 +1,12 @@
 """The inner optimizer of one worker: its settings, its construction and its learning-rate schedule."""
 
+import contextlib
 import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar, cast
 
@@ -38,12 +40,6 @@ def uncompiled(kind: type[T]) -> type[T]:
     return cast(type[T], _uncompiled(kind))
 
 
-@functools.cache
-def _uncompiled(kind: type[Optimizer]) -> type[Optimizer]:
-    own: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name)) for name in _GUARDED}
-    return type(kind.__name__, (kind,), {**own, "step": torch.no_grad()(inspect.unwrap(kind.step))})
-
-
 log = logging.getLogger("gossamer")
 
 _WARMUP = 0.1
@@ -52,6 +48,60 @@ _WARMUP = 0.1
 
 OptimizerFactory = Callable[..., InnerOptimizer]
 """Makes the optimizer of these parameters: `optimizer(parameters)`."""
+
+
+@functools.cache
+def _uncompiled(kind: type[Optimizer]) -> type[Optimizer]:
+    own: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name)) for name in _GUARDED}
+    step = torch.no_grad()(inspect.unwrap(kind.step))
+    return type(kind.__name__, (kind,), {**own, "step": step, "__module__": kind.__module__})
+
+
+@contextlib.contextmanager
+def without_compiler(functions: Iterable[Any]) -> Iterator[None]:
+    """In here torch calls these functions without importing its compiler, which takes a second, only to keep it out of them.
+
+    Args:
+        functions: those that torch has wrapped with `torch._disable_dynamo`; others are left as they are.
+    """
+    spared = []
+    if "torch._dynamo" not in sys.modules:  # with it, calling them costs nothing more
+        for function in functions:
+            while (within := getattr(function, "__wrapped__", None)) is not None:
+                if function.__code__ is _DISABLED.__code__ and _INSTEAD not in vars(own := _kept_out_of(function)):
+                    setattr(own, _INSTEAD, own)
+                    spared.append(own)
+                function = within
+    try:
+        yield
+    finally:
+        for one in spared:
+            if vars(one).get(_INSTEAD) is one:  # another thread may have imported the compiler meanwhile
+                delattr(one, _INSTEAD)
+
+
+def _kept_out_of(wrapper: Any) -> Any:
+    """The function around which torch put this wrapper; `__wrapped__` may be another one, inside of it."""
+    return wrapper.__closure__[wrapper.__code__.co_freevars.index("fn")].cell_contents
+
+
+_DISABLED = torch._compile._disable_dynamo(lambda: None)
+_INSTEAD = "__dynamo_disable"
+"""Where torch keeps what it calls in place of a function out of which it keeps its compiler."""
+
+
+def _of_user(make: OptimizerFactory, parameters: list[nn.Parameter]) -> InnerOptimizer:
+    """What a user's function makes; one of torch's own kinds as `uncompiled` has it, with its hooks."""
+    with without_compiler(getattr(Optimizer, name) for name in _GUARDED):
+        made = make(parameters)
+    if not isinstance(made, Optimizer):
+        return made
+    kind = type(made)
+    known = getattr(torch.optim, kind.__name__, None) is kind
+    if known and "step" not in vars(made) and not made.defaults.get("differentiable"):
+        made.__class__ = _uncompiled(kind)
+        made._patch_step_function()  # so that hooks are called around this step too
+    return cast(InnerOptimizer, made)
 
 
 @settings("inner")
@@ -136,7 +186,7 @@ def build_optimizer(
     base = (
         _stepper(without_momentum(config), model)
         if own is None
-        else own([p for p in model.parameters() if p.requires_grad])
+        else _of_user(own, [p for p in model.parameters() if p.requires_grad])
     )
     if config.averaging is None:
         return base

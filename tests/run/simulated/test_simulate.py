@@ -315,10 +315,11 @@ def test_alpha_auto_settles_on_a_stable_step(tmp_path, caplog):
     assert "momentum" not in caplog.text
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "torch.optim:Adamax"])
 def test_a_run_that_compiles_nothing_imports_no_compiler(optimizer: str, tmp_path: Path) -> None:
     program = f"""
 import sys, gossamer
+from gossamer.run.planning.check import examine_document
 inner, rounds = {{"optimizer": "{optimizer}"}}, {{"steps": 2, "local_steps": 1}}
 run = {{"workers": 2, "run": rounds, "inner": inner, "model": {{"size": "0.2m"}}}}
 for rule in ("gasloc", "diloco"):
@@ -326,6 +327,9 @@ for rule in ("gasloc", "diloco"):
     assert sum(p.numel() for p in simulation.model(0).parameters()) > 1 << 14
 slow = [name for name in ("torch._dynamo", "torch._inductor", "sympy", "transformers", "datasets") if name in sys.modules]
 assert not slow, slow
+for rule in ("gasloc", "diloco"):
+    (checked,), wrong = examine_document(run | {{"method": rule}})
+    assert checked.sent_bytes and not wrong and "torch._dynamo" not in sys.modules
 """
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path / "x")], capture_output=True, text=True, timeout=250
