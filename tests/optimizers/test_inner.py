@@ -161,10 +161,29 @@ def test_products_summed_in_fp32_give_the_same_orthogonal_factor_but_for_its_las
     u = torch.randn(shape, generator=torch.Generator().manual_seed(5))
     found = []
     for has in (True, False):
-        monkeypatch.setattr(spectral_muon, "has_bf16", lambda has=has: has)
+        monkeypatch.setattr(spectral_muon, "computes_bf16", lambda has=has: has)
         found.append(orthogonalized(u))
     assert found[0].dtype == found[1].dtype == torch.bfloat16
     torch.testing.assert_close(found[0], found[1], rtol=2**-6, atol=2**-8)
+
+
+@pytest.mark.parametrize(
+    ("machine", "computes", "amx", "fast"),
+    [
+        ("x86_64", True, True, True),
+        ("x86_64", True, False, False),  # AVX-512 alone
+        ("AMD64", False, False, False),
+        ("aarch64", True, False, True),
+        ("aarch64", False, False, False),
+    ],
+)
+def test_bf16_is_fast_with_amx_tiles_or_on_arm_and_not_with_avx512_alone(
+    machine: str, computes: bool, amx: bool, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spectral_muon.platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(spectral_muon, "computes_bf16", lambda: computes)
+    assert spectral_muon.is_fast_in_bf16() == fast
 
 
 @pytest.mark.parametrize("shape", [(64, 48), (48, 64), (40, 16), (8, 40)])

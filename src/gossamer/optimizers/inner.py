@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 import torch
 from pydantic import AllowInfNan, Field
-from torch import Tensor, nn
+from torch import Tensor, _compile, nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.optimizers import GPA, AccumAdamW, InnerOptimizer, Joined, SpectralMuon
-from gossamer.optimizers.spectral_muon import has_bf16
+from gossamer.optimizers.spectral_muon import computes_bf16, is_fast_in_bf16
 from gossamer.settings.fields import Changeable, OneOf
 from gossamer.settings.options import Count, Decay, NotNegative, Number, Portion, Positive
 from gossamer.settings.schema import settings
@@ -85,7 +85,7 @@ def _kept_out_of(wrapper: Any) -> Any:
     return wrapper.__closure__[wrapper.__code__.co_freevars.index("fn")].cell_contents
 
 
-_DISABLED = torch._compile._disable_dynamo(lambda: None)
+_DISABLED = _compile._disable_dynamo(lambda: None)
 _INSTEAD = "__dynamo_disable"
 """Where torch keeps what it calls in place of a function out of which it keeps its compiler."""
 
@@ -141,11 +141,12 @@ class InnerConfig:
     decay_fraction: Annotated[float, Field(gt=0, le=1), Changeable()] = 0.2
     """The last part of the run in which wsd decays."""
     autocast: Literal["bf16"] | None = None
-    """Lower precision for forward and backward; parameters and optimizer stay in fp32. Fast on GPUs and with AVX-512,
-    and many times slower on other processors."""
+    """Lower precision for forward and backward; parameters and optimizer stay in fp32. Fast on GPUs and on
+    processors with AMX tiles or the bf16 of ARM, and two to fifty times slower on others; `gossamer plan --race` takes it there
+    alone."""
     compile: bool = False
-    """Compile the forward and backward pass (needs a C++ compiler): faster, and the numbers differ by rounding. With bf16 on a
-    CPU, small models trained more than twice as fast."""
+    """Compile the forward and backward pass (needs a C++ compiler): faster, and the numbers differ by rounding. It
+    waits for the compiler at first; `run.batched` does not."""
     averaging: Literal["gpa", "schedule_free"] | None = None
     """What is evaluated: an exponential average of the optimizer's iterates (gpa), their mean weighted by the squared learning
     rate (schedule_free, which steps without momentum and takes weight decay where it takes gradients), or the last."""
@@ -329,17 +330,19 @@ def share_moments(
 
 
 def warn_of_slow_bf16(config: InnerConfig, device: torch.device) -> None:
-    """Warns once in a process of products in bf16 on a processor that has none."""
-    if device.type == "cpu" and not has_bf16():
-        if config.autocast == "bf16":
-            _warn("inner.autocast is 'bf16'", "remove it")
-        if config.optimizer == "muon":
-            _warn("inner.optimizer is 'muon', which orthogonalizes in bf16", "take spectral_muon")
+    """Warns once in a process of products in bf16 on a processor where those in fp32 are faster."""
+    if device.type != "cpu":
+        return
+    if config.autocast == "bf16" and not is_fast_in_bf16():
+        times = "two to three" if computes_bf16() else "some fifty"
+        _warn("inner.autocast is 'bf16'", times, "remove it")
+    if config.optimizer == "muon" and not computes_bf16():
+        _warn("inner.optimizer is 'muon', which orthogonalizes in bf16", "some fifty", "take spectral_muon")
 
 
 @functools.cache  # an experiment of many runs says it once
-def _warn(what: str, instead: str) -> None:
+def _warn(what: str, times: str, instead: str) -> None:
     log.warning(
-        f"{what}, and this processor has no products in bf16, which torch then takes some fifty times longer for than for those "
-        f"in fp32; {instead}, or train on a processor with AVX-512 or a GPU"
+        f"{what}, and products in bf16 take {times} times longer than those in fp32 on this processor, which has neither AMX "
+        f"tiles nor the bf16 of ARM; {instead}, or train on one that has, or on a GPU"
     )

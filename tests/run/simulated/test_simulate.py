@@ -260,16 +260,19 @@ def test_more_threads_than_cores_are_warned_of(tmp_path, caplog):
     assert f"{threads} threads oversubscribe" in caplog.text
 
 
-@pytest.mark.parametrize("has", [True, False])
+@pytest.mark.parametrize(("computes", "fast"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize(("key", "value"), [("autocast", "bf16"), ("optimizer", "muon"), ("optimizer", "adamw")])
-def test_products_in_bf16_on_a_processor_without_them_are_warned_of_once(
-    key, value, has, tmp_path, caplog, monkeypatch
+def test_products_in_bf16_on_a_processor_that_is_slow_in_them_are_warned_of_once(
+    key, value, computes, fast, tmp_path, caplog, monkeypatch
 ):
     inner._warn.cache_clear()
-    monkeypatch.setattr(inner, "has_bf16", lambda: has)
+    monkeypatch.setattr(inner, "computes_bf16", lambda: computes)
+    monkeypatch.setattr(inner, "is_fast_in_bf16", lambda: fast)
+    has = fast if key == "autocast" else computes
     for name in "ab":
         simulate(single(run__steps=2, run__device="cpu", **{f"inner__{key}": value}), tmp_path / name)
     assert caplog.text.count(f"inner.{key} is '{value}'") == (not has and value != "adamw")
+    assert caplog.text.count("two to three times") == (key == "autocast" and computes and not fast)
 
 
 def test_momentum_beyond_the_stable_range_is_warned_of_before_training(tmp_path, caplog):
