@@ -56,8 +56,11 @@ TITAN ?= .titan/bin/python
 titan:  ## unmodified torchtitan jobs as sites, in an environment of its own: TITAN is a Python with torch, torchtitan 0.3.0 and triton
 	PYTHONPATH=src $(TITAN) tests/titan/accept.py | tee tests/titan/accepted.txt
 
-methods: .venv/.installed  ## write docs/methods.md from the code
+methods: .venv/.installed  ## write docs/methods.md, and what gossamer list prints, from the code
 	PYTHONPATH=docs $(BIN)/python -m generators.methods_table > docs/methods.md
+	mkdir -p build
+	$(BIN)/python -c 'import json; from gossamer.cli.list import from_code; print(json.dumps(from_code(), indent=0, ensure_ascii=False))' > build/list.json
+	mv build/list.json src/gossamer/cli/list.json  # not at once: an error would leave an empty one
 
 results: .venv/.installed  ## write what is computed (docs/results/utilisation.md, goodput.md), and pages and numbers from committed outcomes
 	$(BIN)/python benchmarks/bench.py --page

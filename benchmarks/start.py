@@ -3,7 +3,7 @@
     python benchmarks/start.py
 
 Medians of processor seconds of whole processes with all their children, as other processes change these little; on an idle
-machine a clock shows about as much. What importing torch takes is part of the last two.
+machine a clock shows about as much. What importing torch takes is part of all from `check` on.
 """
 
 import argparse
@@ -25,6 +25,15 @@ Replica._step = stepped
 import gossamer
 gossamer.simulate({"workers": 8})
 """
+OWN = (
+    FIRST_STEP.rpartition("gossamer.simulate")[0]
+    + """
+import torch
+gossamer.simulate(model=lambda: torch.nn.Linear(2, 1), data=lambda w, s: torch.ones(4, 2),
+    loss=lambda model, x: model(x).square().mean(), optimizer=lambda p: torch.optim.AdamW(p, lr=0.1),
+    method="gasloc", workers=8, local_steps=2, rounds=1)
+"""
+)
 RUN = 'workers = 2\n[run]\nsteps = 1\nlocal_steps = 1\neval_every = 0\n[model]\nsize = "0.2m"\n'
 
 
@@ -43,7 +52,8 @@ def main() -> None:
             for number in range(repeats):
                 before = resource.getrusage(resource.RUSAGE_CHILDREN)
                 out = ["--out", str(folder / f"run{number}")] if "train" in words else []
-                subprocess.run([sys.executable, *words, *out], cwd=folder, check=True, capture_output=True)
+                done = subprocess.run([sys.executable, *words, *out], cwd=folder, capture_output=True)
+                assert done.returncode == (2 if "none.toml" in words else 0), done.stderr
                 after = resource.getrusage(resource.RUSAGE_CHILDREN)
                 times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
             return statistics.median(times)
@@ -51,6 +61,12 @@ def main() -> None:
         print(f"import torch, s = {seconds('-c', 'import torch'):.2f}")
         print(f"import gossamer, s = {seconds('-c', 'import gossamer'):.2f}   (aim at most 0.15)")
         print(f"gossamer --help, s = {seconds('-m', 'gossamer', '--help'):.2f}   (aim at most 0.3)")
+        print(f"gossamer list, s = {seconds('-m', 'gossamer', 'list'):.2f}   (aim at most 0.5)")
+        print(
+            f"a run file that is missing, s = {seconds('-m', 'gossamer', 'train', 'none.toml'):.2f}   (aim at most 0.5)"
+        )
+        print(f"gossamer check, s = {seconds('-m', 'gossamer', 'check', 'run.toml'):.2f}   (aim at most 2)")
+        print(f"to the first step of an optimizer of torch's, s = {seconds('-c', OWN):.2f}   (aim at most 1.7)")
         first_s = seconds("-c", FIRST_STEP)
         print(f"to the first inner step of eight workers, s = {first_s:.2f}   (aim at most 3)")
         train_s = seconds("-m", "gossamer", "train", "run.toml", "--local", "2")

@@ -59,6 +59,7 @@ LIGHT = [  # work without torch
     "models.sizes",
     "topologies",
     "rounds.schedule",
+    "rounds.stability",
     "record.addresses",
     "record.whole_files",
     "record.jsonl",
@@ -80,6 +81,7 @@ LIGHT = [  # work without torch
     "run.planning.measured_losses",
     "run.planning.expected_loss",
     "run.planning.choice",
+    "run.config.document",
     "network.fluid",
     "network.pacing",
     "network.timeline",
@@ -247,6 +249,44 @@ def test_modules_that_need_no_torch_do_not_import_it() -> None:
     program += "    assert 'torch' not in sys.modules, name"
     done = subprocess.run([sys.executable, "-c", program, *LIGHT], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
+
+
+ANSWERED_AT_ONCE = {  # each with its exit code
+    "list": 0,
+    "list rules --json": 0,
+    "list nothing": 2,
+    "topology ring": 0,
+    "topology nothing": 2,
+    "check none.toml": 2,
+    "check bad.toml --set workers=3": 2,
+    "simulate none.toml": 2,
+    "simulate --resume none": 2,
+    "simulate bad.toml --set workers": 2,
+    "train none.toml --local 2": 2,
+    "train bad.toml": 2,
+    "compare none.toml": 2,
+    "compare bad.toml": 2,
+    "tune none.toml": 2,
+    "plan none.toml": 2,
+    "price none none.toml": 2,
+    "report none": 2,
+    "evaluate none": 2,
+    "audit none": 2,
+    "status none": 2,
+}
+
+
+def test_tables_and_refusals_of_what_is_missing_do_not_wait_for_torch(tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text("workers = = 3")
+    program = "import sys\nfrom gossamer.cli import main\n"
+    program += "for words in sys.argv[1:]:\n    code = main(words.split())\n"
+    program += "    assert 'torch' not in sys.modules, words\n    print('code', code)"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *ANSWERED_AT_ONCE], capture_output=True, text=True, timeout=250, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    codes = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("code ")]
+    assert dict(zip(ANSWERED_AT_ONCE, codes, strict=True)) == ANSWERED_AT_ONCE, done.stderr
 
 
 def test_help_imports_nothing_slow() -> None:

@@ -15,8 +15,8 @@ from gossamer.errors import ConfigError
 from gossamer.models.bottleneck import BOTTLENECKS
 from gossamer.rounds.stability import largest_stable_gamma, stability
 from gossamer.rules import gasloc
-from gossamer.rules.contract import Consensus
 from gossamer.topologies import TOPOLOGIES, Topology, make_topology
+from gossamer.topologies.mixing import Consensus
 from gossamer.tree import leaves
 
 _WORKERS = 8

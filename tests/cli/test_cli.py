@@ -17,6 +17,7 @@ import gossamer
 from commands import Command
 from gossamer import cli
 from gossamer.cli import main
+from gossamer.cli.list import from_code
 from gossamer.errors import installs
 from gossamer.report.results import read_results, result_lines
 from gossamer.run.config.run_file import dump
@@ -350,6 +351,11 @@ def test_a_table_says_what_it_is_for(tmp_path, capsys):
     assert out.startswith("134m with a vocabulary of 256 (--vocab): 85,347,072 parameters, 2 workers"), out
     _, out, _ = run(["utilisation", "--model", "10b", "--method", "diloco", "--set", "local_steps=30"], capsys)
     assert out.startswith("10b (10e9 parameters in 48 layers), diloco: ") and "s a step, 30 local steps" in out, out
+
+
+def test_what_list_prints_is_what_the_code_has() -> None:
+    stored = json.loads((Path(cli.__file__).parent / "list.json").read_text(encoding="utf-8"))
+    assert stored == json.loads(json.dumps(from_code())), "run make methods"
 
 
 def test_list_shows_one_kind_and_cuts_no_option_off(capsys):

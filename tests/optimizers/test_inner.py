@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ def test_adamw_and_sgd_are_plain_torch_optim_without_decay_on_vectors(config: In
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Muon])
 def test_an_optimizer_without_the_compiler_takes_the_steps_of_torchs_to_the_last_bit(
-    kind: type[torch.optim.Optimizer],
+    kind: Any,
 ) -> None:
     found = []
     for one in (kind, uncompiled(kind)):
@@ -160,10 +161,29 @@ def test_products_summed_in_fp32_give_the_same_orthogonal_factor_but_for_its_las
     u = torch.randn(shape, generator=torch.Generator().manual_seed(5))
     found = []
     for has in (True, False):
-        monkeypatch.setattr(spectral_muon, "has_bf16", lambda has=has: has)
+        monkeypatch.setattr(spectral_muon, "computes_bf16", lambda has=has: has)
         found.append(orthogonalized(u))
     assert found[0].dtype == found[1].dtype == torch.bfloat16
     torch.testing.assert_close(found[0], found[1], rtol=2**-6, atol=2**-8)
+
+
+@pytest.mark.parametrize(
+    ("machine", "computes", "amx", "fast"),
+    [
+        ("x86_64", True, True, True),
+        ("x86_64", True, False, False),  # AVX-512 alone
+        ("AMD64", False, False, False),
+        ("aarch64", True, False, True),
+        ("aarch64", False, False, False),
+    ],
+)
+def test_bf16_is_fast_with_amx_tiles_or_on_arm_and_not_with_avx512_alone(
+    machine: str, computes: bool, amx: bool, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spectral_muon.platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(spectral_muon, "computes_bf16", lambda: computes)
+    assert spectral_muon.is_fast_in_bf16() == fast
 
 
 @pytest.mark.parametrize("shape", [(64, 48), (48, 64), (40, 16), (8, 40)])
@@ -178,6 +198,35 @@ def test_the_update_of_spectral_muon_is_the_orthogonal_factor_within_some_percen
     exact = torch.linalg.svdvals(newton_schulz(u.double(), torch.float64))
     assert 0.95 < exact.min() <= exact.max() < 1.05
     assert torch.equal(orthogonalized(u.T), orthogonalized(u).T)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor, torch.optim.NAdam])
+def test_a_users_optimizer_of_torch_steps_with_equal_bits_and_keeps_its_kind_and_its_hooks(
+    kind: Any,
+) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        made = kind([{"params": parameters, "lr": 0.01}])
+        made.register_step_post_hook(lambda *_: hooked.append(kind))
+        return made
+
+    hooked: list[type] = []
+    ours, plain = small(), small()
+    mine = build_optimizer(InnerConfig(), ours, own=make)
+    train(ours, mine)
+    assert isinstance(mine, kind) and type(mine).__module__ == kind.__module__ and len(hooked) == 4
+    theirs = make(list(plain.parameters()))
+    train(plain, theirs)
+    assert all(map(torch.equal, ours.parameters(), plain.parameters()))
+    mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    assert str(mine.state_dict()) == str(theirs.state_dict())
+
+
+def test_a_users_optimizer_that_is_differentiable_or_none_of_torchs_kinds_is_left_as_it_is() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    for make in (lambda p: torch.optim.SGD(p, differentiable=True), Own):
+        assert type(build_optimizer(InnerConfig(), small(), own=make)) in (torch.optim.SGD, Own)
 
 
 def test_the_recipe_muloco_trains_with_the_settings_of_its_authors_code() -> None:

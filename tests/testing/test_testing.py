@@ -36,9 +36,10 @@ from gossamer.rules import (
     restarted,
     sgp,
 )
-from gossamer.rules.contract import Consensus, OuterSGD
+from gossamer.rules.contract import OuterSGD
 from gossamer.testing import PROMISES, check_parity, check_rule, parity
 from gossamer.testing.specification import fitting, keep
+from gossamer.topologies.mixing import Consensus
 
 PLAIN = gossip()._replace(name="wrong")
 STATEFUL = gasloc()._replace(name="wrong")

@@ -31,11 +31,13 @@ def command(
     """
     asked = _asked(rounds)
     from gossamer.run.config.document import load_run
+
+    document = load_run(folder)  # so that a folder that is none is refused without waiting for torch
     from gossamer.run.config.run_file import parse
     from gossamer.run.replay.audit import audit
 
     with output.silenced():
-        parts = parts_of_folder(parse(load_run(folder)), folder, "repeat", allowed=allow_code)
+        parts = parts_of_folder(parse(document), folder, "repeat", allowed=allow_code)
         found = audit(folder, worker=worker, rounds=asked, parts=parts)
     differs = found.difference
     if output.json:

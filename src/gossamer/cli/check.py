@@ -20,12 +20,14 @@ def command(file: File = None, /, *, changes: Changes = NO_CHANGES, json: Json =
     With --json the runs of an experiment file are a list.
     """
     from gossamer.run.config.document import load_document, parse_overrides
-    from gossamer.run.planning.check import examine_document
 
     if file is None:
         raise ConfigError("no run file was given (got none, need one); name a TOML file such as configs/gasloc.toml")
+    document = load_document(file, parse_overrides([*changes.words]))
+    from gossamer.run.planning.check import examine_document  # what is missing is told without waiting for torch
+
     with uncollected():
-        results, wrong = examine_document(load_document(file, parse_overrides([*changes.words])))
+        results, wrong = examine_document(document)
     for sentence in wrong:
         echo(f"gossamer: {sentence}", file=sys.stderr)
     if wrong:

@@ -69,13 +69,13 @@ def command(
         scale: take the sizes of the file's [scale.NAME]
         jobs: runs at a time, each in its own process (default: one, in this process)
     """
-    from gossamer.report.figures import check_figure
-    from gossamer.report.page.page import write_pages
-    from gossamer.report.results import PointResult
-    from gossamer.run.config.experiment_file import figure, points
-
-    jobs = runs_at_a_time(jobs)
     with experiment_and_folder(file, overrides, out, scale, "such as configs/demo.toml") as (document, out):
+        from gossamer.report.figures import check_figure
+        from gossamer.report.page.page import write_pages
+        from gossamer.report.results import PointResult
+        from gossamer.run.config.experiment_file import figure, points
+
+        jobs = runs_at_a_time(jobs)
         asked = figure(document)
         runs = points(document, seeds=whole_numbers("--seeds", seeds) if seeds else [], scale=scale)
         folders = folders_of(runs, out, resume=earlier.resume)

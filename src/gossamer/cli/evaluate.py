@@ -27,13 +27,15 @@ def command(
         source: evaluate on another text, as data.source has it: whole files, up to a million tokens of them; writes nothing
         allow_code: import the Python code that the run names though the folder is from elsewhere, or it has changed since
     """
+    from gossamer.run.config.document import load_run
+
+    document = load_run(folder)  # so that a folder that is none is refused without waiting for torch
     from gossamer.run.bookkeeping.evaluate import UNUSED, evaluate
     from gossamer.run.bookkeeping.inputs import changed_code
-    from gossamer.run.config.document import load_run
     from gossamer.run.config.resolve import settings_of
     from gossamer.run.config.run_file import parse
 
-    config = parse(load_run(folder))
+    config = parse(document)
     parts = parts_of_folder(config, folder, "evaluate", allowed=allow_code, without=UNUSED)
     round, result, workers = evaluate(folder, round, parts, source, allow_code=allow_code)
     is_changed = changed_code(settings_of(config), folder, "evaluate", without=UNUSED, allowed=True, speaks=False)

@@ -1,8 +1,10 @@
 """`gossamer list`: everything that a run file can name."""
 
 import inspect
-from collections.abc import Sequence
+import json as json_text
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
+from pathlib import Path
 
 from gossamer.cli.output import Json, print_json
 from gossamer.cli.tables import print_table
@@ -16,40 +18,40 @@ def command(kind: str | None = None, /, *, json: Json = False) -> None:
     Args:
         kind: list these only: rules, topologies, codecs, servers, pairs, boundaries or methods (default: all)
     """
-    from gossamer.asynchronous import PAIRS, SERVERS
-    from gossamer.boundaries import BOUNDARIES
-    from gossamer.codecs import CODECS
-    from gossamer.rules import RULES
-    from gossamer.run.config.recipes import factory_rows, recipe_rows
-    from gossamer.topologies import TOPOLOGIES
-
-    tables = {
-        "rules": RULES,
-        "topologies": TOPOLOGIES,
-        "codecs": CODECS,
-        "servers": SERVERS,
-        "pairs": PAIRS,
-        "boundaries": BOUNDARIES,
+    listed = {
+        title: [tuple(row) for row in rows]
+        for title, rows in json_text.loads((Path(__file__).parent / "list.json").read_bytes()).items()
     }
-    keys = ("name", "what", "options")
-    also = {"boundaries": _bottlenecks()}
-    listed: dict[str, tuple[tuple[str, ...], tuple[str, ...], Sequence[tuple[str, ...]]]] = {
-        title: (keys, ("name", "what it does", "options"), factory_rows(table) + also.get(title, []))
-        for title, table in tables.items()
-    }
-    listed["methods"] = (("name", "made_of", "source"), ("name", "made of", "source"), recipe_rows())
     if kind is not None and kind not in listed:
         raise ConfigError(choose("list", kind, listed) + "; correct the name, or leave it out")
     asked = listed if kind is None else {kind: listed[kind]}
     if json:
         print_json(
-            {title: [dict(zip(keys, row, strict=True)) for row in rows] for title, (keys, _, rows) in asked.items()}
+            {title: [dict(zip(_COLUMNS[title], row, strict=True)) for row in rows] for title, rows in asked.items()}
         )
         return
-    for title, (_, headings, rows) in asked.items():
+    for title, rows in asked.items():
+        headings = [name.replace("_", " ").replace("what", "what it does") for name in _COLUMNS[title]]
         print_table(headings, rows, title=title, text=3)
         if title == "codecs":
             echo("every codec takes back=NAME, for rules that take a mean over everyone: what the sums travel back in")
+
+
+_PARTS = ("rules", "topologies", "codecs", "servers", "pairs", "boundaries")
+_COLUMNS = {**dict.fromkeys(_PARTS, ("name", "what", "options")), "methods": ("name", "made_of", "source")}
+
+
+def from_code() -> Mapping[str, Sequence[tuple[str, ...]]]:
+    """What `list.json` beside this file holds, read from the code, which imports torch; `make methods` writes it.
+
+    >>> [*from_code()]
+    ['rules', 'topologies', 'codecs', 'servers', 'pairs', 'boundaries', 'methods']
+    """
+    from gossamer.run.config.recipes import TABLES, factory_rows, recipe_rows
+
+    parts = {title: factory_rows(table) for title, table in zip(_PARTS, TABLES.values(), strict=True)}
+    parts["boundaries"] += _bottlenecks()
+    return {**parts, "methods": recipe_rows()}
 
 
 def _bottlenecks() -> list[tuple[str, str, str]]:

@@ -94,9 +94,6 @@ def command(
     """
     from gossamer.models.sizes import parameter_count
     from gossamer.network.links import read_network
-    from gossamer.run.planning.candidates import USUAL, choose_among, price_recipes
-    from gossamer.run.planning.plan import BYTES, plan
-    from gossamer.run.planning.planned_stages import plan_in_stages
 
     options, json = options or PlanOptions(), output.json
     _check_race(asked, options, output)
@@ -106,7 +103,12 @@ def command(
         )
     if options.out is not None:
         must_be_new_file(options.out)
-    links, model, step = _what(read_network(network), options, network)
+    links = read_network(network)  # one that is missing is told without waiting for torch
+    from gossamer.run.planning.candidates import USUAL, choose_among, price_recipes
+    from gossamer.run.planning.plan import BYTES, plan
+    from gossamer.run.planning.planned_stages import plan_in_stages
+
+    links, model, step = _what(links, options, network)
     parameters = parameter_count(model, step["vocab_size"])
     settings, boundaries, cut = _settings(options, step, parameters), _boundaries(options), None
     if options.memory_bytes is not None:

@@ -18,6 +18,10 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
         network: network file (TOML)
     """
     from gossamer.network.links import PerWorker, links_of, read_network
+    from gossamer.record.folder import run_file
+
+    run_file(folder)  # what is missing is told without waiting for torch
+    links = read_network(network)
     from gossamer.network.pricing import price
     from gossamer.network.timeline import utilisation_in_words
     from gossamer.record.logs.events import event_files
@@ -33,7 +37,6 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
             f"cannot re-price '{folder}': in an asynchronous run the network affects the result; simulate it again with "
             f"'{network}' as its [network.NAME]"
         )
-    links = read_network(network)
     try:
         links_of(links, config.workers)
     except ConfigError as error:

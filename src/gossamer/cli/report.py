@@ -34,12 +34,13 @@ def command(
         raise ConfigError(
             f"--out got '{out}' but the page is HTML, and replaces what is there; name a file that ends in .html"
         )
+    from gossamer.run.config.document import load_run
+
+    documents = [load_run(folder) for folder in folders]  # one that is none is refused without waiting for torch
     from gossamer.data.settings import MANY_PASSES, passes_warning
     from gossamer.report.page.page import write_pages
-    from gossamer.run.config.document import load_run
     from gossamer.run.config.run_file import parse
 
-    documents = [load_run(folder) for folder in folders]
     runs = dict(zip(_labels(folders, documents), folders, strict=True))
     words = shlex.join(["gossamer", "report", *map(str, folders), "--out", str(out)])
     rows = write_pages(runs, out, parse(documents[0]).network, command=words)

@@ -57,10 +57,7 @@ def run_and_folder(
 
     Raises: ConfigError when neither or both are given, the run cannot work, or a run to resume may not change so.
     """
-    from gossamer.run.bookkeeping.resume import history
     from gossamer.run.config.document import load_document, load_run, parse_overrides, with_settings
-    from gossamer.run.config.resolve import settings_of
-    from gossamer.run.config.run_file import parse
 
     changes = parse_overrides([*overrides])
     if resume is not None and str(resume) != AUTO:
@@ -69,12 +66,18 @@ def run_and_folder(
                 f"--resume got '{resume}' and a run file or --out, but a run to resume has both in its folder; give --resume "
                 f"alone, or with --set for what changes, or --resume {AUTO} with the run file"
             )
-        config, folder = parse(with_settings(load_run(resume), changes)), resume
+        document, folder = with_settings(load_run(resume), changes), resume
     elif file is None:
         raise ConfigError("no run file was given (got none, need one); name a TOML file, or --resume with a run folder")
     else:
-        config = parse(load_document(file, changes))
-        folder = out or Path("runs") / config.name
+        document, folder = load_document(file, changes), out
+    # Not before: what is wrong with a path or a word is told without waiting for torch.
+    from gossamer.run.bookkeeping.resume import history
+    from gossamer.run.config.resolve import settings_of
+    from gossamer.run.config.run_file import parse
+
+    config = parse(document)
+    folder = folder or Path("runs") / config.name
     if resume is None:
         return config, folder, False
     history(settings_of(config), folder)  # refuses what may not change
@@ -89,14 +92,17 @@ def experiment_and_folder(
 
     Raises: ConfigError when no file is given, or it is no experiment file.
     """
-    from gossamer.run.config.document import parse_overrides
-    from gossamer.run.config.experiment_file import open_experiment
+    from gossamer.run.config.document import load_document, parse_overrides
 
     if file is None:
         raise ConfigError(f"no experiment file was given (got none, need one); name a TOML file {example}")
+    changes = parse_overrides([*overrides])
+    load_document(file)  # so that one that is missing or no TOML is refused without waiting for torch
+    from gossamer.run.config.experiment_file import open_experiment
+
     folder = out or Path("runs") / "-".join([file.stem, *([scale] if scale else [])])
     try:
-        yield open_experiment(file, parse_overrides([*overrides])), folder
+        yield open_experiment(file, changes), folder
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             "stopped; the same command with --resume keeps the finished runs and continues the others"

@@ -39,15 +39,15 @@ def command(
         allow_code: import the Python code that a run folder names though the folder is from elsewhere, or resume with code that
             has changed since
     """
-    from gossamer.report.page.page import write_pages
-    from gossamer.run.config.resolve import resolve
-
     of_folder = replay if file is None and resume is None else None
     if file is None and resume is None and replay is not None:
         from gossamer.record.folder import run_file
 
         file = run_file(replay)
     config, folder, resumed = run_and_folder(file, changes.words, out, resume)
+    from gossamer.report.page.page import write_pages
+    from gossamer.run.config.resolve import resolve
+
     with output.silenced(), resume_hint(folder), output.watching(folder):
         parts = parts_to_train(
             config, folder, resumed, allowed=allow_code, recorded=replay, of_folder=of_folder, speaks=True

@@ -101,12 +101,8 @@ def command(
         allow_code: import the Python code that the resumed folder names though the folder is from elsewhere, or the code has
             changed since
     """
-    if local is not None:
+    if local is not None and (file is None or file.is_file()):  # otherwise it is refused, without waiting for torch
         import_early()
-    from gossamer.record.locks import must_be_idle
-    from gossamer.run.config.resolve import resolve
-    from gossamer.transport.keys import KEY, keys_for
-
     among = machines.entered()
     if restarts < 0 or (restarts and (local is None or among is not None)):
         raise ConfigError(
@@ -114,6 +110,10 @@ def command(
             "without --rank"
         )
     config, folder, resumed = run_and_folder(file, changes.words, out, resume)
+    from gossamer.record.locks import must_be_idle
+    from gossamer.run.config.resolve import resolve
+    from gossamer.transport.keys import KEY, keys_for
+
     # One of them tells what is imported: the launcher, or worker 0 of another's launcher.
     tells = multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"
     # Before processes are started, so that a mistake in the file is told once.

@@ -44,17 +44,17 @@ def command(
         jobs: runs at a time, each in its own process (default: one for each core)
         resume: keep the finished runs, continue those that were stopped, and train the others
     """
-    from gossamer.record.locks import holding
-    from gossamer.record.whole_files import atomic_write
-    from gossamer.run.experiments.tune import contenders, tune, tuned_file
-
-    jobs = runs_at_a_time(jobs)
     for one in overrides:
         if one.partition("=")[0].strip() == "seed":
             raise ConfigError(
                 f"--set got '{one}', but the runs of a search have the seeds of tune.seeds; set tune.seeds"
             )
     with experiment_and_folder(file, overrides, out, scale, "with a [tune] table") as (document, out):
+        from gossamer.record.locks import holding
+        from gossamer.record.whole_files import atomic_write
+        from gossamer.run.experiments.tune import contenders, tune, tuned_file
+
+        jobs = runs_at_a_time(jobs)
         methods = contenders(document, scale=scale)
         check_experiment(method.config for method in methods)
         with holding(out, None), output.silenced(), leaving(ALL_SAVE) as asked:

@@ -1,22 +1,24 @@
 """The inner optimizer of one worker: its settings, its construction and its learning-rate schedule."""
 
+import contextlib
 import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import torch
 from pydantic import AllowInfNan, Field
-from torch import Tensor, nn
+from torch import Tensor, _compile, nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.optimizers import GPA, AccumAdamW, InnerOptimizer, Joined, SpectralMuon
-from gossamer.optimizers.spectral_muon import has_bf16
+from gossamer.optimizers.spectral_muon import computes_bf16, is_fast_in_bf16
 from gossamer.settings.fields import Changeable, OneOf
 from gossamer.settings.options import Count, Decay, NotNegative, Number, Portion, Positive
 from gossamer.settings.schema import settings
@@ -38,12 +40,6 @@ def uncompiled(kind: type[T]) -> type[T]:
     return cast(type[T], _uncompiled(kind))
 
 
-@functools.cache
-def _uncompiled(kind: type[Optimizer]) -> type[Optimizer]:
-    own: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name)) for name in _GUARDED}
-    return type(kind.__name__, (kind,), {**own, "step": torch.no_grad()(inspect.unwrap(kind.step))})
-
-
 log = logging.getLogger("gossamer")
 
 _WARMUP = 0.1
@@ -52,6 +48,60 @@ _WARMUP = 0.1
 
 OptimizerFactory = Callable[..., InnerOptimizer]
 """Makes the optimizer of these parameters: `optimizer(parameters)`."""
+
+
+@functools.cache
+def _uncompiled(kind: type[Optimizer]) -> type[Optimizer]:
+    own: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name)) for name in _GUARDED}
+    step = torch.no_grad()(inspect.unwrap(kind.step))
+    return type(kind.__name__, (kind,), {**own, "step": step, "__module__": kind.__module__})
+
+
+@contextlib.contextmanager
+def without_compiler(functions: Iterable[Any]) -> Iterator[None]:
+    """In here torch calls these functions without importing its compiler, which takes a second, only to keep it out of them.
+
+    Args:
+        functions: those that torch has wrapped with `torch._disable_dynamo`; others are left as they are.
+    """
+    spared = []
+    if "torch._dynamo" not in sys.modules:  # with it, calling them costs nothing more
+        for function in functions:
+            while (within := getattr(function, "__wrapped__", None)) is not None:
+                if function.__code__ is _DISABLED.__code__ and _INSTEAD not in vars(own := _kept_out_of(function)):
+                    setattr(own, _INSTEAD, own)
+                    spared.append(own)
+                function = within
+    try:
+        yield
+    finally:
+        for one in spared:
+            if vars(one).get(_INSTEAD) is one:  # another thread may have imported the compiler meanwhile
+                delattr(one, _INSTEAD)
+
+
+def _kept_out_of(wrapper: Any) -> Any:
+    """The function around which torch put this wrapper; `__wrapped__` may be another one, inside of it."""
+    return wrapper.__closure__[wrapper.__code__.co_freevars.index("fn")].cell_contents
+
+
+_DISABLED = _compile._disable_dynamo(lambda: None)
+_INSTEAD = "__dynamo_disable"
+"""Where torch keeps what it calls in place of a function out of which it keeps its compiler."""
+
+
+def _of_user(make: OptimizerFactory, parameters: list[nn.Parameter]) -> InnerOptimizer:
+    """What a user's function makes; one of torch's own kinds as `uncompiled` has it, with its hooks."""
+    with without_compiler(getattr(Optimizer, name) for name in _GUARDED):
+        made = make(parameters)
+    if not isinstance(made, Optimizer):
+        return made
+    kind = type(made)
+    known = getattr(torch.optim, kind.__name__, None) is kind
+    if known and "step" not in vars(made) and not made.defaults.get("differentiable"):
+        made.__class__ = _uncompiled(kind)
+        made._patch_step_function()  # so that hooks are called around this step too
+    return cast(InnerOptimizer, made)
 
 
 @settings("inner")
@@ -91,11 +141,12 @@ class InnerConfig:
     decay_fraction: Annotated[float, Field(gt=0, le=1), Changeable()] = 0.2
     """The last part of the run in which wsd decays."""
     autocast: Literal["bf16"] | None = None
-    """Lower precision for forward and backward; parameters and optimizer stay in fp32. Fast on GPUs and with AVX-512,
-    and many times slower on other processors."""
+    """Lower precision for forward and backward; parameters and optimizer stay in fp32. Fast on GPUs and on
+    processors with AMX tiles or the bf16 of ARM, and two to fifty times slower on others; `gossamer plan --race` takes it there
+    alone."""
     compile: bool = False
-    """Compile the forward and backward pass (needs a C++ compiler): faster, and the numbers differ by rounding. With bf16 on a
-    CPU, small models trained more than twice as fast."""
+    """Compile the forward and backward pass (needs a C++ compiler): faster, and the numbers differ by rounding. It
+    waits for the compiler at first; `run.batched` does not."""
     averaging: Literal["gpa", "schedule_free"] | None = None
     """What is evaluated: an exponential average of the optimizer's iterates (gpa), their mean weighted by the squared learning
     rate (schedule_free, which steps without momentum and takes weight decay where it takes gradients), or the last."""
@@ -136,7 +187,7 @@ def build_optimizer(
     base = (
         _stepper(without_momentum(config), model)
         if own is None
-        else own([p for p in model.parameters() if p.requires_grad])
+        else _of_user(own, [p for p in model.parameters() if p.requires_grad])
     )
     if config.averaging is None:
         return base
@@ -279,17 +330,19 @@ def share_moments(
 
 
 def warn_of_slow_bf16(config: InnerConfig, device: torch.device) -> None:
-    """Warns once in a process of products in bf16 on a processor that has none."""
-    if device.type == "cpu" and not has_bf16():
-        if config.autocast == "bf16":
-            _warn("inner.autocast is 'bf16'", "remove it")
-        if config.optimizer == "muon":
-            _warn("inner.optimizer is 'muon', which orthogonalizes in bf16", "take spectral_muon")
+    """Warns once in a process of products in bf16 on a processor where those in fp32 are faster."""
+    if device.type != "cpu":
+        return
+    if config.autocast == "bf16" and not is_fast_in_bf16():
+        times = "two to three" if computes_bf16() else "some fifty"
+        _warn("inner.autocast is 'bf16'", times, "remove it")
+    if config.optimizer == "muon" and not computes_bf16():
+        _warn("inner.optimizer is 'muon', which orthogonalizes in bf16", "some fifty", "take spectral_muon")
 
 
 @functools.cache  # an experiment of many runs says it once
-def _warn(what: str, instead: str) -> None:
+def _warn(what: str, times: str, instead: str) -> None:
     log.warning(
-        f"{what}, and this processor has no products in bf16, which torch then takes some fifty times longer for than for those "
-        f"in fp32; {instead}, or train on a processor with AVX-512 or a GPU"
+        f"{what}, and products in bf16 take {times} times longer than those in fp32 on this processor, which has neither AMX "
+        f"tiles nor the bf16 of ARM; {instead}, or train on one that has, or on a GPU"
     )

@@ -1,16 +1,16 @@
 """What one worker does to its own state in a round without drift, as a linear map: `gossamer.rounds.stability` reads it."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from gossamer.layout import Layout, Leaf
-from gossamer.rules import Consensus, Context, Rule
+from gossamer.topologies.mixing import Consensus
 from gossamer.tree import Tree, leaves, map_leaves, refill
+
+if TYPE_CHECKING:  # gossip on a topology is predicted without torch
+    from gossamer.rules import Rule
 
 Array = NDArray[Any]
 
@@ -45,12 +45,17 @@ def of_consensus(consensus: Consensus) -> Recursion:
     return Recursion(own, pulled, np.array([1.0, 0.0]), np.array([1.0, 0.0]))
 
 
-def of_rule(rule: Rule, merge: float) -> Recursion:
+def of_rule(rule: "Rule", merge: float) -> Recursion:
     """The recursion of a rule that has a consensus, when a schedule merges its result into the parameters.
 
     The parameters become a θ + (1 - a) θ', while the rule's own state has the θ' (`Schedule.merge`). How they act together
     differs from rule to rule, so it is read off the rule's functions, on states with a single one.
     """
+    import torch
+
+    from gossamer.layout import Layout, Leaf
+    from gossamer.rules import Context
+
     ctx = Context(0, 2, 0, 1, 0.5, Layout((Leaf("w", (1,), 0, 1),), 1), 1, peers=(1,))
     zero = torch.zeros(1, dtype=torch.float64)
     form = map_leaves(torch.zeros_like, (zero, rule.init(zero, ctx)))
@@ -65,7 +70,7 @@ def of_rule(rule: Rule, merge: float) -> Recursion:
 
     def sent(values: Sequence[float]) -> float:
         message = played(values, 0.0)[0]
-        assert isinstance(message, Tensor)  # a rule with a consensus sends one tensor
+        assert isinstance(message, torch.Tensor)  # a rule with a consensus sends one tensor
         return float(message)
 
     k = len(leaves(form))

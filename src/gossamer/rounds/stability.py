@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import reduce
 from itertools import chain
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from gossamer.errors import ConfigError
-from gossamer.rounds.merging import Merge
 from gossamer.rounds.recursion import Recursion, of_consensus, of_rule
-from gossamer.rounds.updates import left_by_updates
-from gossamer.rules import RULES, Consensus, Rule
-from gossamer.rules.contract import MomentumSite
 from gossamer.settings.options import Decay, check_option
 from gossamer.topologies import Topology
-from gossamer.topologies.mixing import Mixing, laplacian_condition, matrix, spectral_gap
+from gossamer.topologies.mixing import Consensus, Mixing, MomentumSite, laplacian_condition, matrix, spectral_gap
+
+if TYPE_CHECKING:  # gossip on a topology is predicted without torch
+    from gossamer.rounds.merging import Merge
+    from gossamer.rules import Rule
 
 Array = NDArray[Any]
 
@@ -116,7 +116,7 @@ def stability(consensus: Consensus, topology: Topology) -> Stability:
     return _analysis(topology).of(of_consensus(consensus))
 
 
-def stability_of(rule: Rule, topology: Topology, merge: Merge = "keep") -> Stability | None:
+def stability_of(rule: "Rule", topology: Topology, merge: "Merge" = "keep") -> Stability | None:
     """The stability of a rule whose result a schedule merges into the parameters (`Schedule.merge`).
 
     None without consensus, and for a topology that is `too_large`.
@@ -137,6 +137,8 @@ def stability_of(rule: Rule, topology: Topology, merge: Merge = "keep") -> Stabi
         return None
     if isinstance(merge, str):  # without drift there is nothing to keep
         found = stability(rule.consensus, topology)
+        from gossamer.rounds.updates import left_by_updates
+
         left = math.nan if merge == "taylor" else left_by_updates(rule, topology.n)
         return found._replace(variance=found.variance * left)
     return _analysis(topology).of(of_rule(rule, merge))
@@ -193,7 +195,7 @@ def best_alpha(gamma: float, site: MomentumSite, topology: Topology) -> float:
     return float(f"{math.exp((low + high) / 2):.3g}")
 
 
-def resolve_alpha(rule: Rule, topology: Topology) -> Rule:
+def resolve_alpha(rule: "Rule", topology: Topology) -> "Rule":
     """The rule with `alpha = "auto"` replaced by `best_alpha` for the topology; any other rule as it is.
 
     >>> from gossamer.rules import gasloc
@@ -203,6 +205,8 @@ def resolve_alpha(rule: Rule, topology: Topology) -> Rule:
     """
     if rule.consensus is None or not math.isnan(rule.consensus.alpha):
         return rule
+    from gossamer.rules import RULES
+
     if rule.name not in RULES:
         raise ConfigError(
             f"rule '{rule.name}' has alpha = 'auto', which is found for rules of gossamer.rules only; set a number, such as "
@@ -217,7 +221,7 @@ def resolve_alpha(rule: Rule, topology: Topology) -> Rule:
     return RULES[rule.name](**{**rule.options, "alpha": alpha})
 
 
-def stability_warning(rule: Rule, topology: Topology, merge: Merge = "keep") -> str | None:
+def stability_warning(rule: "Rule", topology: Topology, merge: "Merge" = "keep") -> str | None:
     """A sentence for a rule whose disagreement is predicted not to stay bounded, with what would; None if it is stable.
 
     >>> from gossamer.rules import gasloc

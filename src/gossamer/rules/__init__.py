@@ -8,7 +8,7 @@ from gossamer.rules.anchored import anchored_gasloc as anchored_gasloc
 from gossamer.rules.choco import choco as choco
 from gossamer.rules.clipped import clipped as clipped
 from gossamer.rules.cocktail import cocktail as cocktail
-from gossamer.rules.contract import Consensus, Context, OuterSGD, Rule
+from gossamer.rules.contract import Context, OuterSGD, Rule
 from gossamer.rules.data_parallel import data_parallel as data_parallel
 from gossamer.rules.diloco import diloco as diloco
 from gossamer.rules.diloco import slowmo as slowmo
@@ -33,6 +33,7 @@ from gossamer.rules.sparta import sparta as sparta
 from gossamer.rules.trusted import trusted as trusted
 from gossamer.rules.weighted import weighted as weighted
 from gossamer.settings.options import row, table
+from gossamer.topologies.mixing import Consensus
 
 __all__ = [
     "RULES",

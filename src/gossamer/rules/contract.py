@@ -11,14 +11,13 @@ from torch import Tensor
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout, Leaf
 from gossamer.settings.options import in_short
-from gossamer.topologies.mixing import Combine, mean
+from gossamer.topologies.mixing import Combine, Consensus, mean
 from gossamer.tree import Tree, leaves
 
 _RENAMED = {"hear": "combine", "n1_limit": "single_worker_limit"}
 T = TypeVar("T")
 Needs = Literal["everyone", "connected", "static", "tree", "push"]
 ActsOn = Literal["parameters", "gradients"]
-MomentumSite = Literal["pre", "post", "drift", "start"]
 
 
 class OuterSGD(NamedTuple):
@@ -70,19 +69,6 @@ class Context(NamedTuple):
     over_shards: Callable[[float], float] = float
     """The sum of a number over the processes of this worker, in a fixed order and the same on all, which must call it equally
     often; the number itself where the worker is one process."""
-
-
-class Consensus(NamedTuple):
-    """The linear recursion of a rule's disagreement when every drift is zero; `stability` reads it.
-
-    With `z = y + α·pull(y)` and y = θ: site "post" is `θ' = z + γ(z - z_prev)`, site "pre" is `θ' = z + γ(θ - θ_prev)`. At site
-    "drift" it is `y = θ + γ m`, `θ' = z` and `m ← γ m`, where m is the momentum of drifts, to which no θ contributes; at site
-    "start" `θ' = z + γ m`, as neither momentum nor drift are mixed with the parameters.
-    """
-
-    alpha: float
-    gamma: float
-    site: MomentumSite
 
 
 def _naming_renamed_fields(rule: type[T]) -> type[T]:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import ConfigError, choose
-from gossamer.rules.contract import Consensus, Context, OuterSGD, Rule
+from gossamer.rules.contract import Context, OuterSGD, Rule
 from gossamer.settings.options import Decay, Positive, factory
 from gossamer.topologies import TOPOLOGIES
-from gossamer.topologies.mixing import mean, pull
+from gossamer.topologies.mixing import Consensus, mean, pull
 from gossamer.tree import Tree
 
 

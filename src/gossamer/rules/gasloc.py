@@ -8,9 +8,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gossamer.rules.contract import Consensus, Context, MomentumSite, OuterSGD, Rule
+from gossamer.rules.contract import Context, OuterSGD, Rule
 from gossamer.settings.options import Decay, Positive, factory
-from gossamer.topologies.mixing import pull
+from gossamer.topologies.mixing import Consensus, MomentumSite, pull
 from gossamer.tree import Tree
 
 _SITES: dict[str, MomentumSite] = {"post": "post", "published": "pre", "drift": "drift"}

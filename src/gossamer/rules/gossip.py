@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from gossamer.rules.contract import Consensus, Context, Rule
+from gossamer.rules.contract import Context, Rule
 from gossamer.settings.options import factory
-from gossamer.topologies.mixing import pull
+from gossamer.topologies.mixing import Consensus, pull
 from gossamer.tree import Tree
 
 

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.rules.contract import Consensus, Context, OuterSGD, Rule
+from gossamer.rules.contract import Context, OuterSGD, Rule
 from gossamer.settings.options import Decay, Positive, factory
-from gossamer.topologies.mixing import pull
+from gossamer.topologies.mixing import Consensus, pull
 from gossamer.tree import Tree
 
 

@@ -14,11 +14,11 @@ from gossamer.rounds.kernel import PLAIN, Kernel
 from gossamer.rounds.schedule import Schedule
 from gossamer.rounds.updates import topology_of_updates
 from gossamer.rules import Rule
-from gossamer.rules.contract import Consensus, OuterSGD
+from gossamer.rules.contract import OuterSGD
 from gossamer.testing.drifted_workers import Drift, DriftedWorkers, random_drift, random_vectors, simulated_workers
 from gossamer.testing.functions import P
 from gossamer.topologies import Topology, make_topology
-from gossamer.topologies.mixing import mean
+from gossamer.topologies.mixing import Consensus, mean
 from gossamer.tree import leaves, map_leaves
 
 ROUNDING = 1e-12  # of sums in fp64

@@ -28,6 +28,20 @@ MOST_TOGETHER = 100_000
 Row = tuple[tuple[int, float], ...]
 T = TypeVar("T")
 Combine = Callable[[Tree, Mapping[int, Tree], int, Row], Any]
+MomentumSite = Literal["pre", "post", "drift", "start"]
+
+
+class Consensus(NamedTuple):
+    """The linear recursion of a rule's disagreement when every drift is zero.
+
+    With `z = y + α·pull(y)` and y = θ: site "post" is `θ' = z + γ(z - z_prev)`, site "pre" is `θ' = z + γ(θ - θ_prev)`. At site
+    "drift" it is `y = θ + γ m`, `θ' = z` and `m ← γ m`, where m is the momentum of drifts, to which no θ contributes; at site
+    "start" `θ' = z + γ m`, as neither momentum nor drift are mixed with the parameters.
+    """
+
+    alpha: float
+    gamma: float
+    site: MomentumSite
 
 
 class Mixing(NamedTuple):

@@ -66,11 +66,11 @@ def test_every_candidate_gets_the_rounds_that_its_price_fits_into_the_time_of_th
 
 
 @pytest.mark.parametrize("has", [True, False])
-def test_a_race_takes_bf16_only_where_the_processor_has_it(
+def test_a_race_takes_bf16_only_where_the_processor_is_fast_in_it(
     planned: Any, has: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, _, some = planned
-    monkeypatch.setattr(race, "has_bf16", lambda: has)
+    monkeypatch.setattr(race, "is_fast_in_bf16", lambda: has)
     text = race.document(race.course_of(made, some[:2], race.SMALL, 20), made, "stdlib", compiled=True)
     assert {(one.config.inner.compile, one.config.inner.autocast) for one in points(text)} == {
         (True, "bf16" if has else None)

@@ -260,16 +260,19 @@ def test_more_threads_than_cores_are_warned_of(tmp_path, caplog):
     assert f"{threads} threads oversubscribe" in caplog.text
 
 
-@pytest.mark.parametrize("has", [True, False])
+@pytest.mark.parametrize(("computes", "fast"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize(("key", "value"), [("autocast", "bf16"), ("optimizer", "muon"), ("optimizer", "adamw")])
-def test_products_in_bf16_on_a_processor_without_them_are_warned_of_once(
-    key, value, has, tmp_path, caplog, monkeypatch
+def test_products_in_bf16_on_a_processor_that_is_slow_in_them_are_warned_of_once(
+    key, value, computes, fast, tmp_path, caplog, monkeypatch
 ):
     inner._warn.cache_clear()
-    monkeypatch.setattr(inner, "has_bf16", lambda: has)
+    monkeypatch.setattr(inner, "computes_bf16", lambda: computes)
+    monkeypatch.setattr(inner, "is_fast_in_bf16", lambda: fast)
+    has = fast if key == "autocast" else computes
     for name in "ab":
         simulate(single(run__steps=2, run__device="cpu", **{f"inner__{key}": value}), tmp_path / name)
     assert caplog.text.count(f"inner.{key} is '{value}'") == (not has and value != "adamw")
+    assert caplog.text.count("two to three times") == (key == "autocast" and computes and not fast)
 
 
 def test_momentum_beyond_the_stable_range_is_warned_of_before_training(tmp_path, caplog):
@@ -315,10 +318,11 @@ def test_alpha_auto_settles_on_a_stable_step(tmp_path, caplog):
     assert "momentum" not in caplog.text
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "torch.optim:Adamax"])
 def test_a_run_that_compiles_nothing_imports_no_compiler(optimizer: str, tmp_path: Path) -> None:
     program = f"""
 import sys, gossamer
+from gossamer.run.planning.check import examine_document
 inner, rounds = {{"optimizer": "{optimizer}"}}, {{"steps": 2, "local_steps": 1}}
 run = {{"workers": 2, "run": rounds, "inner": inner, "model": {{"size": "0.2m"}}}}
 for rule in ("gasloc", "diloco"):
@@ -326,6 +330,9 @@ for rule in ("gasloc", "diloco"):
     assert sum(p.numel() for p in simulation.model(0).parameters()) > 1 << 14
 slow = [name for name in ("torch._dynamo", "torch._inductor", "sympy", "transformers", "datasets") if name in sys.modules]
 assert not slow, slow
+for rule in ("gasloc", "diloco"):
+    (checked,), wrong = examine_document(run | {{"method": rule}})
+    assert checked.sent_bytes and not wrong and "torch._dynamo" not in sys.modules
 """
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path / "x")], capture_output=True, text=True, timeout=250

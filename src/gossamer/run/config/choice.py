@@ -10,7 +10,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from gossamer.errors import ConfigError
 from gossamer.rules import WRAPPERS
-from gossamer.run.config.document import TABLES
+from gossamer.run.config.recipes import TABLES
 from gossamer.settings.options import Option, options_of, row_faults, unknown_options
 from gossamer.settings.schema import refuse
 from gossamer.settings.user_code import PATTERN, is_code

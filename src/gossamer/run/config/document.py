@@ -5,31 +5,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gossamer.asynchronous import PAIRS, SERVERS
-from gossamer.boundaries import BOUNDARIES
-from gossamer.codecs import CODECS
 from gossamer.errors import ConfigError
 from gossamer.record.folder import run_file
-from gossamer.rounds.compatibility.combination import INSTEAD
-from gossamer.rules import RULES
-from gossamer.run.config.recipes import recipe
 from gossamer.settings.schema import parse_toml, read_toml
-from gossamer.topologies import TOPOLOGIES
 
 _WRITTEN = ("name", "seed", "workers", "model", "data", "run", "record")
 """What every run.toml of a run folder has, the last of them last."""
 
-TABLES: dict[str, Mapping[str, Any]] = {
-    "rule": RULES,
-    "topology": TOPOLOGIES,
-    "codec": CODECS,
-    "server": SERVERS,
-    "pair": PAIRS,
-    "boundary": BOUNDARIES,
-}
+KINDS = ("rule", "topology", "codec", "server", "pair", "boundary")
+"""The tables of a run file that name a part of the method; `gossamer.run.config.recipes.TABLES` has what each can name."""
 DIRECTIONS = ("forward", "backward")
 """The keys of [pipeline] that name a boundary codec."""
-_CHOICES = {*TABLES, *DIRECTIONS}
+_CHOICES = {*KINDS, *DIRECTIONS}
 """The keys that name a row of a table, with its options."""
 EXPERIMENT = ("variant", "sweep", "scale", "figure", "tune")
 """The keys of an experiment file that are not part of its base run."""
@@ -99,6 +86,12 @@ def with_settings(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
     the settings of a recipe; settings given next to it override them.
     """
     result = copy.deepcopy(dict(document))
+    if not overrides and "method" not in result:
+        return result
+    # Not before: a file that is missing or no TOML is refused without waiting for torch.
+    from gossamer.rounds.compatibility.combination import INSTEAD
+    from gossamer.run.config.recipes import recipe
+
     if "method" in result:
         base = with_settings({}, recipe(result.pop("method")).settings)
         given = flat({key: result.pop(key) for key in [*result] if key in base})

@@ -13,10 +13,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from gossamer.asynchronous import PAIRS, SERVERS
+from gossamer.boundaries import BOUNDARIES
+from gossamer.codecs import CODECS
 from gossamer.errors import ConfigError, choose
 from gossamer.rounds.compatibility.combine import FITTING
 from gossamer.rules import RULES
 from gossamer.settings.options import listed, options_of
+from gossamer.topologies import TOPOLOGIES
 
 
 class Recipe(NamedTuple):
@@ -298,7 +301,16 @@ METHODS: dict[str, Recipe] = {
 """Configurations by name; a row names its rule unless it has a rule's name."""
 
 
-_TABLES: dict[str, Mapping[str, Callable[..., Any]]] = {"rule": RULES, "server": SERVERS, "pair": PAIRS}
+TABLES: dict[str, Mapping[str, Callable[..., Any]]] = {
+    "rule": RULES,
+    "topology": TOPOLOGIES,
+    "codec": CODECS,
+    "server": SERVERS,
+    "pair": PAIRS,
+    "boundary": BOUNDARIES,
+}
+"""What a run file can name, for each of `gossamer.run.config.document.KINDS`."""
+_TABLES = {kind: TABLES[kind] for kind in ("rule", "server", "pair")}
 FACTORIES: dict[str, Callable[..., Any]] = {**RULES, **SERVERS, **PAIRS}
 """What makes a rule, a server or a pair, by name."""
 

@@ -18,7 +18,7 @@ from gossamer.rounds.compatibility import incompatibilities
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import method_of, settled_rule, warnings_of
 from gossamer.run.config.choice import Choice
-from gossamer.run.config.document import DIRECTIONS, TABLES, flat, load_run
+from gossamer.run.config.document import DIRECTIONS, KINDS, flat, load_run
 from gossamer.run.config.pipeline import by_stage, donor_of, must_come_again
 from gossamer.run.config.resolved import InPairs, ResolvedRun, RunSettings, WithServer
 from gossamer.run.config.run_file import RunConfig, decisive, digest, dump, parse, survey
@@ -166,7 +166,7 @@ def _unheard(config: RunConfig) -> tuple[str, ...]:
 def document_faults(document: Mapping[str, Any], *, real: bool = False) -> list[str]:
     """A sentence for each reason why no run can start from a document, whose faults in one place hide none in another."""
     seen = survey(document)
-    if seen.run is None or {*named(seen.run)} & {*TABLES}:  # whose parts are known once they are imported
+    if seen.run is None or {*named(seen.run)} & {*KINDS}:  # whose parts are known once they are imported
         return seen.faults
     try:
         return [*seen.faults, *seen.sure(run_faults(seen.run, real=real))]
@@ -196,7 +196,7 @@ def pairing_faults(config: RunConfig, *, real: bool = False) -> list[str]:
 
 def _choices(config: RunConfig) -> list[Choice]:
     """The rows of tables that a run takes, or would take if it were of another kind."""
-    found = (*(getattr(config, kind, None) for kind in TABLES), *(getattr(config.pipeline, one) for one in DIRECTIONS))
+    found = (*(getattr(config, kind, None) for kind in KINDS), *(getattr(config.pipeline, one) for one in DIRECTIONS))
     return [choice for choice in found if choice is not None]
 
 

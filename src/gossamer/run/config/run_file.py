@@ -24,7 +24,7 @@ from gossamer.rounds.compatibility import incompatibilities
 from gossamer.rounds.compatibility.combination import INSTEAD, Combination, Kind
 from gossamer.rounds.schedule import Schedule
 from gossamer.run.config.choice import Choice, NamedIn
-from gossamer.run.config.document import DIRECTIONS, EXPERIMENT, TABLES, flat, with_settings
+from gossamer.run.config.document import DIRECTIONS, EXPERIMENT, KINDS, flat, with_settings
 from gossamer.run.config.pipeline import PipelineConfig, misfits
 from gossamer.run.config.totals import each_batch, rounds_for, tokens_for
 from gossamer.settings.fields import NEUTRAL, Changeable, FolderName
@@ -407,7 +407,7 @@ def dump(config: RunConfig) -> str:
 def _document(config: RunConfig, *, neutral: bool = True) -> dict[str, Any]:
     """The run as a document, without what its kind of method has no use for."""
     document = toml_value(config, neutral=neutral)
-    for kind in TABLES.keys() & document.keys():
+    for kind in {*KINDS} & document.keys():
         document[kind] = _chosen(getattr(config, kind))
     if config.pipeline.stages == 1:
         document.pop("pipeline")  # a whole replica

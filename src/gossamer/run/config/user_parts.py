@@ -13,7 +13,7 @@ from gossamer.codecs import Codec, both_ways, codec_of, make_codec
 from gossamer.errors import ConfigError
 from gossamer.record.inputs import CodeInput
 from gossamer.rules import WRAPPERS, Rule, make_rule, wrapped
-from gossamer.run.config.document import TABLES
+from gossamer.run.config.document import KINDS
 from gossamer.run.config.run_file import RunConfig
 from gossamer.settings.options import unknown_options
 from gossamer.settings.schema import toml_value
@@ -80,7 +80,7 @@ def named(config: RunConfig) -> dict[str, str]:
 def named_code(config: RunConfig) -> dict[str, tuple[str, str]]:
     """The Python code that a run names, by kind, each with its options as JSON; not what a program gave as an object."""
     others = {"model": config.model.options, "data": config.data.options, "optimizer": config.inner.options}
-    given = {kind: getattr(config, kind).options if kind in TABLES else others.get(kind) for kind in named(config)}
+    given = {kind: getattr(config, kind).options if kind in KINDS else others.get(kind) for kind in named(config)}
     return {
         kind: (name, json.dumps(toml_value(given[kind] or {}), sort_keys=True, default=str))
         for kind, name in sorted(named(config).items())

@@ -20,7 +20,7 @@ import tomli_w
 from gossamer.errors import ConfigError
 from gossamer.models.sizes import ModelConfig, parameter_count
 from gossamer.network.links import times_as_fast, to_options
-from gossamer.optimizers.spectral_muon import has_bf16
+from gossamer.optimizers.spectral_muon import is_fast_in_bf16
 from gossamer.record.whole_files import atomic_write, make_folder
 from gossamer.report.paired import Standing, standing
 from gossamer.report.results import PointResult
@@ -157,13 +157,14 @@ def document(
 
     Args:
         source: the text, as in data.source.
-        compiled: in bf16 where the processor has it; unless given, where there is a compiler and the way is long enough.
+        compiled: in bf16 where that is fast on this processor, which the file keeps; unless given, where there is a compiler and
+            the way is long enough.
     """
     n, slower = made.workers, course.parameters / made.parameters
     if compiled is None:
         longest = max(one.steps for one in course.entrants)
         compiled = longest >= _COMPILED_FROM and shutil.which(os.environ.get("CXX", "g++")) is not None
-    faster = {"compile": True, **({"autocast": "bf16"} if has_bf16() else {})} if compiled else {}
+    faster = {"compile": True, **({"autocast": "bf16"} if is_fast_in_bf16() else {})} if compiled else {}
     base: dict[str, Any] = {
         "name": "race",
         "workers": n,

@@ -20,8 +20,9 @@ from gossamer.record.jsonl import json_line, records
 from gossamer.record.origin import Origin, origin
 from gossamer.record.progress import say
 from gossamer.record.whole_files import LineWriter, atomic_write, make_folder
-from gossamer.run.config.document import TABLES, with_settings
+from gossamer.run.config.document import with_settings
 from gossamer.run.config.experiment_file import OuterValues, TuneConfig, Variant, folder_name, laid_out
+from gossamer.run.config.recipes import TABLES
 from gossamer.run.config.run_file import RunConfig, digest, parse
 from gossamer.run.experiments.processes import Apart, RunEnd
 from gossamer.run.experiments.search import Found, GridPoint, OuterPair, Search, Space, Trial, search

@@ -23,7 +23,7 @@ from gossamer.record.logs.trace import Entry, from_entries
 from gossamer.rounds import stability
 from gossamer.rounds.compatibility.combination import Kind
 from gossamer.rounds.compatibility.combine import Method
-from gossamer.run.config.document import EXPERIMENT, TABLES
+from gossamer.run.config.document import EXPERIMENT, KINDS
 from gossamer.run.config.experiment_file import drafts, table_faults
 from gossamer.run.config.layouts import holding_of, layout_for
 from gossamer.run.config.pipeline import cuts_of, stage_in
@@ -362,7 +362,7 @@ def _checked(document: Mapping[str, Any]) -> Examined | list[str]:
             both = [sentence for sentence in simulated if sentence in trained]
             return both or [*_of_verb("simulate", simulated), *_of_verb("train", trained)]
         config = parse(document)
-        if {*TABLES} & named(config).keys():
+        if {*KINDS} & named(config).keys():
             return _known_of(config)
         return examine_run(config, {"simulate": simulated, "train": trained})
     except GossamerError as error:

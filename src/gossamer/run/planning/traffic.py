@@ -13,6 +13,7 @@ from torch import Tensor
 from gossamer.codecs import fitted
 from gossamer.codecs.message import each_shape_once, payload_bytes
 from gossamer.layout import Layout, arrange
+from gossamer.optimizers.inner import without_compiler
 from gossamer.record.logs.trace import Entry, Operation
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.loop import OuterLoop
@@ -90,7 +91,15 @@ def play_rounds(
 
     Args: `workers` are those that are played, all by default; the counts are then means over them.
     """
-    workers = range(config.workers) if workers is None else workers
+    from torch import _refs  # what computes on tensors without data, and imports sympy
+
+    with without_compiler(vars(_refs).values()):
+        return _played(config, m, layout, rounds, range(config.workers) if workers is None else workers)
+
+
+def _played(
+    config: RunSettings, m: Method, layout: Layout, rounds: int, workers: Sequence[int]
+) -> tuple[Traffic, list[Entry]]:
     n, x = len(workers), torch.empty(layout.numel, device="meta")
     loops = _loops(config, m, layout, workers, x)
     sent: list[list[Operation]] = [[] for _ in loops]
