@@ -41,7 +41,7 @@ from typing_extensions import TypedDict
 from gossamer.errors import ConfigError
 from gossamer.record.dashboards.loggers import Dashboards
 from gossamer.record.dashboards.prometheus import Exporter
-from gossamer.record.jsonl import json_line, json_lines, keep_before, must_be_own
+from gossamer.record.jsonl import JsonObjects, Seen, folder_lines, json_line, keep_before
 from gossamer.record.lineage import Branch, branch_of, read_branches
 from gossamer.record.logs.seconds import RoundSeconds, seconds_line, seconds_lines
 from gossamer.record.logs.stage_seconds import STAGES_FILE
@@ -105,6 +105,16 @@ _LATER = 2**31
 _EVALUATED = "metrics-evaluated.jsonl"
 METRICS = Records[_Metric](_Metric)
 """The lines of metrics; what else a kind of line has is checked where it is used."""
+
+
+class _AsWritten(JsonObjects):
+    """Lines of metrics with their keys in the order of the file, so that a line that is written again is the same line."""
+
+    def parse(self, line: bytes | str, where: str) -> dict[str, Any]:
+        """The line. Raises: DataError, which names `where`."""
+        value = super().parse(line, where)
+        METRICS.of(value, where)
+        return value
 
 
 class RunFolder:
@@ -290,25 +300,23 @@ def metrics_line(kind: str, **fields: Any) -> str:
     return json_line(finite({"kind": kind, **fields}))
 
 
-def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
+def read_metrics(run_folder: Path, *, seen: Seen | None = None) -> list[dict[str, Any]]:
     """The metrics of a run from all its `metrics*.jsonl`, by round; inside a round file by file, metrics.jsonl first.
 
     Evaluations of a branch that the run has gone back behind are left out.
 
+    Args: `seen` as in `folder_lines`.
     Raises: DataError for a line that is not a JSON object with a kind and a round.
     """
-    branches = read_branches(Path(run_folder))
-    found = [line for name, line in _lines(run_folder) if name != _EVALUATED or is_of_its_branch(line, branches)]
+    branches, lines = read_branches(Path(run_folder)), _lines(run_folder, seen)
+    found = [line for name, line in lines if name != _EVALUATED or is_of_its_branch(line, branches)]
     return sorted(found, key=lambda line: line["round"])
 
 
-def _lines(run_folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _lines(run_folder: Path, seen: Seen | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """The lines of all files of metrics, each with the name of its file."""
-    for path in sorted(Path(run_folder).glob("metrics*.jsonl"), key=lambda path: path.stem):
-        for where, value in json_lines(path):
-            METRICS.of(value, where)
-            must_be_own(where, path.name, value.get("worker"))
-            yield path.name, value
+    lines = folder_lines(run_folder, "metrics", _AsWritten(), seen=seen, owner=lambda line: line.get("worker"))
+    return ((path.name, line) for path, _, line in lines)
 
 
 def is_of_its_branch(line: Mapping[str, Any], branches: Sequence[Branch]) -> bool:

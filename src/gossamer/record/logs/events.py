@@ -24,7 +24,7 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from gossamer.errors import DataError
-from gossamer.record.jsonl import json_line, keep_records, must_be_own, records
+from gossamer.record.jsonl import Seen, folder_lines, json_line, keep_records
 from gossamer.record.whole_files import Appender, LineWriter, make_folder
 from gossamer.settings.schema import RECORD, Records
 
@@ -164,9 +164,9 @@ class EventWriter(LineWriter):
         self._file = Appender(self.path)
 
 
-def event_files(run_folder: Path) -> list[Path]:
-    """The event files of a run folder, sorted by name; none when the run went in rounds."""
-    return sorted(Path(run_folder).glob("events*.jsonl"))
+def has_events(run_folder: Path) -> bool:
+    """Whether a run left events, and so did not go in rounds."""
+    return any(Path(run_folder).glob("events*.jsonl"))
 
 
 def writer_of(line: Mapping[str, Any], workers: int) -> int | None:
@@ -181,13 +181,13 @@ def writer_of(line: Mapping[str, Any], workers: int) -> int | None:
     return None
 
 
-def read_events(run_folder: Path) -> EventTotals | None:
+def read_events(run_folder: Path, *, seen: Seen | None = None) -> EventTotals | None:
     """The events of a run from all the files its processes wrote; None when it went in rounds.
 
+    Args: `seen` as in `folder_lines`.
     Raises: DataError for a malformed line.
     """
-    files = event_files(run_folder)
-    if not files:
+    if not has_events(run_folder):
         return None
     network, workers, rounds = "", 0, 0
     phases: list[tuple[int, int, float]] = []
@@ -195,8 +195,8 @@ def read_events(run_folder: Path) -> EventTotals | None:
     sent: list[tuple[int, int]] = []
     ages: list[int] = []
     absorbed: list[int] = []
-    for name, where, line in ((path.name, *found) for path in files for found in records(path, EVENTS)):
-        must_be_own(where, name, writer_of(line, workers))
+    lines = folder_lines(run_folder, "events", EVENTS, seen=seen, owner=lambda line: writer_of(line, workers))
+    for _, _, line in lines:
         round = line["round"]
         rounds = max(rounds, round + 1)
         match line["event"]:

@@ -20,7 +20,7 @@ from typing import Annotated, NamedTuple
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
-from gossamer.record.jsonl import json_line, must_be_own, records
+from gossamer.record.jsonl import folder_lines, json_line
 from gossamer.settings.schema import RECORD, Records
 
 _Whole = Annotated[int, Field(ge=0, lt=2**31)]
@@ -93,10 +93,8 @@ def read_seconds(run_folder: Path) -> list[RoundSeconds]:
 
     Raises: DataError for a malformed line.
     """
-    found: list[RoundSeconds] = []
-    for path in sorted(Path(run_folder).glob("seconds*.jsonl")):
-        for where, line in records(path, SECONDS_LINES):
-            must_be_own(where, path.name, line["worker"])
-            waiting_for = {int(peer): seconds for peer, seconds in line["waiting_for"].items()}
-            found.append(RoundSeconds(**{**line, "waiting_for": waiting_for}))
+    found = [
+        RoundSeconds(**{**line, "waiting_for": {int(peer): seconds for peer, seconds in line["waiting_for"].items()}})
+        for _, _, line in folder_lines(run_folder, "seconds", SECONDS_LINES)
+    ]
     return sorted(found, key=lambda one: (one.network or "", one.round, one.worker))

@@ -20,7 +20,7 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from gossamer.errors import ConfigError
-from gossamer.record.jsonl import json_line, keep_before, records
+from gossamer.record.jsonl import folder_lines, json_line, keep_before
 from gossamer.record.whole_files import LineWriter, make_folder, worker_suffix
 from gossamer.settings.schema import RECORD, Records
 
@@ -105,6 +105,6 @@ def end_logs_of_others(folder: Path, worker: int, parts: int, resume_round: int)
 
 def read_stages(folder: Path) -> Iterator[StageSeconds]:
     """The lines of all stages of a run. Raises: DataError for one that is none."""
-    for path in sorted(folder.glob("stages*.jsonl")):
-        for _, line in records(path, _LINES):
-            yield StageSeconds(**{"outer_bytes": None, **line})
+    # The file of a stage ends in the number of the stage, so its name says nothing of who owns a line.
+    for _, _, line in folder_lines(folder, "stages", _LINES, owner=lambda line: None):
+        yield StageSeconds(**{"outer_bytes": None, **line})

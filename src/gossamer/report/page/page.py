@@ -20,6 +20,8 @@ from gossamer.report.table import MANY, html_table, loss_rank, markdown_table
 
 _FIRST, _LAST = 24, 4
 """Rounds of each run whose pairs and seconds are on the page."""
+_PATIENCE_S = 600
+"""For what is read of a run besides its table."""
 _FEW = 4
 """Up to so many configurations stand side by side; more are folded into one."""
 _MOST_NUMBERS = 30_000
@@ -45,11 +47,13 @@ def write_report(
     if len(loaded) >= MANY:
         loaded.sort(key=lambda run: loss_rank(row_of[run.label]["loss"]))
     rows = [row_of[run.label] for run in loaded]
-    followed = [_followed(run.label, runs[run.label]) for run in loaded]
+    followed = [run.followed for run in loaded]
+    for one in followed:
+        one.look(time.monotonic() + _PATIENCE_S)
     title = next(iter(runs)) if len(runs) == 1 else f"{len(runs)} runs compared"
     newest_s = max((one.modified_s for one in followed), default=0.0)
     # A report tells of a run that is over, or as if it were: nobody in it is silent.
-    views = [run_view(one, one.modified_s, _ends(run)) for one, run in zip(followed, loaded, strict=True)]
+    views = [run_view(one, one.modified_s, run.ends_s) for one, run in zip(followed, loaded, strict=True)]
     contents = page_contents(
         views,
         rows,
@@ -81,19 +85,6 @@ def table_of(page: Path) -> Path:
     'report-table.md'
     """
     return page.with_name(f"{page.stem}-table.md")
-
-
-def _followed(label: str, folder: Path) -> FollowedRun:
-    run = FollowedRun(label, Path(folder).resolve())
-    run.look(time.monotonic() + 600)
-    return run
-
-
-def _ends(run: RunData) -> dict[str, Any]:
-    """When each round ended on each network that the run was priced on."""
-    return {
-        name: timeline.end_s.max(axis=1)[run.entries - 1 :: run.entries] for name, timeline in run.timelines.items()
-    }
 
 
 def _moments(runs: Sequence[FollowedRun]) -> list[dict[int, Any]]:

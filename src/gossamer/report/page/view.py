@@ -48,7 +48,7 @@ def run_view(run: FollowedRun, now_s: float, priced: Mapping[str, NDArray[np.flo
         **found,
         "empty": False,
         "name": file.name,
-        "folder": str(run.folder),
+        "folder": str(run.folder.resolve()),
         "method": file.method,
         "topology": file.topology,
         "kind": file.kind,

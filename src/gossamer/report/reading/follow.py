@@ -3,12 +3,15 @@
 `FollowedRun.look` reads what was appended since the last look, and nothing twice. What was cut or replaced (a run that was
 resumed goes back to a checkpoint) is read again from the start. A spoilt line costs itself and is named; the rest is shown.
 It only reads, and follows no link out of the folder.
+
+A report needs a run in two forms: what the strict readers of `gossamer.record` return, and this one. They hand each line to
+`FollowedRun.take`, so that each file is read once; `look` then reads the files that the strict readers had no need of.
 """
 
 import math
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ import numpy as np
 from gossamer.errors import DataError
 from gossamer.record.folder import is_of_its_branch, recoveries
 from gossamer.record.lineage import Branch, read_branches
-from gossamer.report.reading.lines import KINDS_OF_FILES, RunFile, line_of_kind, run_file_of
+from gossamer.report.reading.lines import KINDS_OF_FILES, RunFile, kind_of, line_of_kind, run_file_of
 from gossamer.report.reading.tail import Marks, Tail
 from gossamer.report.reading.thinning import Grid, KeptLines
 
@@ -33,7 +36,7 @@ class FollowedRun:
 
     Args:
         label: its name on the page.
-        folder: its run folder, with links resolved.
+        folder: its run folder; with links resolved where it is looked at more than once.
     """
 
     def __init__(self, label: str, folder: Path) -> None:
@@ -85,7 +88,7 @@ class FollowedRun:
 
     def look(self, until_s: float = math.inf) -> bool:
         """Reads what is new until this time of `time.monotonic`; returns whether everything was read."""
-        if not self._look_at_run_file():
+        if not self.begin():
             return True
         try:
             self._find()
@@ -130,8 +133,17 @@ class FollowedRun:
             self.complaints[sentence] = None
             self.revision += 1
 
+    def begin(self) -> bool:
+        """Reads run.toml where it is new, and the changes of settings; returns whether there is a run that can be followed."""
+        if not self._look_at_run_file():
+            return False
+        try:
+            self._branches = read_branches(self.folder)
+        except (DataError, OSError) as error:
+            self.complain(f"{self.label}: {error}")
+        return True
+
     def _look_at_run_file(self) -> bool:
-        """Reads run.toml where it is new; returns whether there is one that can be followed."""
         path = self.folder / "run.toml"
         try:
             now = path.stat()
@@ -155,11 +167,13 @@ class FollowedRun:
         self.revision += 1
         return self.file is not None
 
+    def take(self, path: Path, begin: int, end: int, line: dict[str, Any]) -> None:
+        """Enters a line that a strict reader has read between these places of a file (`gossamer.record.jsonl.Seen`)."""
+        if self.file is not None and _NAME.fullmatch(path.name):
+            self.tails.setdefault(path.name, Tail(path)).offset = end
+            self._enter(path.name, begin, line)
+
     def _find(self) -> None:
-        try:
-            self._branches = read_branches(self.folder)
-        except (DataError, OSError) as error:
-            self.complain(f"{self.label}: {error}")
         for path in sorted(self.folder.iterdir()):
             if path.name not in self.tails and _NAME.fullmatch(path.name):
                 self.tails[path.name] = Tail(path)
@@ -176,20 +190,15 @@ class FollowedRun:
 
     def _read(self, tail: Tail) -> bool:
         """Reads a chunk; returns whether there is more."""
-        kind = tail.path.name.partition("-")[0].removesuffix(".jsonl")
-        name, before, workers = tail.path.name, tail.offset, len(self.rounds_of)
+        name, before = tail.path.name, tail.offset
         try:
-            enter = self._entering(kind, name)
             for begin, raw in tail.read():
                 try:
-                    line = line_of_kind(kind, raw, f"{name} at byte {begin}", name, workers)
-                    if line.get("worker", 0) >= workers:
-                        raise DataError(f"{name} at byte {begin} names worker {line['worker']} of {workers}")
-                    enter(line)
-                    key = name, line["network"] if kind == "seconds" else None
-                    self.marks.setdefault(key, Marks()).add(line["round"], begin)
+                    line = line_of_kind(kind_of(name), raw, f"{name} at byte {begin}", name, len(self.rounds_of))
                 except DataError as error:
                     self.complain(f"{self.label}: {error}")
+                else:
+                    self._enter(name, begin, line)
         except (OSError, ValueError) as error:
             self.complain(f"{self.label}: {name} is not read ({getattr(error, 'strerror', None) or error})")
             return False
@@ -199,17 +208,28 @@ class FollowedRun:
 
     # --- what lines mean ----------------------------------------------------------------------------------------------
 
-    def _entering(self, kind: str, name: str) -> Callable[[Any], None]:
-        """What enters a line of a file of this kind."""
-        if kind == "outcomes":
-            slot = int(name.removeprefix("outcomes-").removesuffix(".jsonl"))
-            return lambda line: self._enter_outcome(slot, line)
-        return {
-            "metrics": self._enter_metric,
-            "trace": self._enter_trace,
-            "seconds": self._enter_seconds,
-            "events": self._enter_event,
-        }[kind]
+    def _enter(self, name: str, begin: int, line: dict[str, Any]) -> None:
+        """Enters a line of the file of this name, which begins at this byte of it."""
+        kind, workers = kind_of(name), len(self.rounds_of)
+        try:
+            if line.get("worker", 0) >= workers:
+                raise DataError(f"{name} at byte {begin} names worker {line['worker']} of {workers}")
+            match kind:
+                case "metrics":
+                    self._enter_metric(line)
+                case "trace":
+                    self._enter_trace(line)
+                case "seconds":
+                    self._enter_seconds(line)
+                case "outcomes":
+                    self._enter_outcome(int(name.removeprefix("outcomes-").removesuffix(".jsonl")), line)
+                case _:
+                    self._enter_event(line)
+        except DataError as error:
+            self.complain(f"{self.label}: {error}")
+            return
+        key = name, line["network"] if kind == "seconds" else None
+        self.marks.setdefault(key, Marks()).add(line["round"], begin)
 
     def _foreign(self, *workers: int) -> bool:
         return any(not 0 <= worker < len(self.rounds_of) for worker in workers)
@@ -235,10 +255,10 @@ class FollowedRun:
             self.aligned[round] = {key: _number(line.get(key)) for key in ("alignment", "persistence")}
         elif line["kind"] == "eval" and worker is None and is_of_its_branch(line, self._branches):
             # Of the workers only the worst is shown, and a run of many workers has many numbers.
-            own = line.pop("worker_losses", None)
+            own, shown = line.get("worker_losses"), {k: v for k, v in line.items() if k != "worker_losses"}
             if isinstance(own, list) and own:
-                line["worst worker"] = max((x for x in map(figure_of, own) if not math.isnan(x)), default=None)
-            self.evaluations.add(line)
+                shown["worst worker"] = max((x for x in map(figure_of, own) if not math.isnan(x)), default=None)
+            self.evaluations.add(shown)
 
     def _enter_trace(self, line: dict[str, Any]) -> None:
         self.traced_lines += 1

@@ -9,7 +9,7 @@ from typing import Any
 
 from gossamer.errors import DataError
 from gossamer.report.reading.follow import FollowedRun
-from gossamer.report.reading.lines import line_of_kind
+from gossamer.report.reading.lines import kind_of, line_of_kind
 from gossamer.report.reading.tail import Marks, open_record
 
 _MOST_BYTES = 1 << 25
@@ -87,12 +87,10 @@ def _seconds(run: FollowedRun, round: int) -> dict[str, list[tuple[Any, ...]]]:
 def _lines(run: FollowedRun, kind: str, first: int, last: int, network: str | None = None) -> Iterator[dict[str, Any]]:
     """The lines of some rounds from all files of a kind, of a file of seconds those of one network."""
     for name, tail in list(run.tails.items()):
-        if name.removesuffix(".jsonl") != kind and not name.startswith(f"{kind}-"):
-            continue
         marks = run.marks.get((name, network))
-        if marks is None:
+        if marks is None or (name.removesuffix(".jsonl") != kind and not name.startswith(f"{kind}-")):
             continue
-        kind_of_file = name.partition("-")[0].removesuffix(".jsonl")
+        kind_of_file = kind_of(name)
         try:
             for line in _records(tail.path, marks, tail.offset, first, kind_of_file, len(run.rounds_of)):
                 if line.get("network") != network and kind_of_file == "seconds":

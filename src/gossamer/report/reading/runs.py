@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gossamer.data.settings import passes_over
 from gossamer.errors import DataError
@@ -19,7 +20,8 @@ from gossamer.record.folder import newest_evaluation, read_metrics, recoveries
 from gossamer.record.lineage import described, read_branches
 from gossamer.record.logs.events import EventTotals, read_events
 from gossamer.record.logs.pipeline_work import has_stages, read_pipeline
-from gossamer.record.logs.trace import Trace, read_trace, trace_files
+from gossamer.record.logs.trace import Trace, has_trace, read_trace
+from gossamer.report.reading.follow import FollowedRun
 from gossamer.report.reading.lines import networks_in
 from gossamer.settings.schema import parse_toml
 
@@ -48,6 +50,8 @@ class RunData(NamedTuple):
     """The contents of one run folder."""
 
     label: str
+    followed: FollowedRun
+    """The same as a page draws it, as far as these files are read; its `look` reads the others."""
     evals: list[dict[str, Any]]
     """Evaluations of the mean model, one a round, by round; that of the initial values has round -1."""
     newest: Mapping[str, Any] | None
@@ -76,6 +80,12 @@ class RunData(NamedTuple):
     own: Mapping[int, tuple[float, ...]] = {}
     """By round the validation losses of a real run's workers, each of its own model, since the settings changed last."""
 
+    @property
+    def ends_s(self) -> dict[str, NDArray[np.float64]]:
+        """When each round ended on each network that the run was priced on."""
+        last = slice(self.entries - 1, None, self.entries)
+        return {name: timeline.end_s.max(axis=1)[last] for name, timeline in self.timelines.items()}
+
 
 def read_runs(runs: Mapping[str, Path], networks: Mapping[str, Network] | None) -> list[RunData]:
     """The runs by label, with the time that each takes on each network; None prices each on those of its own run file.
@@ -90,7 +100,9 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
         raise DataError(
             f"run '{label}' should be in {folder}, which is not a folder; give the folder of a finished or running run"
         )
-    metrics, branches = read_metrics(folder), read_branches(folder)
+    followed = FollowedRun(label, folder)
+    followed.begin()
+    metrics, branches = read_metrics(folder, seen=followed.take), read_branches(folder)
     evals = {line["round"]: line for line in metrics if line["kind"] == "eval" and "worker" not in line}
     trained = [line["round"] for line in metrics if line["kind"] == "train"]
     first, own = max((branch["round"] for branch in branches), default=0), dict[int, tuple[float, ...]]()
@@ -102,10 +114,10 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
     if networks is None:
         networks = {} if config is None else networks_in(parse_toml(config, f"'{folder / 'run.toml'}'"))
     sent_bytes, timelines, sent_until, per_round = None, {}, (), 1
-    if (events := read_events(folder)) is not None:
+    if (events := read_events(folder, seen=followed.take)) is not None:
         sent_bytes = float(events.sent_bytes.mean())
         timelines = {events.network: _as_it_went(events)} if len(events.end_s) else {}
-    elif trace_files(folder) and (trace := read_trace(folder)).rounds:  # a run that has only just started has none
+    elif has_trace(folder) and (trace := read_trace(folder, seen=followed.take)).rounds:  # none where it has just begun
         sent_bytes = float(trace.sent_bytes.mean())
         by_round = np.bincount(trace.messages.round, trace.messages.bytes, minlength=trace.rounds)
         sent_until = tuple((by_round.cumsum() / trace.workers).tolist())
@@ -114,6 +126,7 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
             timelines = prices_of(folder, config or "", trace, networks)
     return RunData(
         label,
+        followed,
         list(evals.values()),
         newest_evaluation(metrics, branches),
         1 + max(trained, default=-1),
@@ -212,17 +225,15 @@ def summary_row(run: RunData) -> dict[str, Any]:
         "sent_bytes": run.sent_bytes,
         "wall_s": {name: timeline.total_s for name, timeline in run.timelines.items()},
         "utilisation": {name: timeline.mean_utilisation for name, timeline in run.timelines.items()},
-        "loss_at_s": {
-            name: _losses_after(run, timeline.end_s.max(axis=1).tolist()) for name, timeline in run.timelines.items()
-        },
+        "loss_at_s": {name: _losses_after(run, end_s.tolist()) for name, end_s in run.ends_s.items()},
         "loss_at_round": _known((e["round"] + 1, _number(e, "loss")) for e in run.evals),
-        "loss_at_bytes": _losses_after(run, run.sent_until),
+        "loss_at_bytes": _losses_after(run, run.sent_until[run.entries - 1 :: run.entries]),
     }
 
 
 def _losses_after(run: RunData, spent: Sequence[float]) -> list[tuple[float, float]]:
-    """Validation loss against what was spent up to the end of each entry of the trace."""
-    until = [0.0, *spent[run.entries - 1 :: run.entries]]
+    """Validation loss against what was spent up to the end of each round."""
+    until = [0.0, *spent]
     return _known((until[e["round"] + 1], _number(e, "loss")) for e in run.evals if -1 <= e["round"] < len(until) - 1)
 
 
