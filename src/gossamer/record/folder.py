@@ -229,9 +229,6 @@ class RunFolder:
         self._dashboards.priced(found)
 
     def _cut(self, round: int) -> int:
-        _cut(self._trace_path, round * self._traced_per_round)
-        _cut(self._seconds_path, round)
-        _cut(self._machines_path, round)
         # All workers cut this file, to the same content: an evaluation of what is trained again is void.
         _cut(self.path / _EVALUATED, round or -1)
         if self.worker is None:
@@ -245,7 +242,8 @@ class RunFolder:
             "machines": round,
         }
         for kind, first in first_lines.items():
-            for path in self.path.glob(f"{kind}-[0-9]*.jsonl" if self.worker is None else f"{kind}.jsonl"):
+            own = [] if kind == "metrics" else [self.path / f"{kind}{worker_suffix(self.worker)}.jsonl"]
+            for path in [*own, *self.path.glob(f"{kind}-[0-9]*.jsonl" if self.worker is None else f"{kind}.jsonl")]:
                 _cut(path, first)
         return _cut(self._metrics_path, round or -1, self._void)  # who starts again validates its initial values again
 

@@ -82,20 +82,6 @@ class _Part(TypedDict):
     overlap_steps: NotRequired[_Index]
 
 
-@with_config(RECORD)
-class _Line(TypedDict):
-    """A line of a trace file."""
-
-    round: _Index
-    worker: _Index
-    steps: _Index
-    compute_s: _Compute
-    ops: tuple[_Part, ...]
-
-
-TRACE_LINES = Records[_Line](_Line)
-
-
 @with_config({**RECORD, "extra": "ignore"})
 class _Phase(TypedDict):
     """What a line of a trace file says of the local phase."""
@@ -106,7 +92,15 @@ class _Phase(TypedDict):
     compute_s: _Compute
 
 
+@with_config(RECORD)
+class _Line(_Phase):
+    """A line of a trace file."""
+
+    ops: tuple[_Part, ...]
+
+
 _PHASES = Records[_Phase](_Phase)
+TRACE_LINES = Records[_Line](_Line)
 
 
 class Messages(NamedTuple):

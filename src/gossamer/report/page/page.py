@@ -43,10 +43,10 @@ def write_report(
     Raises: DataError and ConfigError as `summary_rows` does.
     """
     loaded = read_runs(runs, networks)
-    row_of = {run.label: summary_row(run) for run in loaded}
+    row_of = {run.followed.label: summary_row(run) for run in loaded}
     if len(loaded) >= MANY:
-        loaded.sort(key=lambda run: loss_rank(row_of[run.label]["loss"]))
-    rows = [row_of[run.label] for run in loaded]
+        loaded.sort(key=lambda run: loss_rank(row_of[run.followed.label]["loss"]))
+    rows = [row_of[run.followed.label] for run in loaded]
     followed = [run.followed for run in loaded]
     for one in followed:
         one.look(time.monotonic() + _PATIENCE_S)
@@ -116,15 +116,15 @@ def _details(runs: Sequence[RunData]) -> list[str]:
     for run in runs:
         for name, network in run.networks.items():
             if networks.setdefault(name, network) != network:
-                networks[f"{name} of {run.label}"] = network
-    settings = [_fold(f"Configuration of {run.label}", run.config) for run in runs if run.config is not None]
+                networks[f"{name} of {run.followed.label}"] = network
+    settings = [_fold(f"Configuration of {run.followed.label}", run.config) for run in runs if run.config is not None]
     if len(settings) > _FEW:
         settings = ["<details><summary>Configurations</summary>", *settings, "</details>"]
     return [
         *(_fold(f"Network {name}", to_toml(network)) for name, network in networks.items()),
         *settings,
-        *(_fold(f"What changed in {run.label}", "\n".join(run.branches)) for run in runs if run.branches),
-        *(_fold(f"Text sample of {run.label}", run.sample) for run in runs if run.sample is not None),
+        *(_fold(f"What changed in {run.followed.label}", "\n".join(run.branches)) for run in runs if run.branches),
+        *(_fold(f"Text sample of {run.followed.label}", run.sample) for run in runs if run.sample is not None),
     ]
 
 

@@ -139,20 +139,15 @@ def _evals(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
     names = dict.fromkeys(key for line in lines for key, value in line.items() if _is_figure(key, value))
     figures = {key: [figure_of(line.get(key)) for line in lines] for key in names}
     rounds = [line["round"] for line in lines]
-    if run.aligned and lines:
-        for key in ("alignment", "persistence"):
-            figures[key] = [figure_of(run.aligned.get(r, {}).get(key)) for r in rounds]
+    averaged = {name: grid for name, grid in run.averaged.items() if grid.rows and lines}
+    figures |= {name: [grid.mean_at(round) for round in rounds] for name, grid in averaged.items()}
     return _curves(figures, rounds, axes, lines)
 
 
 def _own(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
     """The mean of what the workers of a real run validate, each its own parameters."""
-    rounds, values = run.validations.rounds(), run.validations.values()
-    known = np.isfinite(values).any(axis=1) if len(values) else np.zeros(0, bool)
-    untrained = [loss for loss in run.untrained.values() if math.isfinite(loss)]
-    at = [*[-1] * bool(untrained), *map(int, rounds[known])]
-    own = [*map(statistics.fmean, [untrained] if untrained else []), *map(float, np.nanmean(values[known], axis=1))]
-    return _curves({"own": own} if at else {}, at, axes)
+    losses = dict(run.own_losses())
+    return _curves({"own": [*losses.values()]} if losses else {}, [*losses], axes)
 
 
 def _curves(

@@ -20,6 +20,7 @@ import numpy as np
 from gossamer.errors import DataError
 from gossamer.record.folder import is_of_its_branch, recoveries
 from gossamer.record.lineage import Branch, read_branches
+from gossamer.report.metrics import MEANS
 from gossamer.report.reading.lines import KINDS_OF_FILES, RunFile, kind_of, line_of_kind, run_file_of
 from gossamer.report.reading.tail import Marks, Tail
 from gossamer.report.reading.thinning import Grid, KeptLines
@@ -65,8 +66,8 @@ class FollowedRun:
         """Bytes, by entry of the trace; for a run without one, by round."""
         self.trained_lines = self.traced_lines = 0
         self.evaluations = KeptLines()
-        self.aligned: dict[int, dict[str, Any]] = {}
-        """By round, how far local phases agreed, where that is recorded."""
+        self.averaged = {one.name: Grid(workers if one.kind == "train" else 1) for one in MEANS}
+        """Metrics of which a table has means."""
         self.clock: dict[str | None, Grid] = {}
         """When each round ended on each network; None stands for measured seconds."""
         self.spent_s: dict[str | None, np.ndarray] = {}
@@ -126,6 +127,20 @@ class FollowedRun:
     def parts(self) -> int:
         """Entries of the trace in a round: several where fragments, or updates and parameters, are sent apart."""
         return max(1, round(self.traced_lines / max(1, self.trained_lines)))
+
+    def own_losses(self, *, whole: bool = False) -> list[tuple[int, float]]:
+        """The mean of the workers' validations of their own models, by round; the initial values have round -1.
+
+        Args: `whole` leaves out the rounds that not all workers have.
+        """
+        known = np.isfinite(self.validations.values())
+        enough = known.all(axis=1) if whole else known.any(axis=1)
+        untrained = [loss for loss in self.untrained.values() if math.isfinite(loss)]
+        before = untrained and len(untrained) >= (self.validations.columns if whole else 1)
+        return [
+            *([(-1, math.fsum(untrained) / len(untrained))] if before else []),
+            *((round, self.validations.mean_at(round)) for round in self.validations.rounds()[enough].tolist()),
+        ]
 
     def complain(self, sentence: str) -> None:
         """Keeps a sentence about something that cannot be shown."""
@@ -231,28 +246,26 @@ class FollowedRun:
         key = name, line["network"] if kind == "seconds" else None
         self.marks.setdefault(key, Marks()).add(line["round"], begin)
 
-    def _foreign(self, *workers: int) -> bool:
-        return any(not 0 <= worker < len(self.rounds_of) for worker in workers)
-
     def _behind(self, worker: int, rounds: int) -> None:
         self.rounds_of[worker] = max(self.rounds_of[worker], rounds)
 
     def _enter_metric(self, line: dict[str, Any]) -> None:
         round, worker = line["round"], line.get("worker")
+        for metric in MEANS:
+            if metric.kind == line["kind"] and metric.name in line and round >= 0:
+                self.averaged[metric.name].put(round, worker or 0, figure_of(line[metric.name]))
         if line["kind"] == "train" and worker is not None:
             self.trained_lines += 1
-            self.losses.put(round, worker, _number(line.get("loss")))
-            self.steps.put(round, worker, _number(line.get("step")))
-            self.tokens.put(round, worker, _number(line.get("tokens")))
+            self.losses.put(round, worker, figure_of(line.get("loss")))
+            self.steps.put(round, worker, figure_of(line.get("step")))
+            self.tokens.put(round, worker, figure_of(line.get("tokens")))
             self._behind(worker, round + 1)
             for _, sentence in recoveries([line]):
                 self._happen(round, sentence)
         elif line["kind"] == "validation" and worker is not None and round < 0:
-            self.untrained[worker] = _number(line.get("loss"))
+            self.untrained[worker] = figure_of(line.get("loss"))
         elif line["kind"] == "validation" and worker is not None:
-            self.validations.put(round, worker, _number(line.get("loss")))
-        elif line["kind"] == "alignment":
-            self.aligned[round] = {key: _number(line.get(key)) for key in ("alignment", "persistence")}
+            self.validations.put(round, worker, figure_of(line.get("loss")))
         elif line["kind"] == "eval" and worker is None and is_of_its_branch(line, self._branches):
             # Of the workers only the worst is shown, and a run of many workers has many numbers.
             own, shown = line.get("worker_losses"), {k: v for k, v in line.items() if k != "worker_losses"}
@@ -275,10 +288,10 @@ class FollowedRun:
         self.spent_s[network][worker] += (line["compute_s"], waiting_s, line["transfer_s"], line["other_s"])
         waits = self.waits_s[network]
         for peer, seconds in line["waiting_for"].items():
-            waits[worker, int(peer)] = waits.get((worker, int(peer)), 0.0) + seconds
+            waits[worker, peer] = waits.get((worker, peer), 0.0) + seconds
 
     def _enter_outcome(self, slot: int, line: dict[str, Any]) -> None:
-        if self._foreign(slot):
+        if slot >= len(self.rounds_of):
             raise DataError(f"outcomes of slot {slot} are there and the run has {len(self.rounds_of)} workers")
         round, event = line["round"], line["event"]
         if event == "begin":
@@ -304,7 +317,7 @@ class FollowedRun:
         if event in ("leave", "return"):
             self._happen(line["round"], f"worker {line['worker']} {'leaves' if event == 'leave' else 'returns'}")
         elif event in ("push", "fetch", "meet") and line["source"] >= 0:
-            if self._foreign(line["source"]):
+            if line["source"] >= len(self.rounds_of):
                 raise DataError(f"an event names worker {line['source']} of {len(self.rounds_of)}")
             self.sent.put(max(0, line["round"]), line["source"], line["bytes"])
 
@@ -318,10 +331,6 @@ def figure_of(value: Any) -> float:
     """A figure of a line, which may hold anything; NaN for what is none."""
     known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
     return float(value) if known else math.nan
-
-
-def _number(value: Any) -> float:
-    return math.nan if value is None else float(value)
 
 
 def _several(workers: Iterable[int]) -> str:

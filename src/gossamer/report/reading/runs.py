@@ -21,6 +21,7 @@ from gossamer.record.lineage import described, read_branches
 from gossamer.record.logs.events import EventTotals, read_events
 from gossamer.record.logs.pipeline_work import has_stages, read_pipeline
 from gossamer.record.logs.trace import Trace, has_trace, read_trace
+from gossamer.report.metrics import MEANS, METRICS
 from gossamer.report.reading.follow import FollowedRun
 from gossamer.report.reading.lines import networks_in
 from gossamer.settings.schema import parse_toml
@@ -46,10 +47,14 @@ def prices_of(run_folder: Path, run_toml: str, trace: Trace, networks: Mapping[s
     return {name: price(trace, one.network, one.computing) for name, one in steps.items()}
 
 
+def ends_of(timelines: Mapping[str, Timeline], parts: int) -> dict[str, NDArray[np.float64]]:
+    """When each round ended on each network, of a run with so many entries of its trace in a round."""
+    return {name: one.end_s.max(axis=1)[parts - 1 :: parts] for name, one in timelines.items()}
+
+
 class RunData(NamedTuple):
     """The contents of one run folder."""
 
-    label: str
     followed: FollowedRun
     """The same as a page draws it, as far as these files are read; its `look` reads the others."""
     evals: list[dict[str, Any]]
@@ -69,22 +74,15 @@ class RunData(NamedTuple):
     branches: tuple[str, ...] = ()
     """Its changes of settings, and its stages that were lost, in words."""
     sent_until: tuple[float, ...] = ()
-    """Bytes sent up to the end of each entry of the trace, mean over the workers; empty for an asynchronous run."""
-    entries: int = 1
-    """Entries of the trace, and of the timelines, in each round: several where fragments, or updates and parameters, are sent
-    apart."""
-    alignments: tuple[dict[str, Any], ...] = ()
-    """Alignment and persistence of the pseudo-gradients by round, where they were recorded."""
+    """Bytes sent up to the end of each round, mean over the workers; empty for an asynchronous run."""
+    ends_s: Mapping[str, NDArray[np.float64]] = {}
+    """When each round ended on each network that the run was priced on."""
+    averaged: tuple[dict[str, Any], ...] = ()
+    """The lines of metrics of which a row has means."""
     passes: float | None = None
     """How often its text was trained on; None for a stream, and where the run has not recorded how much text it had."""
     own: Mapping[int, tuple[float, ...]] = {}
     """By round the validation losses of a real run's workers, each of its own model, since the settings changed last."""
-
-    @property
-    def ends_s(self) -> dict[str, NDArray[np.float64]]:
-        """When each round ended on each network that the run was priced on."""
-        last = slice(self.entries - 1, None, self.entries)
-        return {name: timeline.end_s.max(axis=1)[last] for name, timeline in self.timelines.items()}
 
 
 def read_runs(runs: Mapping[str, Path], networks: Mapping[str, Network] | None) -> list[RunData]:
@@ -125,7 +123,6 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
         if trace.workers > 1:  # a single worker sends nothing
             timelines = prices_of(folder, config or "", trace, networks)
     return RunData(
-        label,
         followed,
         list(evals.values()),
         newest_evaluation(metrics, branches),
@@ -136,9 +133,9 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
         _read_text(folder / "sample.txt"),
         networks,
         (*map(described, branches), *(f"before round {r + 1}: {words}" for r, words in recoveries(metrics))),
-        sent_until,
-        per_round,
-        tuple(line for line in metrics if line["kind"] == "alignment"),
+        sent_until[per_round - 1 :: per_round],
+        ends_of(timelines, per_round),
+        tuple(line for line in metrics if line["kind"] in {metric.kind for metric in MEANS}),
         None if config is None else _passes(folder, config, metrics),
         own,
     )
@@ -210,24 +207,21 @@ def summary_row(run: RunData) -> dict[str, Any]:
     worst = [_as_number(loss, "worker_losses", last["round"]) for loss in losses]
     own = worst or run.own.get(last["round"], ())
     return {
-        "method": run.label,
-        "loss": _number(last, "loss"),
+        "method": run.followed.label,
+        **{metric.name: _number(last, metric.name) for metric in METRICS if metric.reduction == "newest"},
         "loss_of_workers": math.fsum(own) / len(own) if own else None,
         "round": last["round"] + 1 if last["round"] >= 0 else None,
         "rounds": run.rounds,
         "passes": run.passes,
         # max() would lose a NaN among finite losses.
         "worst_loss": math.nan if any(map(math.isnan, worst)) else max(worst, default=None),
-        "disagreement": _number(last, "disagreement"),
-        "js_divergence": _number(last, "js_divergence"),
-        "alignment": _mean(run.alignments, "alignment"),
-        "persistence": _mean(run.alignments, "persistence"),
+        **{one.name: _mean([line for line in run.averaged if line["kind"] == one.kind], one.name) for one in MEANS},
         "sent_bytes": run.sent_bytes,
         "wall_s": {name: timeline.total_s for name, timeline in run.timelines.items()},
         "utilisation": {name: timeline.mean_utilisation for name, timeline in run.timelines.items()},
         "loss_at_s": {name: _losses_after(run, end_s.tolist()) for name, end_s in run.ends_s.items()},
         "loss_at_round": _known((e["round"] + 1, _number(e, "loss")) for e in run.evals),
-        "loss_at_bytes": _losses_after(run, run.sent_until[run.entries - 1 :: run.entries]),
+        "loss_at_bytes": _losses_after(run, run.sent_until),
     }
 
 

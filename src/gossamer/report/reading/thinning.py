@@ -58,6 +58,13 @@ class Grid:
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.where(count > 0, total if self.summed else total / count, np.nan)
 
+    def mean_at(self, round: int) -> float:
+        """The mean over the columns in a round; NaN where nothing is known."""
+        row = round // self.stride
+        known = self.values()[row] if 0 <= row < self.rows else np.zeros(0)
+        known = known[np.isfinite(known)]
+        return float(known.mean()) if len(known) else math.nan
+
     def _halve(self) -> None:
         half = len(self._sum) // 2
         whole, counts = self._sum[: 2 * half], self._count[: 2 * half]
