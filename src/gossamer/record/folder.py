@@ -152,11 +152,6 @@ class RunFolder:
         self.worker = worker
         self._config = config or RecordConfig()
         self._run_toml = run_toml
-        suffix = worker_suffix(worker)
-        self._metrics_path = self.path / f"metrics{suffix}.jsonl"
-        self._trace_path = self.path / f"trace{suffix}.jsonl"
-        self._seconds_path = self.path / f"seconds{suffix}.jsonl"
-        self._machines_path = self.path / f"machines{suffix}.jsonl"
         if resume_round is None:
             must_be_new(self.path, worker)
         make_folder(self.path)
@@ -169,7 +164,7 @@ class RunFolder:
         if not computes:
             return
         since, here = resume_round or 0, this_machine()
-        with closing(Appender(self._machines_path)) as machines:
+        with closing(Appender(self._file("machines"))) as machines:
             machines.write(machine_line(since, here) if threads is None else threads[0].lines(since, here, threads[1]))
 
     def __enter__(self) -> "RunFolder":
@@ -205,8 +200,8 @@ class RunFolder:
     def drop(self, void: Callable[[Mapping[str, Any]], bool]) -> None:
         """Removes these lines of metrics; what dashboards show of them stays."""
         self._metrics.close()
-        _cut(self._metrics_path, _LATER, void)
-        self._metrics = Appender(self._metrics_path)
+        _cut(self._file("metrics"), _LATER, void)
+        self._metrics = Appender(self._file("metrics"))
 
     def show_exchanges(self, *, alive: int, made: int, missed: int, unsure: int) -> None:
         """Shows Prometheus, if it looks, how many took part in a round and what became of the exchanges of this worker."""
@@ -216,7 +211,7 @@ class RunFolder:
     def log_seconds(self, seconds: RoundSeconds) -> None:
         """Appends where the seconds of one worker's round went."""
         if self._seconds is None:
-            self._seconds = Appender(self._seconds_path)
+            self._seconds = Appender(self._file("seconds"))
         self._seconds.write(seconds_line(seconds))
         if self._prometheus is not None:
             self._prometheus.seconds(seconds)
@@ -225,8 +220,11 @@ class RunFolder:
     def write_seconds(self, seconds: Iterable[RoundSeconds]) -> None:
         """Replaces the record of seconds, of a simulation that finds those of all rounds at its end."""
         found = list(seconds)
-        self.write_text(self._seconds_path.name, seconds_lines(found))
+        self.write_text(self._file("seconds").name, seconds_lines(found))
         self._dashboards.priced(found)
+
+    def _file(self, kind: str) -> Path:
+        return self.path / f"{kind}{worker_suffix(self.worker)}.jsonl"
 
     def _cut(self, round: int) -> int:
         # All workers cut this file, to the same content: an evaluation of what is trained again is void.
@@ -242,10 +240,12 @@ class RunFolder:
             "machines": round,
         }
         for kind, first in first_lines.items():
-            own = [] if kind == "metrics" else [self.path / f"{kind}{worker_suffix(self.worker)}.jsonl"]
+            own = [] if kind == "metrics" else [self._file(kind)]
             for path in [*own, *self.path.glob(f"{kind}-[0-9]*.jsonl" if self.worker is None else f"{kind}.jsonl")]:
                 _cut(path, first)
-        return _cut(self._metrics_path, round or -1, self._void)  # who starts again validates its initial values again
+        return _cut(
+            self._file("metrics"), round or -1, self._void
+        )  # who starts again validates its initial values again
 
     def write_text(self, name: str, text: str) -> None:
         """Puts a text file into the folder, all at once."""
@@ -276,7 +276,7 @@ class RunFolder:
             trackio_project=self._config.trackio_project,
             traced_per_round=self._traced_per_round,
         )
-        self._metrics, self._trace = Appender(self._metrics_path), Appender(self._trace_path)
+        self._metrics, self._trace = Appender(self._file("metrics")), Appender(self._file("trace"))
 
 
 class Unrecorded:

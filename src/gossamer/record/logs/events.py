@@ -196,18 +196,14 @@ def read_events(run_folder: Path, *, seen: Seen | None = None) -> EventTotals | 
             case "phase":
                 phases.append((round, line["worker"], max(0.0, line["end_s"] - line["start_s"])))
                 ends.append((round, line["end_s"]))
-            case "push" | "fetch" | "meet":
-                if line["source"] >= 0:
+            case "push" | "fetch" | "meet" | "report" | "merge":
+                if line.get("source", -1) >= 0:
                     sent.append((line["source"], line["bytes"]))
-                ends.append((round, line["end_s"]))
-            case "report" | "merge":
                 ends.append((round, line["end_s"]))
             case "update":
                 ages += line["ages"]
                 absorbed += line["workers"]
                 ends.append((round, line["time_s"]))
-            case "leave" | "return":
-                pass
     if rounds * workers > _MAX_CELLS:
         raise DataError(
             f"the events span {rounds} rounds of {workers} workers but at most {_MAX_CELLS} cells are allowed; "

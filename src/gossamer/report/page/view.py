@@ -64,7 +64,7 @@ def run_view(run: FollowedRun, now_s: float, priced: Mapping[str, NDArray[np.flo
         "networks": {name: _placed(network, file.workers) for name, network in file.networks.items()},
         "evals": evals if evals["y"] else own,
         "own": own,
-        "training": _training(run, axes, losses),
+        "training": _training(run, axes),
         "by_worker": _by_worker(run, losses),
         "spent": _spent(run),
         "sent_bytes": axes.sent_bytes,
@@ -164,13 +164,11 @@ def _is_figure(key: str, value: object) -> bool:
     )
 
 
-def _training(run: FollowedRun, axes: _Axes, losses: NDArray[np.float64]) -> dict[str, Any]:
+def _training(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
     """The mean training loss of the workers."""
-    known = np.isfinite(losses).any(axis=1) if len(losses) else np.zeros(0, bool)
-    rounds = run.losses.rounds()[known]
-    means = [float(x) for x in np.nanmean(losses[known], axis=1)] if known.any() else []
-    kept = thinned(means, _MOST_POINTS)
-    return {"x": axes.at([int(rounds[k]) for k in kept]), "y": {"loss": [_rounded(means[k]) for k in kept]}}
+    means = {round: run.losses.mean_at(round) for round in run.losses.rounds().tolist()}
+    known = {round: loss for round, loss in means.items() if math.isfinite(loss)}
+    return _curves({"loss": [*known.values()]}, [*known], axes)
 
 
 def _by_worker(run: FollowedRun, losses: NDArray[np.float64]) -> dict[str, Any]:

@@ -326,7 +326,6 @@ def _last_seconds(folder: Path) -> dict[int, RoundSeconds]:
     """Those of each worker's last recorded round: measured if there are any, else of the first network."""
     found: dict[int, RoundSeconds] = {}
     for one in read_seconds(folder):
-        before = found.get(one.worker)
-        if before is None or (before.network == one.network and one.round > before.round):
-            found[one.worker] = one
+        if found.setdefault(one.worker, one).network == one.network:
+            found[one.worker] = one  # they come by network and round
     return found

@@ -61,9 +61,12 @@ class Grid:
     def mean_at(self, round: int) -> float:
         """The mean over the columns in a round; NaN where nothing is known."""
         row = round // self.stride
-        known = self.values()[row] if 0 <= row < self.rows else np.zeros(0)
-        known = known[np.isfinite(known)]
-        return float(known.mean()) if len(known) else math.nan
+        if not 0 <= row < self.rows:
+            return math.nan
+        known = self._count[row] > 0
+        values = self._sum[row, known] / (1 if self.summed else self._count[row, known])
+        values = values[np.isfinite(values)]
+        return float(values.mean()) if len(values) else math.nan
 
     def _halve(self) -> None:
         half = len(self._sum) // 2
