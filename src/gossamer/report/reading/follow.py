@@ -11,6 +11,7 @@ A report needs a run in two forms: what the strict readers of `gossamer.record` 
 import math
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class FollowedRun:
         self.file: RunFile | None = None
         self._run_toml: tuple[float, int] | None = None
         self.tails: dict[str, Tail] = {}
-        self.marks: dict[tuple[str, str | None], Marks] = {}
+        self.marks = defaultdict[tuple[str, str | None], Marks](Marks)
         """Where rounds begin, by file and, in a file of seconds, by network."""
         self.complaints: dict[str, None] = {}
         self._branches: list[Branch] = []
@@ -184,9 +185,12 @@ class FollowedRun:
 
     def take(self, path: Path, begin: int, end: int, line: dict[str, Any]) -> None:
         """Enters a line that a strict reader has read between these places of a file (`gossamer.record.jsonl.Seen`)."""
-        if self.file is not None and _NAME.fullmatch(path.name):
-            self.tails.setdefault(path.name, Tail(path)).offset = end
-            self._enter(path.name, begin, line)
+        if path.name not in self.tails:
+            if self.file is None or not _NAME.fullmatch(path.name):
+                return
+            self.tails[path.name] = Tail(path)
+        self.tails[path.name].offset = end
+        self._enter(path.name, begin, line)
 
     def _find(self) -> None:
         for path in sorted(self.folder.iterdir()):
@@ -244,7 +248,7 @@ class FollowedRun:
             self.complain(f"{self.label}: {error}")
             return
         key = name, line["network"] if kind == "seconds" else None
-        self.marks.setdefault(key, Marks()).add(line["round"], begin)
+        self.marks[key].add(line["round"], begin)
 
     def _behind(self, worker: int, rounds: int) -> None:
         self.rounds_of[worker] = max(self.rounds_of[worker], rounds)
@@ -260,7 +264,7 @@ class FollowedRun:
             self.steps.put(round, worker, figure_of(line.get("step")))
             self.tokens.put(round, worker, figure_of(line.get("tokens")))
             self._behind(worker, round + 1)
-            for _, sentence in recoveries([line]):
+            for _, sentence in recoveries([line]) if "recovered" in line else ():
                 self._happen(round, sentence)
         elif line["kind"] == "validation" and worker is not None and round < 0:
             self.untrained[worker] = figure_of(line.get("loss"))

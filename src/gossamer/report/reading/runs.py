@@ -208,13 +208,14 @@ def summary_row(run: RunData) -> dict[str, Any]:
     own = worst or run.own.get(last["round"], ())
     return {
         "method": run.followed.label,
-        **{metric.name: _number(last, metric.name) for metric in METRICS if metric.reduction == "newest"},
+        "loss": _number(last, "loss"),
         "loss_of_workers": math.fsum(own) / len(own) if own else None,
         "round": last["round"] + 1 if last["round"] >= 0 else None,
         "rounds": run.rounds,
         "passes": run.passes,
         # max() would lose a NaN among finite losses.
         "worst_loss": math.nan if any(map(math.isnan, worst)) else max(worst, default=None),
+        **{one.name: _number(last, one.name) for one in METRICS if one.reduction == "newest"},
         **{one.name: _mean([line for line in run.averaged if line["kind"] == one.kind], one.name) for one in MEANS},
         "sent_bytes": run.sent_bytes,
         "wall_s": {name: timeline.total_s for name, timeline in run.timelines.items()},
