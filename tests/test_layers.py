@@ -94,6 +94,7 @@ LIGHT = [  # work without torch
     "network.estimates.published",
     "report.reading.runs",
     "report.reading.status",
+    "report.metrics",
     "report.table",
     "report.figures",
     "report.page.page",

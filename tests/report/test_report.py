@@ -18,8 +18,11 @@ from gossamer.errors import ConfigError, DataError
 from gossamer.network.links import Network, to_toml
 from gossamer.record.folder import RecordConfig, RunFolder, note_evaluation
 from gossamer.record.logs.trace import Entry, Operation
+from gossamer.report.metrics import METRICS
 from gossamer.report.page.page import write_report
+from gossamer.report.page.view import run_view
 from gossamer.report.reading.follow import FollowedRun
+from gossamer.report.reading.runs import read_runs
 from gossamer.report.table import MANY, markdown_table, render_table, summary_rows
 
 PLAIN = RecordConfig(tensorboard=False)
@@ -269,6 +272,49 @@ def test_a_line_that_cannot_be_drawn_is_refused_by_a_report_and_named_on_the_pag
     run = FollowedRun("a", folder)
     run.look()
     assert said in next(iter(run.complaints))
+
+
+def test_what_the_table_has_read_is_not_read_again_for_the_page(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", rounds=5, apart=True)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind":"train","round":5,"wor')  # a killed writer's
+    (run,) = read_runs({"a": folder}, None)
+    once, alone = run.followed, FollowedRun("a", folder)
+    assert (once.done, once.trained_lines, once.traced_lines, once.parts) == (5, 10, 20, 2), (
+        "before anything is looked at"
+    )
+    assert once.look() and alone.look()
+    assert (once.trained_lines, once.traced_lines) == (10, 20)
+    assert run_view(once, once.modified_s) == run_view(alone, alone.modified_s)
+
+
+def test_a_line_of_a_worker_that_the_run_does_not_have_is_named_on_the_page_also_where_the_table_reads_it(
+    tmp_path: Path,
+) -> None:
+    folder = make_run(tmp_path / "a")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind":"train","round":3,"worker":7,"step":36,"loss":1.0,"tokens":64}\n')
+    (view,) = contents(page_of({"a": folder}, tmp_path))["runs"]
+    assert [one for one in view["complaints"] if "names worker 7 of 2" in one]
+
+
+def test_each_metric_is_shown_where_its_row_says(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", js_divergence=0.25)
+    with (folder / "metrics.jsonl").open("a") as file:
+        for r, value in enumerate((0.5, 0.25, 0.75, 1.0)):
+            file.write(json.dumps({"kind": "alignment", "round": r, "alignment": value, "persistence": None}) + "\n")
+    (row,) = summary_rows({"a": folder}, {})
+    assert {metric.name for metric in METRICS} <= row.keys()
+    assert (row["alignment"], row["persistence"], row["js_divergence"]) == (0.625, None, 0.25)
+    page = contents(page_of({"a": folder}, tmp_path))
+    shown = [metric.heading for metric in METRICS if metric.heading and metric.shown([row])]
+    assert (
+        page["table"]["headings"] == ["method", *shown] and "of predictions" in shown and "val of workers" not in shown
+    )
+    titles = {figure["key"]: (figure["title"], figure["log"]) for figure in page["figures"]}
+    drawn = [metric for metric in METRICS if metric.key in titles]
+    assert [titles[metric.key] for metric in drawn if metric.title] == [(m.title, m.log) for m in drawn if m.title]
+    assert page["runs"][0]["evals"]["y"]["alignment"] == [None, 0.5, 0.25, 0.75, 1.0]
 
 
 def test_each_run_is_priced_on_its_own_networks_where_none_are_given_for_all(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
     links = read_network(network)
     from gossamer.network.pricing import price
     from gossamer.network.timeline import utilisation_in_words
-    from gossamer.record.logs.events import event_files
+    from gossamer.record.logs.events import has_events
     from gossamer.record.logs.trace import read_trace
     from gossamer.run.config.layouts import layout_for
     from gossamer.run.config.resolve import settings_in
@@ -32,7 +32,7 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
     from gossamer.run.worker.stages.timing import in_stages
 
     config = settings_in(folder)
-    if event_files(folder):
+    if has_events(folder):
         raise ConfigError(
             f"cannot re-price '{folder}': in an asynchronous run the network affects the result; simulate it again with "
             f"'{network}' as its [network.NAME]"

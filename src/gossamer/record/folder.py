@@ -41,7 +41,7 @@ from typing_extensions import TypedDict
 from gossamer.errors import ConfigError
 from gossamer.record.dashboards.loggers import Dashboards
 from gossamer.record.dashboards.prometheus import Exporter
-from gossamer.record.jsonl import json_line, json_lines, keep_before, must_be_own
+from gossamer.record.jsonl import JsonObjects, Seen, folder_lines, json_line, keep_before
 from gossamer.record.lineage import Branch, branch_of, read_branches
 from gossamer.record.logs.seconds import RoundSeconds, seconds_line, seconds_lines
 from gossamer.record.logs.stage_seconds import STAGES_FILE
@@ -107,6 +107,16 @@ METRICS = Records[_Metric](_Metric)
 """The lines of metrics; what else a kind of line has is checked where it is used."""
 
 
+class _AsWritten(JsonObjects):
+    """Lines of metrics with their keys in the order of the file, so that a line that is written again is the same line."""
+
+    def parse(self, line: bytes | str, where: str) -> dict[str, Any]:
+        """The line. Raises: DataError, which names `where`."""
+        value = super().parse(line, where)
+        METRICS.of(value, where)
+        return value
+
+
 class RunFolder:
     """Writes one run, or one worker's part of it; every line is handed to the system at once, so a killed run keeps it.
 
@@ -142,11 +152,6 @@ class RunFolder:
         self.worker = worker
         self._config = config or RecordConfig()
         self._run_toml = run_toml
-        suffix = worker_suffix(worker)
-        self._metrics_path = self.path / f"metrics{suffix}.jsonl"
-        self._trace_path = self.path / f"trace{suffix}.jsonl"
-        self._seconds_path = self.path / f"seconds{suffix}.jsonl"
-        self._machines_path = self.path / f"machines{suffix}.jsonl"
         if resume_round is None:
             must_be_new(self.path, worker)
         make_folder(self.path)
@@ -159,7 +164,7 @@ class RunFolder:
         if not computes:
             return
         since, here = resume_round or 0, this_machine()
-        with closing(Appender(self._machines_path)) as machines:
+        with closing(Appender(self._file("machines"))) as machines:
             machines.write(machine_line(since, here) if threads is None else threads[0].lines(since, here, threads[1]))
 
     def __enter__(self) -> "RunFolder":
@@ -195,8 +200,8 @@ class RunFolder:
     def drop(self, void: Callable[[Mapping[str, Any]], bool]) -> None:
         """Removes these lines of metrics; what dashboards show of them stays."""
         self._metrics.close()
-        _cut(self._metrics_path, _LATER, void)
-        self._metrics = Appender(self._metrics_path)
+        _cut(self._file("metrics"), _LATER, void)
+        self._metrics = Appender(self._file("metrics"))
 
     def show_exchanges(self, *, alive: int, made: int, missed: int, unsure: int) -> None:
         """Shows Prometheus, if it looks, how many took part in a round and what became of the exchanges of this worker."""
@@ -206,7 +211,7 @@ class RunFolder:
     def log_seconds(self, seconds: RoundSeconds) -> None:
         """Appends where the seconds of one worker's round went."""
         if self._seconds is None:
-            self._seconds = Appender(self._seconds_path)
+            self._seconds = Appender(self._file("seconds"))
         self._seconds.write(seconds_line(seconds))
         if self._prometheus is not None:
             self._prometheus.seconds(seconds)
@@ -215,13 +220,13 @@ class RunFolder:
     def write_seconds(self, seconds: Iterable[RoundSeconds]) -> None:
         """Replaces the record of seconds, of a simulation that finds those of all rounds at its end."""
         found = list(seconds)
-        self.write_text(self._seconds_path.name, seconds_lines(found))
+        self.write_text(self._file("seconds").name, seconds_lines(found))
         self._dashboards.priced(found)
 
+    def _file(self, kind: str) -> Path:
+        return self.path / f"{kind}{worker_suffix(self.worker)}.jsonl"
+
     def _cut(self, round: int) -> int:
-        _cut(self._trace_path, round * self._traced_per_round)
-        _cut(self._seconds_path, round)
-        _cut(self._machines_path, round)
         # All workers cut this file, to the same content: an evaluation of what is trained again is void.
         _cut(self.path / _EVALUATED, round or -1)
         if self.worker is None:
@@ -235,9 +240,12 @@ class RunFolder:
             "machines": round,
         }
         for kind, first in first_lines.items():
-            for path in self.path.glob(f"{kind}-[0-9]*.jsonl" if self.worker is None else f"{kind}.jsonl"):
+            own = [] if kind == "metrics" else [self._file(kind)]
+            for path in [*own, *self.path.glob(f"{kind}-[0-9]*.jsonl" if self.worker is None else f"{kind}.jsonl")]:
                 _cut(path, first)
-        return _cut(self._metrics_path, round or -1, self._void)  # who starts again validates its initial values again
+        return _cut(
+            self._file("metrics"), round or -1, self._void
+        )  # who starts again validates its initial values again
 
     def write_text(self, name: str, text: str) -> None:
         """Puts a text file into the folder, all at once."""
@@ -268,7 +276,7 @@ class RunFolder:
             trackio_project=self._config.trackio_project,
             traced_per_round=self._traced_per_round,
         )
-        self._metrics, self._trace = Appender(self._metrics_path), Appender(self._trace_path)
+        self._metrics, self._trace = Appender(self._file("metrics")), Appender(self._file("trace"))
 
 
 class Unrecorded:
@@ -290,25 +298,23 @@ def metrics_line(kind: str, **fields: Any) -> str:
     return json_line(finite({"kind": kind, **fields}))
 
 
-def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
+def read_metrics(run_folder: Path, *, seen: Seen | None = None) -> list[dict[str, Any]]:
     """The metrics of a run from all its `metrics*.jsonl`, by round; inside a round file by file, metrics.jsonl first.
 
     Evaluations of a branch that the run has gone back behind are left out.
 
+    Args: `seen` as in `folder_lines`.
     Raises: DataError for a line that is not a JSON object with a kind and a round.
     """
-    branches = read_branches(Path(run_folder))
-    found = [line for name, line in _lines(run_folder) if name != _EVALUATED or is_of_its_branch(line, branches)]
+    branches, lines = read_branches(Path(run_folder)), _lines(run_folder, seen)
+    found = [line for name, line in lines if name != _EVALUATED or is_of_its_branch(line, branches)]
     return sorted(found, key=lambda line: line["round"])
 
 
-def _lines(run_folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _lines(run_folder: Path, seen: Seen | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """The lines of all files of metrics, each with the name of its file."""
-    for path in sorted(Path(run_folder).glob("metrics*.jsonl"), key=lambda path: path.stem):
-        for where, value in json_lines(path):
-            METRICS.of(value, where)
-            must_be_own(where, path.name, value.get("worker"))
-            yield path.name, value
+    lines = folder_lines(run_folder, "metrics", _AsWritten(), seen=seen, owner=lambda line: line.get("worker"))
+    return ((path.name, line) for path, _, line in lines)
 
 
 def is_of_its_branch(line: Mapping[str, Any], branches: Sequence[Branch]) -> bool:

@@ -15,6 +15,8 @@ from gossamer.settings.schema import RECORD, Records
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+Seen = Callable[[Path, int, int, Any], None]
+"""Takes a file, the places in it where a line begins and ends, and the record of the line."""
 
 
 class Parser(Protocol[T_co]):
@@ -61,24 +63,23 @@ def json_from_peer(raw: bytes) -> Any:
     return value
 
 
-def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a JSONL file, each with the "file:line" it stands at.
+class JsonObjects:
+    """Parses lines that may be any JSON object."""
 
-    A last line that was cut short is skipped: that is what a killed writer leaves behind.
-    Raises: DataError for any other line that is not a JSON object.
-    """
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            where = f"{path}:{number}"
-            try:
-                value = json.loads(line, parse_constant=_refuse)
-            except (ValueError, RecursionError) as error:
-                if _is_torn(line, number):
-                    return
-                raise DataError(f"{where} is not JSON ({error}) but must hold one object; remove the line") from None
-            if not isinstance(value, dict):
-                raise DataError(f"{where} holds {short(value)} but must hold one object; remove the line")
-            yield where, value
+    def parse(self, line: bytes | str, where: str) -> dict[str, Any]:
+        """The object. Raises: DataError, which names `where`, for a line that is none."""
+        try:
+            value = json.loads(line, parse_constant=_refuse)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where} is not JSON ({error}) but must hold one object; remove the line") from None
+        if not isinstance(value, dict):
+            raise DataError(f"{where} holds {short(value)} but must hold one object; remove the line")
+        return value
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a JSONL file, each with the "file:line" it stands at. Raises: as `records`."""
+    return records(path, JsonObjects())
 
 
 def records(path: Path, kind: Parser[T]) -> Iterator[tuple[str, T]]:
@@ -87,6 +88,31 @@ def records(path: Path, kind: Parser[T]) -> Iterator[tuple[str, T]]:
     Raises: DataError for any other line that holds no such record.
     """
     return ((where, record) for where, _, record in _records(path, kind))
+
+
+def folder_lines(
+    folder: Path,
+    kind: str,
+    parser: Parser[T],
+    *,
+    seen: Seen | None = None,
+    owner: Callable[[T], int | None] = lambda record: record["worker"],  # pyright: ignore[reportIndexIssue]
+) -> Iterator[tuple[Path, str, T]]:
+    """The records of all files of one kind in a run folder, such as `seconds*.jsonl`: each with its file and "file:line".
+
+    Args:
+        seen: is called with each record before the caller has it, for who follows the run besides.
+        owner: the worker that wrote a record; None where it may be any.
+    Raises: DataError for a line that is none, or stands in the file of another worker.
+    """
+    for path in sorted(Path(folder).glob(f"{kind}*.jsonl"), key=lambda path: path.stem):
+        begin = 0
+        for where, raw, record in _records(path, parser):
+            must_be_own(where, path.name, owner(record))
+            if seen is not None:
+                seen(path, begin, begin + len(raw), record)
+            begin += len(raw)
+            yield path, where, record
 
 
 def keep_records(path: Path, kind: Parser[T], keeps: Callable[[T], bool]) -> list[T]:

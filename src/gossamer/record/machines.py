@@ -9,7 +9,6 @@ Other processors and other versions of torch round differently, so `gossamer aud
 """
 
 import platform
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, NamedTuple, NotRequired
@@ -17,7 +16,8 @@ from typing import Annotated, NamedTuple, NotRequired
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
-from gossamer.record.jsonl import json_line, records
+from gossamer.record.jsonl import folder_lines, json_line
+from gossamer.record.whole_files import worker_of_file
 from gossamer.settings.options import Count, Number
 from gossamer.settings.schema import RECORD, Records
 
@@ -107,13 +107,14 @@ def machine_line(round: int, machine: Machine, worker: int | None = None) -> str
 
 def read_machines(run_folder: Path) -> list[Computed]:
     """What has computed a run, by rounds; empty where none is recorded. Raises: DataError for a line that is none."""
-    computed = list[Computed]()
-    for path in sorted(Path(run_folder).glob("machines*.jsonl")):
-        if (named := re.fullmatch(r"machines(?:-(\d+))?", path.stem)) is None:
-            continue
-        for _, line in records(path, _LINES):
-            worker = line.get("worker") if named[1] is None else int(named[1])
-            computed.append(Computed(line["round"], worker, Machine(line["torch"], line["processor"], line["threads"])))
+    computed = [
+        Computed(
+            line["round"],
+            line.get("worker", worker_of_file(path.name)),
+            Machine(line["torch"], line["processor"], line["threads"]),
+        )
+        for path, _, line in folder_lines(run_folder, "machines", _LINES, owner=lambda line: line.get("worker"))
+    ]
     return sorted(computed, key=lambda one: one.round)
 
 

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from gossamer.network.links import Network
 from gossamer.record.progress import printable
+from gossamer.report.metrics import METRICS, Metric
 from gossamer.report.reading.runs import read_runs, summary_row
 
 MANY = 12
@@ -127,31 +128,22 @@ def html_table(rows: Sequence[Mapping[str, Any]]) -> str:
 def table_cells(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """The headings and the cells of each row, as the page and the terminal show them."""
     networks = list(dict.fromkeys(name for row in rows for name in row["wall_s"]))
-    compared = any(row.get("js_divergence") is not None for row in rows)
-    # Of a real run that nobody has evaluated; elsewhere the loss of the mean model is enough.
-    own = any(row["loss"] is None and row.get("loss_of_workers") is not None for row in rows)
-    repeated = any((row.get("passes") or 0) > 1 for row in rows)
-    headings = ["method", "val loss", *["val of workers"] * own, "worst worker", "disagreement"]
-    headings += [*["of predictions"] * compared, "sent per worker", *["passes over the text"] * repeated]
-    headings += [f"time on {name} (computing)" for name in networks]
-    return headings, [_line(row, networks, compared, own, repeated) for row in rows]
-
-
-def _line(row: Mapping[str, Any], networks: Sequence[str], compared: bool, own: bool, repeated: bool) -> list[str]:
-    wall_s, utilisation = row["wall_s"], row["utilisation"]
-    when = _when(row.get("round"), row.get("rounds"))
-    loss, of_workers = (number_text(row.get(key), ".4f") for key in ("loss", "loss_of_workers"))
-    return [
-        row["method"],
-        loss if row["loss"] is None else loss + when,
-        *[of_workers if of_workers == DASH else of_workers + when] * own,
-        number_text(row["worst_loss"], ".4f"),
-        number_text(row["disagreement"], ".3g"),
-        *([number_text(row.get("js_divergence"), ".3g")] if compared else []),
-        DASH if row["sent_bytes"] is None else _bytes_text(row["sent_bytes"]),
-        *[DASH if row.get("passes") is None else digits_text(row["passes"], 3)] * repeated,
-        *(_time_text(wall_s[name], utilisation[name]) if name in wall_s else DASH for name in networks),
+    columns = [metric for metric in METRICS if metric.heading and metric.shown(rows)]
+    headings = [metric.heading for metric in columns] + [f"time on {name} (computing)" for name in networks]
+    return ["method", *headings], [
+        [row["method"], *(_cell(metric, row) for metric in columns), *(_time_text(row, name) for name in networks)]
+        for row in rows
     ]
+
+
+def _cell(metric: Metric, row: Mapping[str, Any]) -> str:
+    if (value := row.get(metric.name)) is None:
+        return DASH
+    if metric.unit == "bytes":
+        return _bytes_text(value)
+    form = ".4f" if metric.unit == "nats per token" else ".3g"
+    text = digits_text(value, 3) if metric.unit == "passes" else number_text(value, form)
+    return text + _when(row.get("round"), row.get("rounds")) if metric.dated else text
 
 
 def _when(round: int | None, rounds: int | None) -> str:
@@ -159,10 +151,13 @@ def _when(round: int | None, rounds: int | None) -> str:
     return "" if round is None or rounds is None or round >= rounds else f" (round {round} of {rounds})"
 
 
-def _time_text(seconds: float, utilisation: float) -> str:
+def _time_text(row: Mapping[str, Any], network: str) -> str:
     """Seconds for people, with the share that was computed where it is known."""
+    if network not in row["wall_s"]:
+        return DASH
+    utilisation = row["utilisation"][network]
     share = "" if math.isnan(utilisation) else f" ({100 * utilisation:.0f} %)"
-    return f"{seconds_text(seconds)}{share}"
+    return f"{seconds_text(row['wall_s'][network])}{share}"
 
 
 def number_text(value: float | None, form: str) -> str:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -22,9 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 from gossamer.record.progress import is_quiet, printable
+from gossamer.report.metrics import METRICS
 from gossamer.report.page.view import standings
-from gossamer.report.reading.follow import FollowedRun
-from gossamer.report.reading.thinning import Grid
+from gossamer.report.reading.follow import FollowedRun, figure_of
 
 log = logging.getLogger("gossamer")
 _EVERY_S = 0.5
@@ -34,8 +33,7 @@ _LOOK_S, _LAST_LOOK_S = 0.1, 2.0
 _LONGEST_SILENCE_S = 30.0
 _PRESENT = ("training", "silent", "finished")
 _UNKNOWN = "–"
-_VALIDATION = ("val", "val of workers", "disagreement")
-"""The loss of the mean model, and the mean of the losses of the workers' own models."""
+_LIVE = [metric for metric in METRICS if metric.live]
 
 
 class Terminal:
@@ -215,7 +213,7 @@ class _Shown:
         else:
             found, rounds = [], run.file.rounds
             for round, figures in self._evaluations(over=over):
-                shown, cells = round + 1, {"loss": _number(_row(run.losses, round)), **figures}
+                shown, cells = round + 1, {"loss": _number(run.losses.mean_at(round)), **figures}
                 if shown == run.done:  # rates and bytes are not those of an earlier round
                     cells = {**self.cells, **figures}
                 elif shown < self._told:  # a later round had its line before all workers had validated this one
@@ -247,7 +245,7 @@ class _Shown:
         words = standings(run, time.time())
         return {
             "round": f"{done}/{rounds}",
-            "loss": _number(_row(run.losses, done - 1)),
+            "loss": _number(run.losses.mean_at(done - 1)),
             **(validation if validated + 1 == done else _as_of(validated, validation)),
             "tokens/s": _number(per_s or math.nan),
             "sent": _size(float(np.nansum(run.sent.values())) / workers) if run.sent.rows else _UNKNOWN,
@@ -274,12 +272,11 @@ def _scored(run: FollowedRun, *, whole: bool) -> list[tuple[int, dict[str, str]]
     """
     found: dict[int, dict[str, str]] = {}
     for line in run.evaluations.lines():
-        figures = _known(line.get("loss")), _known(line.get("disagreement"))
-        found[line["round"]] = {"val": _number(figures[0]), "disagreement": _number(figures[1])}
-    for round, loss in _own(run, whole=whole):
+        found[line["round"]] = {one.live: _number(figure_of(line.get(one.name))) for one in _LIVE}
+    for round, loss in run.own_losses(whole=whole):
         found.setdefault(round, {})["val of workers"] = _number(loss)
     return sorted(
-        ((round, {name: found[round].get(name, _UNKNOWN) for name in _VALIDATION}) for round in found),
+        ((round, {one.live: found[round].get(one.live, _UNKNOWN) for one in _LIVE}) for round in found),
         key=lambda one: one[0],
     )
 
@@ -289,28 +286,6 @@ def _as_of(round: int, figures: Mapping[str, str]) -> dict[str, str]:
     return {name: cell if cell == _UNKNOWN else f"{cell} (round {round + 1})" for name, cell in figures.items()}
 
 
-def _own(run: FollowedRun, *, whole: bool) -> list[tuple[int, float]]:
-    """The mean of the workers' own validations, by round; the initial values have round -1."""
-    grid = run.validations
-    known = np.isfinite(grid.values())
-    enough = known.all(axis=1) if whole else known.any(axis=1)
-    untrained = [loss for loss in run.untrained.values() if math.isfinite(loss)]
-    before = untrained and len(untrained) >= (grid.columns if whole else 1)
-    return [
-        *([(-1, math.fsum(untrained) / len(untrained))] if before else []),
-        *((int(round), _row(grid, int(round))) for round in grid.rounds()[enough]),
-    ]
-
-
-def _row(grid: Grid, round: int) -> float:
-    """The mean over the workers in a round; NaN where nothing is known."""
-    row = round // grid.stride
-    if not 0 <= row < grid.rows:
-        return math.nan
-    values = grid.values()[row]
-    return float(np.nanmean(values)) if np.isfinite(values).any() else math.nan
-
-
 def _tokens(run: FollowedRun) -> float:
     """Of all workers, so far."""
     return float(np.nan_to_num(run.tokens.values()).max(axis=0).sum()) if run.tokens.rows else 0.0
@@ -318,10 +293,6 @@ def _tokens(run: FollowedRun) -> float:
 
 def _words(cells: Mapping[str, str]) -> str:
     return "  ".join(f"{name} {cell}" for name, cell in cells.items() if name != "round" and cell != _UNKNOWN)
-
-
-def _known(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 
 def _counted(words: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, NamedTuple, NoReturn, TypeVar, get_type_hints
+from typing import Annotated, Any, Generic, Literal, NamedTuple, NoReturn, NotRequired, TypeVar, get_type_hints
 
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
@@ -53,15 +53,16 @@ class EventLog(Generic[T]):
         self._fields = fields or {word: _fields(kind) for word, kind in kinds.items()}
         self._before, self._after = before or {}, after or {}
         lines = [self._line_of(word) for word in kinds]
-        self._lines = Records[dict[str, Any]](
+        self.lines = Records[dict[str, Any]](
             Annotated[functools.reduce(operator.or_, lines), Field(discriminator="event")]
         )
+        """Its lines as they are, without their events."""
 
     def _line_of(self, word: str) -> Any:
         """The description of the lines of one event, for pydantic."""
         hints = {**get_type_hints(self._kinds[word], include_extras=True), "event": Literal[word]}
         keys = {**self._before, **{key: hints[key] for key in ("event", *self._fields[word])}, **self._after}
-        return with_config(RECORD)(TypedDict(word, keys))  # pyright: ignore[reportArgumentType]
+        return _described(word, keys)
 
     def path(self, folder: Path, worker: int) -> Path:
         """The file of one worker."""
@@ -83,13 +84,13 @@ class EventLog(Generic[T]):
 
     def parse(self, line: bytes | str, where: str) -> Recorded[T]:
         """The event of a line. Raises: DataError, which names `where`, for a line that has none."""
-        found = self._lines.parse(line, where)
+        found = self.lines.parse(line, where)
         word = found["event"]
         return Recorded(self._kinds[word](**{key: found[key] for key in self._fields[word]}), found)
 
     def known(self, line: bytes | str, where: str) -> dict[str, Any]:
         """A line that a newer version may have written, with lists in place of sets. Raises: as `parse`."""
-        return {key: sorted(v) if isinstance(v, frozenset) else v for key, v in self._lines.known(line, where).items()}
+        return {key: sorted(v) if isinstance(v, frozenset) else v for key, v in self.lines.known(line, where).items()}
 
     def read(self, path: Path) -> Iterator[tuple[str, Recorded[T]]]:
         """The events of a file, each with the "file:line" it stands at. Raises: DataError."""
@@ -116,6 +117,17 @@ class LogWriter(LineWriter, Generic[T]):
     def append(self, event: T, **more: object) -> None:
         """Appends an event, with the keys that each line has."""
         self._file.write(self._log.line(event, **more))
+
+
+def row_lines(kind: Any) -> Records[dict[str, Any]]:
+    """The lines of a log with the fields of one NamedTuple, whose annotations bound them; one with a default may be missing."""
+    hints, optional = get_type_hints(kind, include_extras=True), kind._field_defaults
+    keys = {key: NotRequired[hint] if key in optional else hint for key, hint in hints.items()}
+    return Records[dict[str, Any]](_described(kind.__name__, keys))
+
+
+def _described(name: str, keys: Mapping[str, Any]) -> Any:
+    return with_config(RECORD)(TypedDict(name, keys))  # pyright: ignore[reportArgumentType]
 
 
 def impossible(where: str, why: str) -> NoReturn:

@@ -16,17 +16,16 @@ round has.
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, with_config
-from typing_extensions import TypedDict
+from pydantic import Field
 
 from gossamer.errors import DataError
-from gossamer.record.jsonl import json_line, keep_records, must_be_own, records
+from gossamer.record.jsonl import Seen, folder_lines, json_line, keep_records
+from gossamer.record.logs.event_log import EventLog
 from gossamer.record.whole_files import Appender, LineWriter, make_folder
-from gossamer.settings.schema import RECORD, Records
 
 _MAX_CELLS = 2**28
 
@@ -37,18 +36,12 @@ _End = Annotated[int, Field(ge=-1, lt=2**31)]
 _Seconds = Annotated[float, Field(ge=0, lt=1e12)]
 
 
-@with_config(RECORD)
-class _Start(TypedDict):
-    event: Literal["start"]
-    round: _Round
+class _Start(NamedTuple):
     network: str
     workers: Annotated[int, Field(ge=1, lt=2**20)]
 
 
-@with_config(RECORD)
-class _Phase(TypedDict):
-    event: Literal["phase"]
-    round: _Round
+class _Phase(NamedTuple):
     worker: _Index
     number: int
     start_s: _Seconds
@@ -57,10 +50,7 @@ class _Phase(TypedDict):
     tokens: int
 
 
-@with_config(RECORD)
-class _Transfer(TypedDict):
-    event: Literal["push", "fetch", "meet"]
-    round: _Round
+class _Transfer(NamedTuple):
     source: _End
     target: _End
     fragment: int
@@ -69,10 +59,7 @@ class _Transfer(TypedDict):
     end_s: _Seconds
 
 
-@with_config(RECORD)
-class _Relay(TypedDict):
-    event: Literal["report", "merge"]
-    round: _Round
+class _Relay(NamedTuple):
     region: _Index
     fragment: int
     bytes: Annotated[int, Field(ge=0, lt=2**50)]
@@ -80,26 +67,30 @@ class _Relay(TypedDict):
     end_s: _Seconds
 
 
-@with_config(RECORD)
-class _Update(TypedDict):
-    event: Literal["update"]
-    round: _Round
+class _Update(NamedTuple):
     fragment: int
     workers: list[_Index]
     ages: list[_Index]
     time_s: _Seconds
 
 
-@with_config(RECORD)
-class _Absence(TypedDict):
-    event: Literal["leave", "return"]
-    round: _Round
+class _Absence(NamedTuple):
     worker: _Index
     time_s: float
 
 
-_Event = Annotated[_Start | _Phase | _Transfer | _Relay | _Update | _Absence, Field(discriminator="event")]
-EVENTS = Records[_Start | _Phase | _Transfer | _Relay | _Update | _Absence](_Event)
+EVENTS = EventLog[NamedTuple](
+    "events",
+    {
+        "start": _Start,
+        "phase": _Phase,
+        **dict.fromkeys(("push", "fetch", "meet"), _Transfer),
+        **dict.fromkeys(("report", "merge"), _Relay),
+        "update": _Update,
+        **dict.fromkeys(("leave", "return"), _Absence),
+    },
+    before={"round": _Round},
+)
 
 
 class EventTotals(NamedTuple):
@@ -148,7 +139,7 @@ class EventWriter(LineWriter):
         self.path = folder / f"events{suffix}.jsonl"
         kept: Sequence[Mapping[str, Any]] = []
         if resume_round is not None:
-            kept = keep_records(self.path, EVENTS, lambda line: line["round"] < resume_round and not void(line))
+            kept = keep_records(self.path, EVENTS.lines, lambda line: line["round"] < resume_round and not void(line))
         super().__init__(self.path)
         if not any(line["event"] == "start" for line in kept):
             self.write(-1, "start", network=network, workers=workers)
@@ -160,13 +151,13 @@ class EventWriter(LineWriter):
     def drop(self, void: Callable[[Mapping[str, Any]], bool]) -> None:
         """Removes these lines."""
         self._file.close()
-        keep_records(self.path, EVENTS, lambda line: not void(line))
+        keep_records(self.path, EVENTS.lines, lambda line: not void(line))
         self._file = Appender(self.path)
 
 
-def event_files(run_folder: Path) -> list[Path]:
-    """The event files of a run folder, sorted by name; none when the run went in rounds."""
-    return sorted(Path(run_folder).glob("events*.jsonl"))
+def has_events(run_folder: Path) -> bool:
+    """Whether a run left events, and so did not go in rounds."""
+    return any(Path(run_folder).glob("events*.jsonl"))
 
 
 def writer_of(line: Mapping[str, Any], workers: int) -> int | None:
@@ -181,13 +172,13 @@ def writer_of(line: Mapping[str, Any], workers: int) -> int | None:
     return None
 
 
-def read_events(run_folder: Path) -> EventTotals | None:
+def read_events(run_folder: Path, *, seen: Seen | None = None) -> EventTotals | None:
     """The events of a run from all the files its processes wrote; None when it went in rounds.
 
+    Args: `seen` as in `folder_lines`.
     Raises: DataError for a malformed line.
     """
-    files = event_files(run_folder)
-    if not files:
+    if not has_events(run_folder):
         return None
     network, workers, rounds = "", 0, 0
     phases: list[tuple[int, int, float]] = []
@@ -195,8 +186,8 @@ def read_events(run_folder: Path) -> EventTotals | None:
     sent: list[tuple[int, int]] = []
     ages: list[int] = []
     absorbed: list[int] = []
-    for name, where, line in ((path.name, *found) for path in files for found in records(path, EVENTS)):
-        must_be_own(where, name, writer_of(line, workers))
+    lines = folder_lines(run_folder, "events", EVENTS.lines, seen=seen, owner=lambda line: writer_of(line, workers))
+    for _, _, line in lines:
         round = line["round"]
         rounds = max(rounds, round + 1)
         match line["event"]:
@@ -205,18 +196,14 @@ def read_events(run_folder: Path) -> EventTotals | None:
             case "phase":
                 phases.append((round, line["worker"], max(0.0, line["end_s"] - line["start_s"])))
                 ends.append((round, line["end_s"]))
-            case "push" | "fetch" | "meet":
-                if line["source"] >= 0:
+            case "push" | "fetch" | "meet" | "report" | "merge":
+                if line.get("source", -1) >= 0:
                     sent.append((line["source"], line["bytes"]))
-                ends.append((round, line["end_s"]))
-            case "report" | "merge":
                 ends.append((round, line["end_s"]))
             case "update":
                 ages += line["ages"]
                 absorbed += line["workers"]
                 ends.append((round, line["time_s"]))
-            case "leave" | "return":
-                pass
     if rounds * workers > _MAX_CELLS:
         raise DataError(
             f"the events span {rounds} rounds of {workers} workers but at most {_MAX_CELLS} cells are allowed; "

@@ -13,54 +13,38 @@ A real worker measures its seconds and writes a line when a round ends. A simula
 of the run file when it ends; without a network it has compute seconds alone. A simulation over virtual time knows all seconds.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from pydantic import Field, with_config
-from typing_extensions import TypedDict
+from pydantic import Field
 
-from gossamer.record.jsonl import json_line, must_be_own, records
-from gossamer.settings.schema import RECORD, Records
+from gossamer.record.jsonl import folder_lines, json_line
+from gossamer.record.logs.event_log import row_lines
 
 _Whole = Annotated[int, Field(ge=0, lt=2**31)]
 _Seconds = Annotated[float, Field(ge=0, lt=1e12)]
 
 
-@with_config(RECORD)
-class _Line(TypedDict):
-    round: _Whole
-    worker: _Whole
-    network: str | None
-    compute_s: _Seconds
-    transfer_s: _Seconds
-    waiting_for: dict[Annotated[str, Field(pattern=r"^(-1|[0-9]{1,9})$")], _Seconds]
-    other_s: _Seconds
-    end_s: _Seconds
-
-
-SECONDS_LINES = Records[_Line](_Line)
-
-
 class RoundSeconds(NamedTuple):
     """The seconds of one worker in one round."""
 
-    round: int
-    worker: int
+    round: _Whole
+    worker: _Whole
     network: str | None
     """The declared network whose seconds these are; None for measured seconds."""
-    compute_s: float
+    compute_s: _Seconds
     """Of the local phase; of a worker in stages without their waits for each other, of a real one as its first stage measures it,
     of a priced one in the mean over its stages."""
-    transfer_s: float
+    transfer_s: _Seconds
     """Seconds during which messages were in flight and the worker did not train."""
-    waiting_for: Mapping[int, float]
+    waiting_for: dict[Annotated[int, Field(ge=-1, lt=2**31)], _Seconds]
     """Seconds by peer until it had sent what was needed; -1 is a server."""
-    other_s: float
+    other_s: _Seconds
     """All else: outer steps, codecs, validation and checkpoints of a real worker; between the stages of one, their waits for each
     other and for messages; in virtual time absence, a local phase that an absence ended, and the end of the run when no steps
     are left to take."""
-    end_s: float
+    end_s: _Seconds
     """When the round ended, since the first of all rounds began."""
 
     @property
@@ -74,13 +58,16 @@ class RoundSeconds(NamedTuple):
         return self.compute_s + self.transfer_s + self.waiting_s + self.other_s
 
 
+SECONDS_LINES = row_lines(RoundSeconds)
+
+
 def seconds_line(seconds: RoundSeconds) -> str:
     """One line of a file of seconds.
 
     >>> seconds_line(RoundSeconds(0, 1, "home", 3.0, 0.5, {2: 1.5}, 0.0, 5.0))
     '{"round":0,"worker":1,"network":"home","compute_s":3.0,"transfer_s":0.5,"waiting_for":{"2":1.5},"other_s":0.0,"end_s":5.0}\\n'
     """
-    return json_line({**seconds._asdict(), "waiting_for": {str(i): s for i, s in seconds.waiting_for.items()}})
+    return json_line(seconds._asdict())
 
 
 def seconds_lines(seconds: Iterable[RoundSeconds]) -> str:
@@ -93,10 +80,5 @@ def read_seconds(run_folder: Path) -> list[RoundSeconds]:
 
     Raises: DataError for a malformed line.
     """
-    found: list[RoundSeconds] = []
-    for path in sorted(Path(run_folder).glob("seconds*.jsonl")):
-        for where, line in records(path, SECONDS_LINES):
-            must_be_own(where, path.name, line["worker"])
-            waiting_for = {int(peer): seconds for peer, seconds in line["waiting_for"].items()}
-            found.append(RoundSeconds(**{**line, "waiting_for": waiting_for}))
+    found = [RoundSeconds(**line) for _, _, line in folder_lines(run_folder, "seconds", SECONDS_LINES)]
     return sorted(found, key=lambda one: (one.network or "", one.round, one.worker))

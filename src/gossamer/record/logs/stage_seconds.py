@@ -14,15 +14,14 @@ their seconds are priced, and without the outer bytes, which its trace has of wh
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, NamedTuple, NotRequired
+from typing import Annotated, NamedTuple
 
-from pydantic import Field, with_config
-from typing_extensions import TypedDict
+from pydantic import Field
 
 from gossamer.errors import ConfigError
-from gossamer.record.jsonl import json_line, keep_before, records
+from gossamer.record.jsonl import folder_lines, json_line, keep_before
+from gossamer.record.logs.event_log import row_lines
 from gossamer.record.whole_files import LineWriter, make_folder, worker_suffix
-from gossamer.settings.schema import RECORD, Records
 
 STAGES_FILE = "stages.jsonl"
 """That of a simulation."""
@@ -33,8 +32,9 @@ _Bytes = Annotated[int, Field(ge=0, lt=2**63)]
 _Seconds = Annotated[float, Field(ge=0, lt=1e12)]
 
 
-@with_config(RECORD)
-class _Line(TypedDict):
+class StageSeconds(NamedTuple):
+    """One process in one round."""
+
     round: _Whole
     worker: _Whole
     stage: _Whole
@@ -42,27 +42,13 @@ class _Line(TypedDict):
     wait_s: _Seconds
     forward_bytes: _Bytes
     backward_bytes: _Bytes
-    outer_bytes: NotRequired[_Bytes]
-    network: NotRequired[str]
-
-
-_LINES = Records[_Line](_Line)
-
-
-class StageSeconds(NamedTuple):
-    """One process in one round."""
-
-    round: int
-    worker: int
-    stage: int
-    compute_s: float
-    wait_s: float
-    forward_bytes: int
-    backward_bytes: int
-    outer_bytes: int | None
+    outer_bytes: _Bytes | None = None
     """None where they are not known stage by stage."""
     network: str | None = None
     """The declared network whose seconds these are; None for measured seconds."""
+
+
+_LINES = row_lines(StageSeconds)
 
 
 def stage_lines(seconds: Iterable[StageSeconds]) -> str:
@@ -105,6 +91,6 @@ def end_logs_of_others(folder: Path, worker: int, parts: int, resume_round: int)
 
 def read_stages(folder: Path) -> Iterator[StageSeconds]:
     """The lines of all stages of a run. Raises: DataError for one that is none."""
-    for path in sorted(folder.glob("stages*.jsonl")):
-        for _, line in records(path, _LINES):
-            yield StageSeconds(**{"outer_bytes": None, **line})
+    # The file of a stage ends in the number of the stage, so its name says nothing of who owns a line.
+    for _, _, line in folder_lines(folder, "stages", _LINES, owner=lambda line: None):
+        yield StageSeconds(**line)

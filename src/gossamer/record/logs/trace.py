@@ -7,7 +7,7 @@ A simulated run leaves one `trace.jsonl` in its folder, a real one a `trace-003.
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired, get_args
@@ -18,7 +18,7 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from gossamer.errors import DataError
-from gossamer.record.jsonl import json_line, json_text, must_be_own, records
+from gossamer.record.jsonl import Seen, folder_lines, json_line, json_text
 from gossamer.settings.schema import RECORD, Records
 
 Integers = NDArray[np.signedinteger[Any]]
@@ -82,20 +82,6 @@ class _Part(TypedDict):
     overlap_steps: NotRequired[_Index]
 
 
-@with_config(RECORD)
-class _Line(TypedDict):
-    """A line of a trace file."""
-
-    round: _Index
-    worker: _Index
-    steps: _Index
-    compute_s: _Compute
-    ops: tuple[_Part, ...]
-
-
-TRACE_LINES = Records[_Line](_Line)
-
-
 @with_config({**RECORD, "extra": "ignore"})
 class _Phase(TypedDict):
     """What a line of a trace file says of the local phase."""
@@ -106,7 +92,15 @@ class _Phase(TypedDict):
     compute_s: _Compute
 
 
+@with_config(RECORD)
+class _Line(_Phase):
+    """A line of a trace file."""
+
+    ops: tuple[_Part, ...]
+
+
 _PHASES = Records[_Phase](_Phase)
+TRACE_LINES = Records[_Line](_Line)
 
 
 class Messages(NamedTuple):
@@ -188,35 +182,28 @@ def _entry(line: _Line, where: str) -> Entry:
     return Entry(line["round"], worker, line["steps"], line["compute_s"], tuple(operations))
 
 
-def trace_files(run_folder: Path) -> list[Path]:
-    """The trace files of a run folder, sorted by name; none when the run left no trace."""
-    return sorted(Path(run_folder).glob("trace*.jsonl"))
+def has_trace(run_folder: Path) -> bool:
+    """Whether a run left a trace."""
+    return any(Path(run_folder).glob("trace*.jsonl"))
 
 
-def read_trace(run_folder: Path, *, messages: bool = True) -> Trace:
+def read_trace(run_folder: Path, *, messages: bool = True, seen: Seen | None = None) -> Trace:
     """The trace of a run, from all the files its workers wrote; or its local phases alone, without a look at the messages, of
     which a mean among a thousand workers has a million in each round.
 
+    Args: `seen` as in `folder_lines`.
     Raises: DataError when there is none, a line is malformed, or the lines contradict each other.
     """
-    files = trace_files(run_folder)
-    if not files:
+    if not has_trace(run_folder):
         raise DataError(
             f"{run_folder} holds no trace*.jsonl; give the folder of a run made by gossamer simulate or gossamer train"
         )
-    return from_entries(entry for path in files for entry in (_entries if messages else _phases)(path))
-
-
-def _entries(path: Path) -> Iterator[Entry]:
-    for where, line in records(path, TRACE_LINES):
-        must_be_own(where, path.name, line["worker"])
-        yield _entry(line, where)
-
-
-def _phases(path: Path) -> Iterator[Entry]:
-    for where, line in records(path, _PHASES):
-        must_be_own(where, path.name, line["worker"])
-        yield Entry(line["round"], line["worker"], line["steps"], line["compute_s"], ())
+    if not messages:
+        phases = (line for _, _, line in folder_lines(run_folder, "trace", _PHASES))
+        return from_entries(Entry(one["round"], one["worker"], one["steps"], one["compute_s"], ()) for one in phases)
+    return from_entries(
+        _entry(line, where) for _, where, line in folder_lines(run_folder, "trace", TRACE_LINES, seen=seen)
+    )
 
 
 def from_entries(entries: Iterable[Entry]) -> Trace:

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gossamer.report.metrics import METRICS, Metric
 from gossamer.report.table import ranked, table_cells
 from gossamer.report.verdict import verdict
 from gossamer.version import __version__
@@ -15,14 +16,7 @@ _AXES = (
     ("tokens", "tokens of all workers"),
     ("bytes", "bytes sent per worker"),
 )
-_TITLES = {
-    "loss": "Validation loss of the mean model",
-    "own": "Validation loss, mean of the workers' own",
-    "worst worker": "Validation loss of the worst worker",
-    "disagreement": "Disagreement of the workers (rms)",
-    "js_divergence": "Disagreement of their predictions (Jensen-Shannon, nats)",
-}
-_LOG = ("disagreement", "js_divergence")
+_METRICS = {metric.key: metric for metric in METRICS}
 
 
 def page_contents(
@@ -70,13 +64,10 @@ def row_of_view(view: Mapping[str, Any]) -> dict[str, Any]:
     wall_s = {name or "its own clock": end_s for name, end_s in view.get("ends_s", {}).items()}
     return {
         "method": view["label"],
-        "loss": _known(last, "loss"),
+        **{metric.name: _known(last, key) for key, metric in _METRICS.items() if metric.kind == "eval"},
         "loss_of_workers": _known(of_workers, trained) if trained else None,
         "round": trained or None,
         "rounds": view.get("done", 0),
-        "worst_loss": _known(last, "worst worker"),
-        "disagreement": _known(last, "disagreement"),
-        "js_divergence": _known(last, "js_divergence"),
         "sent_bytes": view.get("sent_bytes"),
         "wall_s": wall_s,
         "utilisation": {name: _computing(view, name) for name in wall_s},
@@ -151,10 +142,9 @@ def _default_axis(axes: Sequence[Mapping[str, str]], rows: Sequence[Mapping[str,
 
 def _figures(views: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     names = dict.fromkeys(name for view in views for key in ("evals", "own") for name in view.get(key, {}).get("y", {}))
-    ordered = [name for name in _TITLES if name in names] + [name for name in names if name not in _TITLES]
-    figures = [
-        {"key": name, "title": _TITLES.get(name, name.replace("_", " ")), "log": name in _LOG} for name in ordered
-    ]
+    ordered = [name for name in _METRICS if name in names] + [name for name in names if name not in _METRICS]
+    drawn = [_METRICS.get(name, Metric(name, "share")) for name in ordered]
+    figures = [{"key": one.key, "title": one.title or one.key.replace("_", " "), "log": one.log} for one in drawn]
     if any(view.get("training", {}).get("y", {}).get("loss") for view in views):
         figures.append({"key": "training", "title": "Training loss, mean over workers", "log": False})
     return figures

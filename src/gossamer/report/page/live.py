@@ -19,7 +19,7 @@ from gossamer.report.page.contents import page_contents, row_of_view
 from gossamer.report.page.view import run_view, standings
 from gossamer.report.reading.follow import FollowedRun
 from gossamer.report.reading.moment import moment_of
-from gossamer.report.reading.runs import prices_of
+from gossamer.report.reading.runs import ends_of, prices_of
 
 _LOOK_S, _LONG_LOOK_S = 0.5, 2.0
 """How long the first look reads before it shows what it has, and how long each further one, which would show little more."""
@@ -152,4 +152,4 @@ def _prices(run: FollowedRun) -> dict[str, NDArray[np.float64]]:
     except (ConfigError, DataError, OSError):
         # A worker has not written its first line, or the file is just being replaced.
         return {}
-    return {name: one.end_s.max(axis=1)[run.parts - 1 :: run.parts] for name, one in timelines.items()}
+    return ends_of(timelines, run.parts)

@@ -20,6 +20,8 @@ from gossamer.report.table import MANY, html_table, loss_rank, markdown_table
 
 _FIRST, _LAST = 24, 4
 """Rounds of each run whose pairs and seconds are on the page."""
+_PATIENCE_S = 600
+"""For what is read of a run besides its table."""
 _FEW = 4
 """Up to so many configurations stand side by side; more are folded into one."""
 _MOST_NUMBERS = 30_000
@@ -41,15 +43,17 @@ def write_report(
     Raises: DataError and ConfigError as `summary_rows` does.
     """
     loaded = read_runs(runs, networks)
-    row_of = {run.label: summary_row(run) for run in loaded}
+    row_of = {run.followed.label: summary_row(run) for run in loaded}
     if len(loaded) >= MANY:
-        loaded.sort(key=lambda run: loss_rank(row_of[run.label]["loss"]))
-    rows = [row_of[run.label] for run in loaded]
-    followed = [_followed(run.label, runs[run.label]) for run in loaded]
+        loaded.sort(key=lambda run: loss_rank(row_of[run.followed.label]["loss"]))
+    rows = [row_of[run.followed.label] for run in loaded]
+    followed = [run.followed for run in loaded]
+    for one in followed:
+        one.look(time.monotonic() + _PATIENCE_S)
     title = next(iter(runs)) if len(runs) == 1 else f"{len(runs)} runs compared"
     newest_s = max((one.modified_s for one in followed), default=0.0)
     # A report tells of a run that is over, or as if it were: nobody in it is silent.
-    views = [run_view(one, one.modified_s, _ends(run)) for one, run in zip(followed, loaded, strict=True)]
+    views = [run_view(one, one.modified_s, run.ends_s) for one, run in zip(followed, loaded, strict=True)]
     contents = page_contents(
         views,
         rows,
@@ -83,19 +87,6 @@ def table_of(page: Path) -> Path:
     return page.with_name(f"{page.stem}-table.md")
 
 
-def _followed(label: str, folder: Path) -> FollowedRun:
-    run = FollowedRun(label, Path(folder).resolve())
-    run.look(time.monotonic() + 600)
-    return run
-
-
-def _ends(run: RunData) -> dict[str, Any]:
-    """When each round ended on each network that the run was priced on."""
-    return {
-        name: timeline.end_s.max(axis=1)[run.entries - 1 :: run.entries] for name, timeline in run.timelines.items()
-    }
-
-
 def _moments(runs: Sequence[FollowedRun]) -> list[dict[int, Any]]:
     """By run the rounds that can be drawn: its first and its last ones, as many as there is room for."""
     room = _MOST_NUMBERS // max(1, len(runs))
@@ -125,15 +116,15 @@ def _details(runs: Sequence[RunData]) -> list[str]:
     for run in runs:
         for name, network in run.networks.items():
             if networks.setdefault(name, network) != network:
-                networks[f"{name} of {run.label}"] = network
-    settings = [_fold(f"Configuration of {run.label}", run.config) for run in runs if run.config is not None]
+                networks[f"{name} of {run.followed.label}"] = network
+    settings = [_fold(f"Configuration of {run.followed.label}", run.config) for run in runs if run.config is not None]
     if len(settings) > _FEW:
         settings = ["<details><summary>Configurations</summary>", *settings, "</details>"]
     return [
         *(_fold(f"Network {name}", to_toml(network)) for name, network in networks.items()),
         *settings,
-        *(_fold(f"What changed in {run.label}", "\n".join(run.branches)) for run in runs if run.branches),
-        *(_fold(f"Text sample of {run.label}", run.sample) for run in runs if run.sample is not None),
+        *(_fold(f"What changed in {run.followed.label}", "\n".join(run.branches)) for run in runs if run.branches),
+        *(_fold(f"Text sample of {run.followed.label}", run.sample) for run in runs if run.sample is not None),
     ]
 
 

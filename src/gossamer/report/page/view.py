@@ -48,7 +48,7 @@ def run_view(run: FollowedRun, now_s: float, priced: Mapping[str, NDArray[np.flo
         **found,
         "empty": False,
         "name": file.name,
-        "folder": str(run.folder),
+        "folder": str(run.folder.resolve()),
         "method": file.method,
         "topology": file.topology,
         "kind": file.kind,
@@ -64,7 +64,7 @@ def run_view(run: FollowedRun, now_s: float, priced: Mapping[str, NDArray[np.flo
         "networks": {name: _placed(network, file.workers) for name, network in file.networks.items()},
         "evals": evals if evals["y"] else own,
         "own": own,
-        "training": _training(run, axes, losses),
+        "training": _training(run, axes),
         "by_worker": _by_worker(run, losses),
         "spent": _spent(run),
         "sent_bytes": axes.sent_bytes,
@@ -139,20 +139,15 @@ def _evals(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
     names = dict.fromkeys(key for line in lines for key, value in line.items() if _is_figure(key, value))
     figures = {key: [figure_of(line.get(key)) for line in lines] for key in names}
     rounds = [line["round"] for line in lines]
-    if run.aligned and lines:
-        for key in ("alignment", "persistence"):
-            figures[key] = [figure_of(run.aligned.get(r, {}).get(key)) for r in rounds]
+    averaged = {name: grid for name, grid in run.averaged.items() if grid.rows and lines}
+    figures |= {name: [grid.mean_at(round) for round in rounds] for name, grid in averaged.items()}
     return _curves(figures, rounds, axes, lines)
 
 
 def _own(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
     """The mean of what the workers of a real run validate, each its own parameters."""
-    rounds, values = run.validations.rounds(), run.validations.values()
-    known = np.isfinite(values).any(axis=1) if len(values) else np.zeros(0, bool)
-    untrained = [loss for loss in run.untrained.values() if math.isfinite(loss)]
-    at = [*[-1] * bool(untrained), *map(int, rounds[known])]
-    own = [*map(statistics.fmean, [untrained] if untrained else []), *map(float, np.nanmean(values[known], axis=1))]
-    return _curves({"own": own} if at else {}, at, axes)
+    losses = dict(run.own_losses())
+    return _curves({"own": [*losses.values()]} if losses else {}, [*losses], axes)
 
 
 def _curves(
@@ -169,13 +164,11 @@ def _is_figure(key: str, value: object) -> bool:
     )
 
 
-def _training(run: FollowedRun, axes: _Axes, losses: NDArray[np.float64]) -> dict[str, Any]:
+def _training(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
     """The mean training loss of the workers."""
-    known = np.isfinite(losses).any(axis=1) if len(losses) else np.zeros(0, bool)
-    rounds = run.losses.rounds()[known]
-    means = [float(x) for x in np.nanmean(losses[known], axis=1)] if known.any() else []
-    kept = thinned(means, _MOST_POINTS)
-    return {"x": axes.at([int(rounds[k]) for k in kept]), "y": {"loss": [_rounded(means[k]) for k in kept]}}
+    means = {round: run.losses.mean_at(round) for round in run.losses.rounds().tolist()}
+    known = {round: loss for round, loss in means.items() if math.isfinite(loss)}
+    return _curves({"loss": [*known.values()]}, [*known], axes)
 
 
 def _by_worker(run: FollowedRun, losses: NDArray[np.float64]) -> dict[str, Any]:

@@ -3,12 +3,16 @@
 `FollowedRun.look` reads what was appended since the last look, and nothing twice. What was cut or replaced (a run that was
 resumed goes back to a checkpoint) is read again from the start. A spoilt line costs itself and is named; the rest is shown.
 It only reads, and follows no link out of the folder.
+
+A report needs a run in two forms: what the strict readers of `gossamer.record` return, and this one. They hand each line to
+`FollowedRun.take`, so that each file is read once; `look` then reads the files that the strict readers had no need of.
 """
 
 import math
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,8 @@ import numpy as np
 from gossamer.errors import DataError
 from gossamer.record.folder import is_of_its_branch, recoveries
 from gossamer.record.lineage import Branch, read_branches
-from gossamer.report.reading.lines import KINDS_OF_FILES, RunFile, line_of_kind, run_file_of
+from gossamer.report.metrics import MEANS
+from gossamer.report.reading.lines import KINDS_OF_FILES, RunFile, kind_of, line_of_kind, run_file_of
 from gossamer.report.reading.tail import Marks, Tail
 from gossamer.report.reading.thinning import Grid, KeptLines
 
@@ -33,7 +38,7 @@ class FollowedRun:
 
     Args:
         label: its name on the page.
-        folder: its run folder, with links resolved.
+        folder: its run folder; with links resolved where it is looked at more than once.
     """
 
     def __init__(self, label: str, folder: Path) -> None:
@@ -46,7 +51,7 @@ class FollowedRun:
         self.file: RunFile | None = None
         self._run_toml: tuple[float, int] | None = None
         self.tails: dict[str, Tail] = {}
-        self.marks: dict[tuple[str, str | None], Marks] = {}
+        self.marks = defaultdict[tuple[str, str | None], Marks](Marks)
         """Where rounds begin, by file and, in a file of seconds, by network."""
         self.complaints: dict[str, None] = {}
         self._branches: list[Branch] = []
@@ -62,8 +67,8 @@ class FollowedRun:
         """Bytes, by entry of the trace; for a run without one, by round."""
         self.trained_lines = self.traced_lines = 0
         self.evaluations = KeptLines()
-        self.aligned: dict[int, dict[str, Any]] = {}
-        """By round, how far local phases agreed, where that is recorded."""
+        self.averaged = {one.name: Grid(workers if one.kind == "train" else 1) for one in MEANS}
+        """Metrics of which a table has means."""
         self.clock: dict[str | None, Grid] = {}
         """When each round ended on each network; None stands for measured seconds."""
         self.spent_s: dict[str | None, np.ndarray] = {}
@@ -85,7 +90,7 @@ class FollowedRun:
 
     def look(self, until_s: float = math.inf) -> bool:
         """Reads what is new until this time of `time.monotonic`; returns whether everything was read."""
-        if not self._look_at_run_file():
+        if not self.begin():
             return True
         try:
             self._find()
@@ -124,14 +129,37 @@ class FollowedRun:
         """Entries of the trace in a round: several where fragments, or updates and parameters, are sent apart."""
         return max(1, round(self.traced_lines / max(1, self.trained_lines)))
 
+    def own_losses(self, *, whole: bool = False) -> list[tuple[int, float]]:
+        """The mean of the workers' validations of their own models, by round; the initial values have round -1.
+
+        Args: `whole` leaves out the rounds that not all workers have.
+        """
+        known = np.isfinite(self.validations.values())
+        enough = known.all(axis=1) if whole else known.any(axis=1)
+        untrained = [loss for loss in self.untrained.values() if math.isfinite(loss)]
+        before = untrained and len(untrained) >= (self.validations.columns if whole else 1)
+        return [
+            *([(-1, math.fsum(untrained) / len(untrained))] if before else []),
+            *((round, self.validations.mean_at(round)) for round in self.validations.rounds()[enough].tolist()),
+        ]
+
     def complain(self, sentence: str) -> None:
         """Keeps a sentence about something that cannot be shown."""
         if sentence not in self.complaints and len(self.complaints) < _MOST_COMPLAINTS:
             self.complaints[sentence] = None
             self.revision += 1
 
+    def begin(self) -> bool:
+        """Reads run.toml where it is new, and the changes of settings; returns whether there is a run that can be followed."""
+        if not self._look_at_run_file():
+            return False
+        try:
+            self._branches = read_branches(self.folder)
+        except (DataError, OSError) as error:
+            self.complain(f"{self.label}: {error}")
+        return True
+
     def _look_at_run_file(self) -> bool:
-        """Reads run.toml where it is new; returns whether there is one that can be followed."""
         path = self.folder / "run.toml"
         try:
             now = path.stat()
@@ -155,11 +183,16 @@ class FollowedRun:
         self.revision += 1
         return self.file is not None
 
+    def take(self, path: Path, begin: int, end: int, line: dict[str, Any]) -> None:
+        """Enters a line that a strict reader has read between these places of a file (`gossamer.record.jsonl.Seen`)."""
+        if path.name not in self.tails:
+            if self.file is None or not _NAME.fullmatch(path.name):
+                return
+            self.tails[path.name] = Tail(path)
+        self.tails[path.name].offset = end
+        self._enter(path.name, begin, line)
+
     def _find(self) -> None:
-        try:
-            self._branches = read_branches(self.folder)
-        except (DataError, OSError) as error:
-            self.complain(f"{self.label}: {error}")
         for path in sorted(self.folder.iterdir()):
             if path.name not in self.tails and _NAME.fullmatch(path.name):
                 self.tails[path.name] = Tail(path)
@@ -176,20 +209,15 @@ class FollowedRun:
 
     def _read(self, tail: Tail) -> bool:
         """Reads a chunk; returns whether there is more."""
-        kind = tail.path.name.partition("-")[0].removesuffix(".jsonl")
-        name, before, workers = tail.path.name, tail.offset, len(self.rounds_of)
+        name, before = tail.path.name, tail.offset
         try:
-            enter = self._entering(kind, name)
             for begin, raw in tail.read():
                 try:
-                    line = line_of_kind(kind, raw, f"{name} at byte {begin}", name, workers)
-                    if line.get("worker", 0) >= workers:
-                        raise DataError(f"{name} at byte {begin} names worker {line['worker']} of {workers}")
-                    enter(line)
-                    key = name, line["network"] if kind == "seconds" else None
-                    self.marks.setdefault(key, Marks()).add(line["round"], begin)
+                    line = line_of_kind(kind_of(name), raw, f"{name} at byte {begin}", name, len(self.rounds_of))
                 except DataError as error:
                     self.complain(f"{self.label}: {error}")
+                else:
+                    self._enter(name, begin, line)
         except (OSError, ValueError) as error:
             self.complain(f"{self.label}: {name} is not read ({getattr(error, 'strerror', None) or error})")
             return False
@@ -199,46 +227,55 @@ class FollowedRun:
 
     # --- what lines mean ----------------------------------------------------------------------------------------------
 
-    def _entering(self, kind: str, name: str) -> Callable[[Any], None]:
-        """What enters a line of a file of this kind."""
-        if kind == "outcomes":
-            slot = int(name.removeprefix("outcomes-").removesuffix(".jsonl"))
-            return lambda line: self._enter_outcome(slot, line)
-        return {
-            "metrics": self._enter_metric,
-            "trace": self._enter_trace,
-            "seconds": self._enter_seconds,
-            "events": self._enter_event,
-        }[kind]
-
-    def _foreign(self, *workers: int) -> bool:
-        return any(not 0 <= worker < len(self.rounds_of) for worker in workers)
+    def _enter(self, name: str, begin: int, line: dict[str, Any]) -> None:
+        """Enters a line of the file of this name, which begins at this byte of it."""
+        kind, workers = kind_of(name), len(self.rounds_of)
+        try:
+            if line.get("worker", 0) >= workers:
+                raise DataError(f"{name} at byte {begin} names worker {line['worker']} of {workers}")
+            match kind:
+                case "metrics":
+                    self._enter_metric(line)
+                case "trace":
+                    self._enter_trace(line)
+                case "seconds":
+                    self._enter_seconds(line)
+                case "outcomes":
+                    self._enter_outcome(int(name.removeprefix("outcomes-").removesuffix(".jsonl")), line)
+                case _:
+                    self._enter_event(line)
+        except DataError as error:
+            self.complain(f"{self.label}: {error}")
+            return
+        key = name, line["network"] if kind == "seconds" else None
+        self.marks[key].add(line["round"], begin)
 
     def _behind(self, worker: int, rounds: int) -> None:
         self.rounds_of[worker] = max(self.rounds_of[worker], rounds)
 
     def _enter_metric(self, line: dict[str, Any]) -> None:
         round, worker = line["round"], line.get("worker")
+        for metric in MEANS:
+            if metric.kind == line["kind"] and metric.name in line and round >= 0:
+                self.averaged[metric.name].put(round, worker or 0, figure_of(line[metric.name]))
         if line["kind"] == "train" and worker is not None:
             self.trained_lines += 1
-            self.losses.put(round, worker, _number(line.get("loss")))
-            self.steps.put(round, worker, _number(line.get("step")))
-            self.tokens.put(round, worker, _number(line.get("tokens")))
+            self.losses.put(round, worker, figure_of(line.get("loss")))
+            self.steps.put(round, worker, figure_of(line.get("step")))
+            self.tokens.put(round, worker, figure_of(line.get("tokens")))
             self._behind(worker, round + 1)
-            for _, sentence in recoveries([line]):
+            for _, sentence in recoveries([line]) if "recovered" in line else ():
                 self._happen(round, sentence)
         elif line["kind"] == "validation" and worker is not None and round < 0:
-            self.untrained[worker] = _number(line.get("loss"))
+            self.untrained[worker] = figure_of(line.get("loss"))
         elif line["kind"] == "validation" and worker is not None:
-            self.validations.put(round, worker, _number(line.get("loss")))
-        elif line["kind"] == "alignment":
-            self.aligned[round] = {key: _number(line.get(key)) for key in ("alignment", "persistence")}
+            self.validations.put(round, worker, figure_of(line.get("loss")))
         elif line["kind"] == "eval" and worker is None and is_of_its_branch(line, self._branches):
             # Of the workers only the worst is shown, and a run of many workers has many numbers.
-            own = line.pop("worker_losses", None)
+            own, shown = line.get("worker_losses"), {k: v for k, v in line.items() if k != "worker_losses"}
             if isinstance(own, list) and own:
-                line["worst worker"] = max((x for x in map(figure_of, own) if not math.isnan(x)), default=None)
-            self.evaluations.add(line)
+                shown["worst worker"] = max((x for x in map(figure_of, own) if not math.isnan(x)), default=None)
+            self.evaluations.add(shown)
 
     def _enter_trace(self, line: dict[str, Any]) -> None:
         self.traced_lines += 1
@@ -255,10 +292,10 @@ class FollowedRun:
         self.spent_s[network][worker] += (line["compute_s"], waiting_s, line["transfer_s"], line["other_s"])
         waits = self.waits_s[network]
         for peer, seconds in line["waiting_for"].items():
-            waits[worker, int(peer)] = waits.get((worker, int(peer)), 0.0) + seconds
+            waits[worker, peer] = waits.get((worker, peer), 0.0) + seconds
 
     def _enter_outcome(self, slot: int, line: dict[str, Any]) -> None:
-        if self._foreign(slot):
+        if slot >= len(self.rounds_of):
             raise DataError(f"outcomes of slot {slot} are there and the run has {len(self.rounds_of)} workers")
         round, event = line["round"], line["event"]
         if event == "begin":
@@ -284,7 +321,7 @@ class FollowedRun:
         if event in ("leave", "return"):
             self._happen(line["round"], f"worker {line['worker']} {'leaves' if event == 'leave' else 'returns'}")
         elif event in ("push", "fetch", "meet") and line["source"] >= 0:
-            if self._foreign(line["source"]):
+            if line["source"] >= len(self.rounds_of):
                 raise DataError(f"an event names worker {line['source']} of {len(self.rounds_of)}")
             self.sent.put(max(0, line["round"]), line["source"], line["bytes"])
 
@@ -298,10 +335,6 @@ def figure_of(value: Any) -> float:
     """A figure of a line, which may hold anything; NaN for what is none."""
     known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
     return float(value) if known else math.nan
-
-
-def _number(value: Any) -> float:
-    return math.nan if value is None else float(value)
 
 
 def _several(workers: Iterable[int]) -> str:

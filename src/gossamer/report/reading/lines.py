@@ -40,6 +40,15 @@ KINDS_OF_FILES = tuple(_KNOWN)
 """What the names of the files begin with that are followed."""
 
 
+def kind_of(name: str) -> str:
+    """The kind of a file, by its name.
+
+    >>> kind_of("trace-003.jsonl"), kind_of("metrics.jsonl")
+    ('trace', 'metrics')
+    """
+    return name.partition("-")[0].removesuffix(".jsonl")
+
+
 def line_of_kind(kind: str, line: bytes, where: str, name: str, workers: int) -> dict[str, Any]:
     """A line of a file of this kind and name, of a run of so many workers, as the strict readers of `gossamer.record` have it.
 

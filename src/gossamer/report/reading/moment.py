@@ -9,7 +9,7 @@ from typing import Any
 
 from gossamer.errors import DataError
 from gossamer.report.reading.follow import FollowedRun
-from gossamer.report.reading.lines import line_of_kind
+from gossamer.report.reading.lines import kind_of, line_of_kind
 from gossamer.report.reading.tail import Marks, open_record
 
 _MOST_BYTES = 1 << 25
@@ -76,7 +76,7 @@ def _seconds(run: FollowedRun, round: int) -> dict[str, list[tuple[Any, ...]]]:
         for line in _lines(run, "seconds", round, round, network):
             waits = line["waiting_for"]
             waiting_s = sum(waits.values())
-            peer = int(max(waits, key=lambda peer: waits[peer])) if waits else None
+            peer = max(waits, key=lambda peer: waits[peer], default=None)
             spent_s = line["compute_s"], waiting_s, peer, line["transfer_s"], line["other_s"]
             total_s = line["compute_s"] + waiting_s + line["transfer_s"] + line["other_s"]
             rows.append((line["worker"], max(0.0, line["end_s"] - total_s), *spent_s))
@@ -87,12 +87,10 @@ def _seconds(run: FollowedRun, round: int) -> dict[str, list[tuple[Any, ...]]]:
 def _lines(run: FollowedRun, kind: str, first: int, last: int, network: str | None = None) -> Iterator[dict[str, Any]]:
     """The lines of some rounds from all files of a kind, of a file of seconds those of one network."""
     for name, tail in list(run.tails.items()):
-        if name.removesuffix(".jsonl") != kind and not name.startswith(f"{kind}-"):
-            continue
         marks = run.marks.get((name, network))
-        if marks is None:
+        if marks is None or (name.removesuffix(".jsonl") != kind and not name.startswith(f"{kind}-")):
             continue
-        kind_of_file = name.partition("-")[0].removesuffix(".jsonl")
+        kind_of_file = kind_of(name)
         try:
             for line in _records(tail.path, marks, tail.offset, first, kind_of_file, len(run.rounds_of)):
                 if line.get("network") != network and kind_of_file == "seconds":
@@ -107,17 +105,14 @@ def _lines(run: FollowedRun, kind: str, first: int, last: int, network: str | No
 
 def _records(path: Any, marks: Marks, end: int, first: int, kind: str, workers: int) -> Iterator[dict[str, Any]]:
     begin = marks.before(first)
+    end = min(end, begin + _MOST_BYTES)
     with os.fdopen(open_record(path), "rb") as file:
         file.seek(begin)
-        while begin < end:
-            data = file.read(min(1 << 16, end - begin)) + file.readline()
-            if not data:
+        for raw in file:
+            if begin >= end:
                 return
-            begin += len(data)
-            for raw in data.splitlines():
-                try:
-                    yield line_of_kind(kind, raw, path.name, path.name, workers)
-                except DataError:
-                    continue  # the reader of the run has named it
-            if begin - marks.before(first) > _MOST_BYTES:
-                return
+            begin += len(raw)
+            try:
+                yield line_of_kind(kind, raw, path.name, path.name, workers)
+            except DataError:
+                continue  # the reader of the run has named it

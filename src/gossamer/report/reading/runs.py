@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gossamer.data.settings import passes_over
 from gossamer.errors import DataError
@@ -19,7 +20,9 @@ from gossamer.record.folder import newest_evaluation, read_metrics, recoveries
 from gossamer.record.lineage import described, read_branches
 from gossamer.record.logs.events import EventTotals, read_events
 from gossamer.record.logs.pipeline_work import has_stages, read_pipeline
-from gossamer.record.logs.trace import Trace, read_trace, trace_files
+from gossamer.record.logs.trace import Trace, has_trace, read_trace
+from gossamer.report.metrics import MEANS, METRICS
+from gossamer.report.reading.follow import FollowedRun
 from gossamer.report.reading.lines import networks_in
 from gossamer.settings.schema import parse_toml
 
@@ -44,10 +47,16 @@ def prices_of(run_folder: Path, run_toml: str, trace: Trace, networks: Mapping[s
     return {name: price(trace, one.network, one.computing) for name, one in steps.items()}
 
 
+def ends_of(timelines: Mapping[str, Timeline], parts: int) -> dict[str, NDArray[np.float64]]:
+    """When each round ended on each network, of a run with so many entries of its trace in a round."""
+    return {name: one.end_s.max(axis=1)[parts - 1 :: parts] for name, one in timelines.items()}
+
+
 class RunData(NamedTuple):
     """The contents of one run folder."""
 
-    label: str
+    followed: FollowedRun
+    """The same as a page draws it, as far as these files are read; its `look` reads the others."""
     evals: list[dict[str, Any]]
     """Evaluations of the mean model, one a round, by round; that of the initial values has round -1."""
     newest: Mapping[str, Any] | None
@@ -65,12 +74,11 @@ class RunData(NamedTuple):
     branches: tuple[str, ...] = ()
     """Its changes of settings, and its stages that were lost, in words."""
     sent_until: tuple[float, ...] = ()
-    """Bytes sent up to the end of each entry of the trace, mean over the workers; empty for an asynchronous run."""
-    entries: int = 1
-    """Entries of the trace, and of the timelines, in each round: several where fragments, or updates and parameters, are sent
-    apart."""
-    alignments: tuple[dict[str, Any], ...] = ()
-    """Alignment and persistence of the pseudo-gradients by round, where they were recorded."""
+    """Bytes sent up to the end of each round, mean over the workers; empty for an asynchronous run."""
+    ends_s: Mapping[str, NDArray[np.float64]] = {}
+    """When each round ended on each network that the run was priced on."""
+    averaged: tuple[dict[str, Any], ...] = ()
+    """The lines of metrics of which a row has means."""
     passes: float | None = None
     """How often its text was trained on; None for a stream, and where the run has not recorded how much text it had."""
     own: Mapping[int, tuple[float, ...]] = {}
@@ -90,7 +98,9 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
         raise DataError(
             f"run '{label}' should be in {folder}, which is not a folder; give the folder of a finished or running run"
         )
-    metrics, branches = read_metrics(folder), read_branches(folder)
+    followed = FollowedRun(label, folder)
+    followed.begin()
+    metrics, branches = read_metrics(folder, seen=followed.take), read_branches(folder)
     evals = {line["round"]: line for line in metrics if line["kind"] == "eval" and "worker" not in line}
     trained = [line["round"] for line in metrics if line["kind"] == "train"]
     first, own = max((branch["round"] for branch in branches), default=0), dict[int, tuple[float, ...]]()
@@ -102,10 +112,10 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
     if networks is None:
         networks = {} if config is None else networks_in(parse_toml(config, f"'{folder / 'run.toml'}'"))
     sent_bytes, timelines, sent_until, per_round = None, {}, (), 1
-    if (events := read_events(folder)) is not None:
+    if (events := read_events(folder, seen=followed.take)) is not None:
         sent_bytes = float(events.sent_bytes.mean())
         timelines = {events.network: _as_it_went(events)} if len(events.end_s) else {}
-    elif trace_files(folder) and (trace := read_trace(folder)).rounds:  # a run that has only just started has none
+    elif has_trace(folder) and (trace := read_trace(folder, seen=followed.take)).rounds:  # none where it has just begun
         sent_bytes = float(trace.sent_bytes.mean())
         by_round = np.bincount(trace.messages.round, trace.messages.bytes, minlength=trace.rounds)
         sent_until = tuple((by_round.cumsum() / trace.workers).tolist())
@@ -113,7 +123,7 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
         if trace.workers > 1:  # a single worker sends nothing
             timelines = prices_of(folder, config or "", trace, networks)
     return RunData(
-        label,
+        followed,
         list(evals.values()),
         newest_evaluation(metrics, branches),
         1 + max(trained, default=-1),
@@ -123,9 +133,9 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) 
         _read_text(folder / "sample.txt"),
         networks,
         (*map(described, branches), *(f"before round {r + 1}: {words}" for r, words in recoveries(metrics))),
-        sent_until,
-        per_round,
-        tuple(line for line in metrics if line["kind"] == "alignment"),
+        sent_until[per_round - 1 :: per_round],
+        ends_of(timelines, per_round),
+        tuple(line for line in metrics if line["kind"] in {metric.kind for metric in MEANS}),
         None if config is None else _passes(folder, config, metrics),
         own,
     )
@@ -197,7 +207,7 @@ def summary_row(run: RunData) -> dict[str, Any]:
     worst = [_as_number(loss, "worker_losses", last["round"]) for loss in losses]
     own = worst or run.own.get(last["round"], ())
     return {
-        "method": run.label,
+        "method": run.followed.label,
         "loss": _number(last, "loss"),
         "loss_of_workers": math.fsum(own) / len(own) if own else None,
         "round": last["round"] + 1 if last["round"] >= 0 else None,
@@ -205,24 +215,20 @@ def summary_row(run: RunData) -> dict[str, Any]:
         "passes": run.passes,
         # max() would lose a NaN among finite losses.
         "worst_loss": math.nan if any(map(math.isnan, worst)) else max(worst, default=None),
-        "disagreement": _number(last, "disagreement"),
-        "js_divergence": _number(last, "js_divergence"),
-        "alignment": _mean(run.alignments, "alignment"),
-        "persistence": _mean(run.alignments, "persistence"),
+        **{one.name: _number(last, one.name) for one in METRICS if one.reduction == "newest"},
+        **{one.name: _mean([line for line in run.averaged if line["kind"] == one.kind], one.name) for one in MEANS},
         "sent_bytes": run.sent_bytes,
         "wall_s": {name: timeline.total_s for name, timeline in run.timelines.items()},
         "utilisation": {name: timeline.mean_utilisation for name, timeline in run.timelines.items()},
-        "loss_at_s": {
-            name: _losses_after(run, timeline.end_s.max(axis=1).tolist()) for name, timeline in run.timelines.items()
-        },
+        "loss_at_s": {name: _losses_after(run, end_s.tolist()) for name, end_s in run.ends_s.items()},
         "loss_at_round": _known((e["round"] + 1, _number(e, "loss")) for e in run.evals),
         "loss_at_bytes": _losses_after(run, run.sent_until),
     }
 
 
 def _losses_after(run: RunData, spent: Sequence[float]) -> list[tuple[float, float]]:
-    """Validation loss against what was spent up to the end of each entry of the trace."""
-    until = [0.0, *spent[run.entries - 1 :: run.entries]]
+    """Validation loss against what was spent up to the end of each round."""
+    until = [0.0, *spent]
     return _known((until[e["round"] + 1], _number(e, "loss")) for e in run.evals if -1 <= e["round"] < len(until) - 1)
 
 

@@ -139,8 +139,10 @@ class _Records(NamedTuple):
     in_rounds: bool
     lives: dict[int, list[Life]]
     """From the logs of those whose folder this is; on several machines each has its own."""
-    trained: dict[int, list[dict[str, Any]]]
-    """Lines of metrics, by worker."""
+    trained: list[dict[str, Any]]
+    """Lines of metrics."""
+    newest: dict[int, dict[str, Any]]
+    """The last of them, by worker."""
     seconds: dict[int, RoundSeconds]
     addresses: dict[int, Address]
     over: bool
@@ -183,10 +185,7 @@ def run_status(folder: Path, *, now_s: float | None = None) -> RunStatus:
     n, rounds = run.workers, run.rounds
     simulated = (folder / "metrics.jsonl").exists() and not any(folder.glob("metrics-[0-9]*.jsonl"))
     kind = "simulation" if simulated else run.kind
-    trained: dict[int, list[dict[str, Any]]] = {}
-    for line in metrics:
-        if line["kind"] == "train" and isinstance(line.get("worker"), int):
-            trained.setdefault(line["worker"], []).append(line)
+    trained = [line for line in metrics if line["kind"] == "train" and isinstance(line.get("worker"), int)]
     elastic, in_rounds = kind in ("elastic", "pair", "no waiting"), kind not in ("pair", "no waiting")
     addresses = {one.slot: one for one in reversed(read_addresses(folder)) if one.slot < n} if elastic else {}
     lives = read_outcomes(folder) if in_rounds else _lives_in_order(folder, rounds)
@@ -198,6 +197,7 @@ def run_status(folder: Path, *, now_s: float | None = None) -> RunStatus:
         in_rounds,
         lives,
         trained,
+        {line["worker"]: line for line in trained},
         _last_seconds(folder),
         addresses,
         kind == "server" and any(line["kind"] == "eval" and line["round"] + 1 >= rounds for line in metrics),
@@ -214,7 +214,7 @@ def run_status(folder: Path, *, now_s: float | None = None) -> RunStatus:
 
 
 def _of_worker(slot: int, entry: SlotEntry | None, records: _Records, answers: _Answers, now_s: float) -> WorkerStatus:
-    lives, trained = records.lives.get(slot, []), records.trained.get(slot, [])
+    lives, trained = records.lives.get(slot, []), records.newest.get(slot, {})
     own = records.addresses.get(slot)
     address = entry.address if entry is not None else own.address if own is not None else ""
     done = _rounds_behind(lives, trained, entry if records.in_rounds else None)
@@ -231,7 +231,6 @@ def _of_worker(slot: int, entry: SlotEntry | None, records: _Records, answers: _
         records.elastic,
         bool(lives or trained) or slot in records.named,
     )
-    loss = trained[-1].get("loss") if trained else None
     age_s = _age_s(slot, records.folder, answers.views, now_s) if entry or lives or trained else None
     standing, last = standing_of(seen), records.seconds.get(slot)
     # Of one that cannot be asked its lock says that the process is there, also of one that is stopped.
@@ -243,7 +242,7 @@ def _of_worker(slot: int, entry: SlotEntry | None, records: _Records, answers: _
         standing,
         done,
         _steps(lives, trained),
-        loss,
+        trained.get("loss"),
         age_s,
         address or None,
         *_failed(lives),
@@ -287,15 +286,15 @@ def _asked(folder: Path, addresses: Collection[Address], limits: Limits, peers: 
     return answers if answers.views else answers._replace(note="no worker answers, so this is what the files tell")
 
 
-def _rounds_behind(lives: Sequence[Life], trained: Sequence[Mapping[str, Any]], entry: SlotEntry | None) -> int:
+def _rounds_behind(lives: Sequence[Life], trained: Mapping[str, Any], entry: SlotEntry | None) -> int:
     recorded = [life.rounds[-1].round + 1 for life in lives[-1:] if life.rounds]
     recorded += [life.ended.round for life in lives[-1:] if life.ended is not None and life.ended.why == "finished"]
     said = [] if entry is None or entry.status == MemberStatus.JOINING else [entry.round]
-    return max([0, *recorded, *said, *(line["round"] + 1 for line in trained[-1:])])
+    return max([0, *recorded, *said, trained.get("round", -1) + 1])
 
 
-def _steps(lives: Sequence[Life], trained: Sequence[Mapping[str, Any]]) -> int | None:
-    found = [life.rounds[-1].steps for life in lives if life.rounds] + [line.get("step") for line in trained[-1:]]
+def _steps(lives: Sequence[Life], trained: Mapping[str, Any]) -> int | None:
+    found = [life.rounds[-1].steps for life in lives if life.rounds] + [trained.get("step")]
     return max((steps for steps in found if isinstance(steps, int)), default=None)
 
 
@@ -305,9 +304,9 @@ def _failed(lives: Sequence[Life]) -> tuple[int, int]:
     return sum(len(one.missed) for one in rounds), sum(len(one.unsure) for one in rounds)
 
 
-def _declined(slot: int, trained: Mapping[int, Sequence[Mapping[str, Any]]]) -> int:
+def _declined(slot: int, trained: Sequence[Mapping[str, Any]]) -> int:
     """How many messages of a worker the others have declined."""
-    declined = (line.get("declined") for worker, lines in trained.items() if worker != slot for line in lines)
+    declined = (line.get("declined") for line in trained if line["worker"] != slot)
     counts = (counts.get(str(slot), 0) for counts in declined if isinstance(counts, Mapping))
     return sum(count for count in counts if isinstance(count, int))
 
@@ -327,7 +326,6 @@ def _last_seconds(folder: Path) -> dict[int, RoundSeconds]:
     """Those of each worker's last recorded round: measured if there are any, else of the first network."""
     found: dict[int, RoundSeconds] = {}
     for one in read_seconds(folder):
-        before = found.get(one.worker)
-        if before is None or (before.network == one.network and one.round > before.round):
-            found[one.worker] = one
+        if found.setdefault(one.worker, one).network == one.network:
+            found[one.worker] = one  # they come by network and round
     return found

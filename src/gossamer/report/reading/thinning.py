@@ -58,6 +58,16 @@ class Grid:
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.where(count > 0, total if self.summed else total / count, np.nan)
 
+    def mean_at(self, round: int) -> float:
+        """The mean over the columns in a round; NaN where nothing is known."""
+        row = round // self.stride
+        if not 0 <= row < self.rows:
+            return math.nan
+        known = self._count[row] > 0
+        values = self._sum[row, known] / (1 if self.summed else self._count[row, known])
+        values = values[np.isfinite(values)]
+        return float(values.mean()) if len(values) else math.nan
+
     def _halve(self) -> None:
         half = len(self._sum) // 2
         whole, counts = self._sum[: 2 * half], self._count[: 2 * half]
