@@ -21,6 +21,7 @@ import torch
 
 from gossamer.errors import GossamerError
 from gossamer.finite import all_finite
+from gossamer.rounds.loop import EVERYONE, Membership
 from gossamer.run.bookkeeping.evaluate import Probe, Probes, assess
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import parse
@@ -101,11 +102,10 @@ def made(case: Case, options: Mapping[str, Any] | None = None) -> Line:
         return Attacker(own, case.attack, FROM_ROUND, case.seed) if i in BAD and case.attack in ATTACKS else own
 
     probe = Probe(config, task, torch.device("cpu"))
-    workers = crew(config, task, config.in_rounds, probe.x, transport)
+    membership = Membership(lambda round, fragment: honest) if alone else EVERYONE
+    workers = crew(config, task, config.in_rounds, probe.x, transport, membership=lambda worker: membership)
     if alone:
         workers = [worker for worker in workers if worker.index in honest]
-        for worker in workers:
-            worker.loop.alive = lambda round, fragment: honest
     train, now = Stacks(workers, WORKERS).train, 0
     serially = lambda function, items: [function(item) for item in items]  # noqa: E731
     ended = None

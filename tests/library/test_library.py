@@ -864,7 +864,8 @@ def test_messages_of_every_rule_are_compared_and_no_bit_changes(rule, topology, 
         for round in range(3):
             for place, stop in enumerate(loops[0].stops(round)):
                 for i, loop in enumerate(loops):
-                    loop.compare = meters[i].compare if asks else None
+                    if asks:
+                        loop.compare_messages(meters[i].compare)
                     loop.announce(round, stop)
                     xs[i] += 0.0 if place else 0.1 * i
                     meters[i].count(loop.post(round, stop))

@@ -39,7 +39,7 @@ from gossamer.library.siblings import Siblings
 from gossamer.library.sites import REJOIN_ROUNDS, ElasticSite, elastic_site
 from gossamer.library.watch import Watch, explained, versions_of, warn_of_phases
 from gossamer.rounds.compatibility.combine import method_of, settled_rule, warnings_of
-from gossamer.rounds.loop import OuterLoop
+from gossamer.rounds.loop import EVERYONE, OuterLoop
 from gossamer.rounds.mean_model import mean_over_workers
 from gossamer.rounds.schedule import Schedule, Stop
 from gossamer.rules import Rule
@@ -238,11 +238,12 @@ class Outer(Generic[M]):
             full_steps=self.local_steps,
             seed=seed,
             reduce=self._peers.timed_reduce(self._meter.add_waiting),
+            membership=EVERYONE if self._site is None else self._site.membership,
             shard=self.shard,
             over_shards=self._siblings.total,
         )
         if self._site is not None:
-            self._site.attach(self._loop, seed)
+            self._site.attach(self._loop)
         self._stops: list[Stop] = []
         self._before: int | None = self._flat.checksum()
         """Of the parameters, until the first exchange has seen whether training changes them."""
@@ -488,7 +489,7 @@ class Outer(Generic[M]):
         (1, 0, None)
         """
         self._meter.add_waiting(self._peers.waited_s(self._loop.exchanges))
-        self._loop.compare = self._meter.compare
+        self._loop.compare_messages(self._meter.compare)
         return self._meter.read()
 
     def losses(self, mine: float) -> dict[int, float]:

@@ -34,7 +34,7 @@ from gossamer.library.peers import Common, must_agree, read_losses
 from gossamer.library.siblings import Siblings
 from gossamer.record.jsonl import json_from_peer
 from gossamer.record.packed import cold, frozen, unpacked
-from gossamer.rounds.loop import OuterLoop
+from gossamer.rounds.loop import Membership, OuterLoop
 from gossamer.transport.contract import Sound, Ticket, Wait
 from gossamer.transport.elastic.closing import LeftOutError
 from gossamer.transport.elastic.members import (
@@ -208,15 +208,14 @@ class ElasticSite:
 
     # --- the outer loop asks ------------------------------------------------------------------------------------------
 
-    def attach(self, loop: OuterLoop, seed: int) -> None:
-        """Decides with whom this loop exchanges."""
-        topology_of = loop.method.topology_of(seed)
-        every, me = range(loop.exchanges), self.lane.worker
-        self._peers = lambda round, alive: sorted(
-            {j for p in every for j in topology_of(p).mixing(round, alive).receives_from(me)}
-        )
-        loop.alive = lambda round, fragment: self._alive
-        loop.closes = self if self._closes else None
+    @property
+    def membership(self) -> Membership:
+        """With whom the outer loop of this site exchanges."""
+        return Membership(lambda round, fragment: self._alive, closes=self if self._closes else None)
+
+    def attach(self, loop: OuterLoop) -> None:
+        """Learns from the outer loop, which is made after the connections, from whom it receives."""
+        self._peers = loop.peers_in
 
     def enter(self, round: int) -> None:
         """Begins a round, with those that the first process of the site sees alive."""

@@ -63,6 +63,20 @@ class _Job(NamedTuple):
     ctx: Context
     sent: Sent | None
 
+    @property
+    def declines(self) -> bool:
+        """Whether a message may be left out: unless others reckon with the mass that it brings, or with copies of a state."""
+        rule = self.setup.rule
+        return rule.needs in ("everyone", "connected") and not rule.copies_per_peer
+
+    def ticket(self, leg: int = 0) -> Ticket:
+        """That of the messages of one way."""
+        return Ticket(self.ctx.round, self.setup.part.fragment, 2 * self.setup.attempt + leg)
+
+    def key(self, *use: str | int) -> int:
+        """That of random numbers for such a use."""
+        return rng.key(self.setup.seed, self.ctx.worker, self.ctx.round, self.setup.part.fragment, *use)
+
 
 _Legs = Generator[Ticket | _Posted | _Complete | None, None, None]
 """An exchange as it runs: announces and yields None, sends and yields `_Posted`, yields each ticket it waits for and then
@@ -205,12 +219,11 @@ def _side_by_side(job: _Job) -> _Legs:
 
 def _on_side(job: _Job, side: StageSide) -> _Job:
     """The exchange of one side, of views of everything."""
-    (rule, _, _, part, *_), _, ctx, sent = job
-    a, b = side.start, side.stop
+    rule, part, a, b = job.setup.rule, job.setup.part, side.start, side.stop
     own = part._replace(x=part.x[a:b], s=cut(rule, part.s, a, b), layout=side.layout)
     setup = job.setup._replace(codec=side.codec, transport=side.transport, part=own, sides=())
-    own_sent = None if sent is None else Sent(*(cut(rule, tree, a, b) for tree in sent))
-    return _Job(setup, job.mixing, ctx._replace(layout=side.layout), own_sent)
+    sent = None if job.sent is None else Sent(*(cut(rule, tree, a, b) for tree in job.sent))
+    return _Job(setup, job.mixing, job.ctx._replace(layout=side.layout), sent)
 
 
 def _summed(operations: Sequence[Operation]) -> Operation:
@@ -224,64 +237,108 @@ def _summed(operations: Sequence[Operation]) -> Operation:
 
 def _with_peers(job: _Job) -> _Legs:
     """Every receiver gets the whole payload."""
-    (rule, codec, transport, part, seed, kernel, *_), mixing, ctx, _ = job
-    i, ticket = ctx.worker, Ticket(ctx.round, part.fragment, 2 * job.setup.attempt)
-    sources, targets = mixing.receives_from(i), mixing.sends_to(i)
-    form = message_template(rule, part.x, part.s, ctx)
-    template = encode(codec, form, 0)
-    # A worker may go on without a message unless others reckon with it: the mass it has sent, or their copies of its state.
-    declines = rule.needs in ("everyone", "connected") and not rule.copies_per_peer
+    _announce(job)
+    yield None
+    sent = _sent(job)
+    payload = _payload(job, sent)
+    yield _Posted(sent, _post(job, payload))
+    yield job.ticket()
+    received = _decoded_from_peers(job, payload, sent)
+    if job.setup.compare is not None:
+        job.setup.compare(received.own, [*received.others.values()])
+    yield _Complete()
+    _update_with_peers(job, sent, received)
+
+
+def _announce(job: _Job) -> None:
+    """Announces the message of each sender."""
+    setup, ctx = job.setup, job.ctx
+    form = message_template(setup.rule, setup.part.x, setup.part.s, ctx)
+    template = encode(setup.codec, form, 0)
 
     def sound(frames: Sequence[Tensor]) -> bool:
-        return _decoded(codec, refill(template, frames), form) is not None
+        return _decoded(setup.codec, refill(template, frames), form) is not None
 
-    for j in sources:
-        transport.expect(ticket, j, leaves(template), sound if declines else None)
-    yield None
+    for j in job.mixing.receives_from(ctx.worker):
+        setup.transport.expect(job.ticket(), j, leaves(template), sound if job.declines else None)
 
-    sent = _sent(job)
-    payload = encode(codec, sent.message, rng.key(seed, i, ctx.round, part.fragment, "codec"))
+
+def _payload(job: _Job, sent: Sent) -> Tree:
+    return encode(job.setup.codec, sent.message, job.key("codec"))
+
+
+def _post(job: _Job, payload: Tree) -> Operation:
+    """Sends the payload to each receiver."""
+    setup, i, size = job.setup, job.ctx.worker, nbytes(payload)
+    sources, targets = job.mixing.receives_from(i), job.mixing.sends_to(i)
     for j in targets:
-        transport.post(ticket, j, leaves(payload))
-    size = nbytes(payload)
+        setup.transport.post(job.ticket(), j, leaves(payload))
     sends, receives = (tuple((j, size) for j in peers) for peers in (targets, sources))
-    yield _Posted(sent, Operation("exchange", part.fragment, sends, receives, job.setup.overlap_steps))
-    yield ticket
+    return Operation("exchange", setup.part.fragment, sends, receives, setup.overlap_steps)
 
-    arrived = {j: refill(payload, frames) for j, frames in transport.collect(ticket).items()}
-    # In an elastic run some exchanges may have failed, at both ends.
-    lost = [j for j in sources if j not in arrived]
-    if rule.needs == "everyone":
+
+class _Received(NamedTuple):
+    """The messages of an exchange that count."""
+
+    own: Tree
+    """As all others decode it."""
+    others: Mapping[int, Tree]
+    row: Row
+    """The weight of each."""
+    ctx: Context
+
+
+def _decoded_from_peers(job: _Job, payload: Tree, sent: Sent) -> _Received:
+    """Decodes what has come. A message that did not come, or is unsound, leaves its weight to the others."""
+    setup, ctx, i = job.setup, job.ctx, job.ctx.worker
+    rule, codec, sources = setup.rule, setup.codec, job.mixing.receives_from(i)
+    arrived = {j: refill(payload, frames) for j, frames in setup.transport.collect(job.ticket()).items()}
+    everyone = rule.needs == "everyone"
+    if everyone:
         _must_be_whole(ctx, sources, arrived)
     own = decode(codec, payload, sent.message)
     if not codec.exact:
         _must_be_finite(ctx, "message", {i: own})
     messages = {j: _decoded(codec, arrived[j], sent.message) for j in sources if j in arrived}
-    bad = [j for j, message in messages.items() if message is None]
-    if bad and (not declines or job.setup.attempt):
-        raise _unsound(job, "message", bad)
-    for j in bad:
-        job.setup.declined(j)
-    sources = [j for j, message in messages.items() if message is not None]
-    received = [message for message in messages.values() if message is not None]
+    others = {j: message for j, message in messages.items() if message is not None}
+    bad = [j for j in messages if j not in others]
+    _decline(job, bad, may=job.declines)
+    # In an elastic run some exchanges may have failed, at both ends.
+    row = without(job.mixing.rows[i], i, [j for j in sources if j not in arrived])
     if bad:
-        ctx = ctx._replace(peers=tuple(sources))
-    if job.setup.compare is not None:
-        job.setup.compare(own, received)
-    yield _Complete()
+        row = (_over_the_rest if everyone else without)(row, i, bad)
+        ctx = ctx._replace(peers=tuple(others))
+    return _Received(own, others, row, ctx)
 
-    # Renumbered by place, and with the worker itself first where its place does not matter, so that a compiled kernel meets
-    # one row per number of peers. A rule that is not compiled may ask whose message it is.
-    row, me = without(mixing.rows[i], i, lost), i
-    if bad:
-        row = (_over_the_rest if rule.needs == "everyone" else without)(row, i, bad)
+
+def _update_with_peers(job: _Job, sent: Sent, received: _Received) -> None:
+    """The outer update with the messages of peers."""
+    rule, part, kernel = job.setup.rule, job.setup.part, job.setup.kernel
+    own, others, row, ctx = received
+    me = ctx.worker
     if rule.compiles:
-        order, weights = [i, *sources] if rule.combine is pull else [j for j, _ in row], dict(row)
-        row, me = tuple((place, weights[j]) for place, j in enumerate(order)), order.index(i)
+        # Renumbered by place, and with the worker itself first where its place does not matter, so that a compiled kernel meets
+        # one row per number of peers. A rule that is not compiled may ask whose message it is.
+        order, weights = [me, *others] if rule.combine is pull else [j for j, _ in row], dict(row)
+        row, me = tuple((place, weights[j]) for place, j in enumerate(order)), order.index(me)
     with job.setup.around(), _merging(job, sent.x):
         for a, b in update_spans(kernel, rule, part.x.device, 0, part.x.numel()):
-            messages = Decoded(cut(rule, own, a, b), tuple(cut(rule, m, a, b) for m in received), me, row)
+            messages = Decoded(cut(rule, own, a, b), tuple(cut(rule, m, a, b) for m in others.values()), me, row)
             kernel.run(rule, rule.combine, part.x[a:b], cut(rule, part.s, a, b), messages, ctx)
+
+
+class _Owners(NamedTuple):
+    """The chunks of a mean through their owners."""
+
+    place: Mapping[int, int]
+    """The chunk that each worker which takes part owns, in worker order."""
+    others: tuple[int, ...]
+    share: Tree
+    """A payload of this worker's chunk, in form."""
+    sums: Sequence[Tree]
+    """A payload of the sum of each chunk, in form."""
+    back: Codec
+    """That of sums."""
 
 
 def _through_owners(job: _Job) -> _Legs:
@@ -289,110 +346,120 @@ def _through_owners(job: _Job) -> _Legs:
 
     Both ways have a codec, exact or not; whoever made a payload also uses what decodes from it, so that all get the same.
     """
-    (rule, codec, transport, part, seed, *_), mixing, ctx, _ = job
-    i, back, leg = ctx.worker, codec.back or EXACT, 2 * job.setup.attempt
-    there, gather = Ticket(ctx.round, part.fragment, leg), Ticket(ctx.round, part.fragment, leg + 1)
-    owners, others = [j for j, _ in mixing.rows[i]], mixing.receives_from(i)  # all workers that take part
-    n, place = len(owners), {j: k for k, j in enumerate(owners)}
-    template = chunks(message_template(rule, part.x, part.s, ctx), n, codec)
-    share = encode(codec, template[place[i]], 0)
-    sums = [encode(back, map_leaves(widen, chunk), 0) for chunk in template]
-    like = leaves(share)
-    for j in others:
-        transport.expect(there, j, like)
-        transport.expect(gather, j, leaves(sums[place[j]]))
+    codec = job.setup.codec
+    owners = _announce_chunks(job)
     yield None
-
     sent = _sent(job)
-    message = chunks(sent.message, n, codec)
-    keys = [rng.key(seed, i, ctx.round, part.fragment, "codec", k) for k in range(n)]
-    payloads = [encode(codec, chunk, key) for chunk, key in zip(message, keys, strict=True)]
-    for j in others:
-        transport.post(there, j, leaves(payloads[place[j]]))
-    share_bytes, sum_bytes = nbytes(share), [nbytes(chunk) for chunk in sums]
-    sends = tuple((j, nbytes(payloads[place[j]]) + sum_bytes[place[i]]) for j in others)
-    receives = tuple((j, share_bytes + sum_bytes[place[j]]) for j in others)
-    yield _Posted(sent, Operation("mean", part.fragment, sends, receives, job.setup.overlap_steps))
-    yield there
-
+    message = chunks(sent.message, len(owners.place), codec)
+    payloads = [encode(codec, chunk, job.key("codec", k)) for k, chunk in enumerate(message)]
+    yield _Posted(sent, _post_chunks(job, owners, payloads))
+    yield job.ticket()
     own = [decode(codec, payload, chunk) for payload, chunk in zip(payloads, message, strict=True)]
-    mine = message[place[i]]
-    came = {j: refill(share, frames) for j, frames in transport.collect(there).items()}
-    _must_be_whole(ctx, others, came)
-    if not codec.exact:
-        _must_be_finite(ctx, "message", {i: tuple(own)})
-    chunks_of = {j: _decoded(codec, payload, mine) for j, payload in came.items()}
-    bad = [j for j, chunk in chunks_of.items() if chunk is None]
-    if bad and job.setup.attempt:
-        raise _unsound(job, "message", bad)
-    for j in bad:  # all get the sums that their owners took, so they stay equal
-        job.setup.declined(j)
-    row = _over_the_rest(mixing.rows[i], i, bad) if bad else mixing.rows[i]
-    total = rule.combine(own[place[i]], {j: c for j, c in chunks_of.items() if c is not None}, i, row)
-    del came, chunks_of
-    mine = encode(back, total, rng.key(seed, i, ctx.round, part.fragment, "back"))
-    for j in others:
-        transport.post(gather, j, leaves(mine))
-    yield gather
-
-    arrived = {j: refill(sums[place[j]], frames) for j, frames in transport.collect(gather).items()} | {i: mine}
-    _must_be_whole(ctx, others, arrived)
-    sums_of = {j: _decoded(back, arrived[j], map_leaves(widen, message[k])) for k, j in enumerate(owners)}
-    if bad := [j for j, total in sums_of.items() if total is None]:
-        raise _unsound(job, "sum", bad)
-    pieces = [leaves(total) for total in sums_of.values()]
+    total = _sum_of_chunk(job, owners, own, message)
+    for j in owners.others:
+        job.setup.transport.post(job.ticket(leg=1), j, leaves(total))
+    yield job.ticket(leg=1)
+    pieces = _decoded_sums(job, owners, total, message)
     whole = sent.message if codec.exact else refill(sent.message, map(torch.cat, zip(*map(leaves, own), strict=True)))
     if job.setup.compare is not None:
         for mine, piece in zip(own, pieces, strict=True):
             job.setup.compare(mine, [tuple(piece)])
     yield _Complete()
+    _finish_with_mean(job, sent, whole, pieces)
 
-    with job.setup.around(), _merging(job, sent.x):
-        _update_with_mean(job.setup, whole, pieces, ctx)
+
+def _announce_chunks(job: _Job) -> _Owners:
+    """Announces each other worker's part of this worker's chunk, and the sum of each other chunk."""
+    setup, ctx = job.setup, job.ctx
+    place = {j: k for k, (j, _) in enumerate(job.mixing.rows[ctx.worker])}  # all workers that take part
+    back, others = setup.codec.back or EXACT, job.mixing.receives_from(ctx.worker)
+    form = message_template(setup.rule, setup.part.x, setup.part.s, ctx)
+    template = chunks(form, len(place), setup.codec)
+    share = encode(setup.codec, template[place[ctx.worker]], 0)
+    sums = [encode(back, map_leaves(widen, chunk), 0) for chunk in template]
+    for j in others:
+        setup.transport.expect(job.ticket(), j, leaves(share))
+        setup.transport.expect(job.ticket(leg=1), j, leaves(sums[place[j]]))
+    return _Owners(place, others, share, sums, back)
+
+
+def _post_chunks(job: _Job, owners: _Owners, payloads: Sequence[Tree]) -> Operation:
+    """Sends each owner its chunk of the message."""
+    setup, place = job.setup, owners.place
+    for j in owners.others:
+        setup.transport.post(job.ticket(), j, leaves(payloads[place[j]]))
+    share_bytes, sum_bytes = nbytes(owners.share), [nbytes(chunk) for chunk in owners.sums]
+    own_bytes = sum_bytes[place[job.ctx.worker]]
+    sends = tuple((j, nbytes(payloads[place[j]]) + own_bytes) for j in owners.others)
+    receives = tuple((j, share_bytes + sum_bytes[place[j]]) for j in owners.others)
+    return Operation("mean", setup.part.fragment, sends, receives, setup.overlap_steps)
+
+
+def _sum_of_chunk(job: _Job, owners: _Owners, own: Sequence[Tree], message: Sequence[Tree]) -> Tree:
+    """The payload of the sum of this worker's chunk."""
+    setup, ctx, i = job.setup, job.ctx, job.ctx.worker
+    mine, row = owners.place[i], job.mixing.rows[i]
+    came = {j: refill(owners.share, frames) for j, frames in setup.transport.collect(job.ticket()).items()}
+    _must_be_whole(ctx, owners.others, came)
+    if not setup.codec.exact:
+        _must_be_finite(ctx, "message", {i: tuple(own)})
+    decoded = {j: _decoded(setup.codec, payload, message[mine]) for j, payload in came.items()}
+    chunks_of = {j: chunk for j, chunk in decoded.items() if chunk is not None}
+    bad = [j for j in decoded if j not in chunks_of]
+    _decline(job, bad)  # all get the sums that their owners took, so they stay equal
+    total = setup.rule.combine(own[mine], chunks_of, i, _over_the_rest(row, i, bad) if bad else row)
+    return encode(owners.back, total, job.key("back"))
+
+
+def _decoded_sums(job: _Job, owners: _Owners, total: Tree, message: Sequence[Tree]) -> list[list[Tensor]]:
+    """The sums of all chunks. Raises: TrainingError for one that is unsound."""
+    place, collected = owners.place, job.setup.transport.collect(job.ticket(leg=1))
+    arrived = {j: refill(owners.sums[place[j]], frames) for j, frames in collected.items()} | {job.ctx.worker: total}
+    _must_be_whole(job.ctx, owners.others, arrived)
+    sums_of = {j: _decoded(owners.back, arrived[j], map_leaves(widen, message[k])) for j, k in place.items()}
+    if bad := [j for j, one in sums_of.items() if one is None]:
+        raise _unsound(job, "sum", bad)
+    return [leaves(one) for one in sums_of.values()]
 
 
 def _in_one_process(job: _Job, together: Together) -> _Legs:
     """A mean that is taken once for all workers of this process, with the bits and the bytes of one through chunk owners."""
-    (rule, codec, _, part, *_), mixing, ctx, _ = job
-    i, n, ticket = ctx.worker, mixing.n, Ticket(ctx.round, part.fragment)
+    setup, ctx, i, n = job.setup, job.ctx, job.ctx.worker, job.mixing.n
     yield None
 
     sent = _sent(job)
-    there, back = together.put(ticket, i, sent.message, lambda: sizes_of(sent.message, n, codec))
-    others = mixing.receives_from(i)
+    there, back = together.put(job.ticket(), i, sent.message, lambda: sizes_of(sent.message, n, setup.codec))
+    others = job.mixing.receives_from(i)
     sends = tuple((j, there[j] + back[i]) for j in others)
     receives = tuple((j, there[i] + back[j]) for j in others)
-    yield _Posted(sent, Operation("mean", part.fragment, sends, receives, job.setup.overlap_steps))
-    yield ticket
+    yield _Posted(sent, Operation("mean", setup.part.fragment, sends, receives, setup.overlap_steps))
+    yield job.ticket()
 
     def mean(messages: Mapping[int, Tree]) -> Tree:
-        total = rule.combine(messages[i], messages, i, mixing.rows[i])
-        _must_be_finite(ctx, "sum", dict(enumerate(chunks(total, n, codec))))
+        total = setup.rule.combine(messages[i], messages, i, job.mixing.rows[i])
+        _must_be_finite(ctx, "sum", dict(enumerate(chunks(total, n, setup.codec))))
         return total
 
-    total = leaves(together.take(ticket, mean))
+    total = leaves(together.take(job.ticket(), mean))
     yield _Complete()
-
-    with job.setup.around(), _merging(job, sent.x):
-        _update_with_mean(job.setup, sent.message, [total], ctx)
+    _finish_with_mean(job, sent, sent.message, [total])
 
 
 def _reduced(job: _Job, reduce: Reduce) -> _Legs:
     """A mean as the backend's own all-reduce, which blocks and is a barrier for all."""
-    (_, codec, _, part, *_), _, ctx, _ = job
+    setup, ctx = job.setup, job.ctx
     yield None
     sent = _sent(job)
-    sizes = sizes_of(sent.message, ctx.n, codec).there
+    sizes = sizes_of(sent.message, ctx.n, setup.codec).there
     moved = tuple((j, size + sizes[ctx.worker]) for j, size in enumerate(sizes) if j != ctx.worker)
-    yield _Posted(sent, Operation("mean", part.fragment, moved, moved, job.setup.overlap_steps))
+    yield _Posted(sent, Operation("mean", setup.part.fragment, moved, moved, setup.overlap_steps))
     yield _Complete()
     total = [ctx.weight * leaf for leaf in leaves(sent.message)]
-    reduce(total, Ticket(ctx.round, part.fragment))
+    reduce(total, job.ticket())
     must_be_finite({f"the all-reduced mean of round {ctx.round}": tuple(total)})
-    if job.setup.compare is not None:
-        job.setup.compare(sent.message, [tuple(total)])
-    with job.setup.around(), _merging(job, sent.x):
-        _update_with_mean(job.setup, sent.message, [total], ctx)
+    if setup.compare is not None:
+        setup.compare(sent.message, [tuple(total)])
+    _finish_with_mean(job, sent, sent.message, [total])
 
 
 def _must_be_whole(ctx: Context, needed: Iterable[int], arrived: Mapping[int, Tree]) -> None:
@@ -424,6 +491,14 @@ def _unsound(job: _Job, what: str, senders: Sequence[int]) -> TrainingError:
     )
 
 
+def _decline(job: _Job, bad: Sequence[int], *, may: bool = True) -> None:
+    """Leaves these messages out. Raises: TrainingError where this worker cannot do without them."""
+    if bad and (job.setup.attempt or not may):
+        raise _unsound(job, "message", bad)
+    for j in bad:
+        job.setup.declined(j)
+
+
 def _over_the_rest(row: Row, i: int, bad: Collection[int]) -> Row:
     """A row of a mean without these workers, whose weight goes to all others alike: the same on every worker."""
     whole = sum(w for j, w in row if j not in bad)
@@ -437,13 +512,19 @@ def _sent(job: _Job) -> Sent:
     """
     if job.sent is not None:
         return job.sent
-    setup = job.setup
-    (x, s, *_), delayed, overlaps = setup.part, setup.rule.delay_rounds > 0, setup.overlap_steps > 0
+    setup, x, s = job.setup, job.setup.part.x, job.setup.part.s
+    delayed, overlaps = setup.rule.delay_rounds > 0, setup.overlap_steps > 0
     keeps = setup.transport.keeps_frames or overlaps or delayed
     message = own_message(setup.rule, x, s, job.ctx) if keeps else setup.rule.send(x, s, job.ctx)
     _must_be_finite(job.ctx, "message", {job.ctx.worker: message})
     changes = (overlaps or not isinstance(setup.merge, str)) and not delayed
     return Sent(message, x.clone() if changes else ())
+
+
+def _finish_with_mean(job: _Job, sent: Sent, message: Tree, pieces: Sequence[list[Tensor]]) -> None:
+    """The outer update with a mean, merged with what was trained since it was sent."""
+    with job.setup.around(), _merging(job, sent.x):
+        _update_with_mean(job.setup, message, pieces, job.ctx)
 
 
 def _merging(job: _Job, sent: Tree) -> AbstractContextManager[None]:

@@ -7,7 +7,7 @@ fragments and receives others; between two stops it trains, and may call `advanc
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -49,6 +49,22 @@ class InFlight(TypedDict):
     sent: list[Tensor]
 
 
+class Membership(NamedTuple):
+    """Who takes part in the rounds of one worker, and which round follows another; by default everyone in each of them."""
+
+    participants: Callable[[int, int], frozenset[int] | None] = lambda round, fragment: None
+    """Who takes part in an exchange of a round, in this worker's view; None is everyone. The same for each call of one."""
+    next_round: Callable[[int], int | None] = lambda round: round + 1
+    """The round that this worker takes part in after another; None where it sends nothing ahead, as it ends or takes over
+    another's state first."""
+    closes: Closes | None = None
+    """Decides over whom the mean of a round is taken, in an elastic run of a rule that needs everyone."""
+
+
+EVERYONE = Membership()
+"""That of a run whose workers all stay to its end."""
+
+
 class OuterLoop:
     """The exchanges of one worker.
 
@@ -60,6 +76,9 @@ class OuterLoop:
             be changed between two rounds.
         reduce: the backend's own sum over all workers, see `Setup`.
         together: takes means once for all workers, where all are in this process, see `Setup`.
+        membership: who takes part in which round. The outer state is that of a start with everyone.
+        sharing: how the workers of an elastic run share all slots; None where each trains its own.
+        sides: gives the setup of a fragment its sides, where peers are in stages, see `gossamer.rounds.setup.in_sides`.
         shard: which of its worker's shards the vectors are of; codecs draw other numbers for each.
     """
 
@@ -74,6 +93,9 @@ class OuterLoop:
         seed: int,
         reduce: Reduce | None = None,
         together: Together | None = None,
+        membership: Membership = EVERYONE,
+        sharing: Sharing | None = None,
+        sides: Callable[[Setup], Setup] | None = None,
         shard: int = 0,
         over_shards: Callable[[float], float] = float,
     ):
@@ -85,10 +107,7 @@ class OuterLoop:
         halves = m.rule.site == "parameters" and parts[0][0].dtype in HALVES
         rule = with_master(m.rule) if halves else m.rule
         self._adapted = rule.adapted
-        self.alive: Callable[[int, int], frozenset[int] | None] = lambda round, fragment: None
-        """Who takes part in an exchange of a round, in this worker's view; None is everyone. The same for each call of one."""
-        if m.holders:
-            self.alive = lambda round, fragment: m.holders[fragment]
+        self.membership, self.sharing = membership, sharing
         self.declined = Counter[int]()
         """How many messages of whom were not counted, not finite or not decodable; whoever tells it forgets it."""
         self.fragments: list[Setup] = []
@@ -112,20 +131,12 @@ class OuterLoop:
                 )
             else:
                 setup = Setup(averaging, exact(), transport, part, draws, m.kernel, reduce, together)
-            mixing = m.topology.mixing(0, self.alive(0, p))
+            mixing = m.topology.mixing(0, m.holders[p] if m.holders else None)
             s = initial_state(setup.rule, mixing, x, self._context(0, part, mixing))
-            self.fragments.append(setup._replace(part=part._replace(s=s), declined=self._count_declined))
+            setup = setup._replace(part=part._replace(s=s), declined=self._count_declined)
+            self.fragments.append(setup if sides is None else sides(setup))
         sends = m.schedule.sends
         self._choice = FragmentChoice(m.schedule.fragments, sends) if sends else None
-        self.compare: Callable[[Tree, Sequence[Tree]], None] | None = None
-        """As in `Setup`, for the exchanges that are announced from now on."""
-        self.next: Callable[[int], int | None] = lambda round: round + 1
-        """The round that this worker takes part in after another; None where it sends nothing ahead, as it ends or takes over
-        another's state first."""
-        self.closes: Closes | None = None
-        """Decides over whom the mean of a round is taken, in an elastic run of a rule that needs everyone."""
-        self.sharing: Sharing | None = None
-        """How the workers of an elastic run share all slots; None where each trains its own."""
         self.in_flight: dict[tuple[int, int], Exchange] = {}
         """Exchanges that were announced and not finished, by round and fragment or place (see `Stop.sends`), oldest first."""
         self._begun: int | None = None
@@ -147,6 +158,10 @@ class OuterLoop:
         return Counter({j: int(k) for j, k in enumerate(shortened)}), Counter(
             {j: int(k) for j, k in enumerate(declined)}
         )
+
+    def compare_messages(self, compare: Callable[[Tree, Sequence[Tree]], None]) -> None:
+        """From now on, `compare` is called for each exchange that is announced, as in `Setup`."""
+        self.fragments = [setup._replace(compare=compare) for setup in self.fragments]
 
     def _count_declined(self, sender: int) -> None:
         self.declined[sender] += 1
@@ -187,25 +202,25 @@ class OuterLoop:
 
     def announce(self, round: int, stop: Stop) -> None:
         """Announces what will be received in answer to what the coming stop sends; best called before training up to it."""
-        if self.closes is not None:
+        if self.membership.closes is not None:
             return  # with whom is known only when the local phase is over
         for p in filter(self._holds, stop.sends):
             if self._choice is not None:
                 self._choice.pick(round, p, [self.fragment_of(flying) for _, flying in self.in_flight])
-            if not self._ahead(p) or self.next(round) is not None:
+            if not self._ahead(p) or self.membership.next_round(round) is not None:
                 self.in_flight[round, p] = self._begin(round, p)
 
     def send_ahead(self, round: int) -> None:
         """Sends what this worker's first round needs and a rule that sends ahead would have sent after the one before it."""
-        sends = self._ahead(0) and self.next(round - 1) is not None
+        sends = self._ahead(0) and self.membership.next_round(round - 1) is not None
         for p in range(self.method.schedule.fragments) if sends else ():
             self.in_flight[round - 1, p] = self._begin(round - 1, p)
             self.in_flight[round - 1, p].post()
 
     def post(self, round: int, stop: Stop) -> list[Operation]:
         """Sends what is due at this stop."""
-        if self.closes is not None and stop.sends:
-            return self._close(self.closes, round, stop)
+        if self.membership.closes is not None and stop.sends:
+            return self._close(self.membership.closes, round, stop)
         operations = [self.in_flight[round, p].post() for p in stop.sends if (round, p) in self.in_flight]
         if self._choice is not None:
             for p in stop.sends:
@@ -219,8 +234,8 @@ class OuterLoop:
     def _close(self, closes: Closes, round: int, stop: Stop) -> list[Operation]:
         """Exchanges with those that a leader names, and again with fewer when one of them fails, until all have everything."""
         while True:
-            attempt, _ = closes.proposed(round)  # from now on, `alive` says the same
-            exchanges = {(round, p): self._begin(round, p, attempt=attempt) for p in stop.sends}
+            attempt, _ = closes.proposed(round)  # from now on, these are the `participants` of the round
+            exchanges = {(round, p): self._begin(round, p, attempt) for p in stop.sends}
             operations = [exchange.post() for exchange in exchanges.values()]
             whole = True
             try:
@@ -249,14 +264,14 @@ class OuterLoop:
         self.update_from_zeros(round, stop)
         if self.sharing is not None and stop.sends:
             taken = stop.after(self.local_steps, self.full_steps)
-            self.sharing = self.sharing.closed(self.alive(round, stop.sends[0]), taken)
+            self.sharing = self.sharing.closed(self._participants(round, stop.sends[0]), taken)
 
     def update_from_zeros(self, round: int, stop: Stop) -> None:
         """The updates of a rule that receives late, in the first rounds, when nothing has been sent yet."""
         for sent_round, p in self.due(round, stop) if self._choice is None else ():  # no late rule has a choice
             setup = self._setup(p)
             if sent_round < 0 and setup.rule.delay_rounds:
-                mixing = self.method.topology.mixing(round, self.alive(round, p))
+                mixing = self.method.topology.mixing(round, self._participants(round, p))
                 update_from_zeros(setup, mixing, self._context(round, setup.part, mixing))
 
     def pop_rest(self) -> list[Exchange]:
@@ -321,9 +336,10 @@ class OuterLoop:
             if exchange.sent is not None
         ]
 
-    def restore_in_flight(self, saved: Sequence[Mapping[str, Any]]) -> None:
+    def restore_in_flight(self, saved: Sequence[Mapping[str, Any]], sharing: Sharing | None = None) -> None:
         """Sends again what was under way; all workers must resume from the same round.
 
+        Args: `sharing` is how they share all slots from now on.
         Raises: KeyError, TypeError, ValueError for what is no such state.
         """
         self.in_flight.clear()
@@ -344,10 +360,11 @@ class OuterLoop:
                 self._choice.of[p] = chosen
             mixing, ctx = self._place(round, p)
             ctx = ctx._replace(local_steps=local_steps, rank=rank)
-            setup = self._setup(p)._replace(compare=self.compare)
+            setup = self._setup(p)
             self.in_flight[round, p] = begin(setup, mixing, ctx, sent_again(setup, mixing, ctx, tensors))
         for exchange in self.in_flight.values():
             exchange.post()
+        self.sharing = sharing
 
     def forget_unsent(self) -> None:
         """Forgets errors of codecs that came with another worker's state, who has them still to send."""
@@ -367,13 +384,26 @@ class OuterLoop:
 
     def _place(self, round: int, p: int) -> tuple[Mixing, Context]:
         """The mixing and the context of what is sent in this round, which those that send ahead do for the next one."""
-        of = self.next(round) if self._ahead(p) else round
+        of = self.membership.next_round(round) if self._ahead(p) else round
         assert of is not None
-        alive = self.alive(of, p)
-        mixing = self._topology_of(p).mixing(of, alive)
+        present = self._participants(of, p)
+        mixing = self._topology_of(p).mixing(of, present)
         if self.sharing is not None:
-            mixing = self.sharing.weighed(mixing, alive)
+            mixing = self.sharing.weighed(mixing, present)
         return mixing, self._context(of, self._setup(p).part, mixing)
+
+    def _participants(self, round: int, p: int) -> frozenset[int] | None:
+        """Who takes part in an exchange, in this worker's view: of an expert, those that hold it."""
+        holders = self.method.holders
+        return holders[p] if holders else self.membership.participants(round, p)
+
+    def receives_from(self, round: int, p: int, present: frozenset[int]) -> tuple[int, ...]:
+        """From whom this worker receives in an exchange of a round in which these workers take part."""
+        return self._topology_of(p).mixing(round, present).receives_from(self.worker)
+
+    def peers_in(self, round: int, present: frozenset[int]) -> tuple[int, ...]:
+        """From whom it receives in any exchange of the round, ascending."""
+        return tuple(sorted({j for p in range(self.exchanges) for j in self.receives_from(round, p, present)}))
 
     def _ahead(self, p: int) -> bool:
         """Whether what is sent of this fragment in a round is for the next one."""
@@ -396,4 +426,4 @@ class OuterLoop:
 
     def _begin(self, round: int, p: int, attempt: int = 0) -> Exchange:
         mixing, ctx = self._place(round, p)
-        return begin(self._setup(p)._replace(compare=self.compare, attempt=attempt), mixing, ctx)
+        return begin(self._setup(p)._replace(attempt=attempt), mixing, ctx)

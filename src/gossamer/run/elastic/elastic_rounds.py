@@ -7,7 +7,8 @@ addresses, and any of them takes a newcomer in.
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from gossamer.record.logs.outcomes import (
 )
 from gossamer.record.packed import unpacked
 from gossamer.record.progress import say
+from gossamer.rounds.loop import Membership
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.life import KEPT, Participant
 from gossamer.run.participant.seat import Seat
@@ -44,6 +46,20 @@ from gossamer.transport.elastic.transport import ElasticTransport
 log = logging.getLogger("gossamer")
 
 
+@dataclass
+class _RoundPlan:
+    """What is decided of a round. It stays: the others know of it, and payloads may have been sent for it."""
+
+    participants: frozenset[int]
+    """Who takes part; where rounds are closed, those over whom its last mean was proposed."""
+    next: int | None = None
+    """The round to go on with after it."""
+    sends_ahead: bool | None = None
+    """Whether this worker sends for that round before this one is over."""
+    views: dict[int, frozenset[int]] = field(default_factory=dict)
+    """Who takes part in each exchange that was announced and has not ended, by fragment."""
+
+
 class ElasticRounds(Participant[ElasticTransport]):
     """A worker that takes part in rounds with whoever is alive in its view.
 
@@ -55,7 +71,6 @@ class ElasticRounds(Participant[ElasticTransport]):
         super().__init__(config, folder, task, seat, asked)
         self._method = m = config.in_rounds
         self._closes, self._once = m.rule.needs == "everyone", m.exchanges_once
-        self._topology_of = m.topology_of(config.seed)
         self._closings = sum(bool(stop.sends) for stop in m.schedule.stops(0, config.full_steps))
         self._donor: int | None = None
         """Whose state it has taken last, if no round has ended since."""
@@ -71,16 +86,8 @@ class ElasticRounds(Participant[ElasticTransport]):
         """Of the state that is kept for newcomers."""
         self._begins = True
         """Whether it has not yet trained with the state that it has begun with last."""
-        self._alive: frozenset[int] = frozenset()
-        """Who takes part in the round that was begun last, or in the closing that was proposed last."""
-        self._entered = -1
-        """The round that it has told the others it is in."""
-        self._after: tuple[int, int] | None = None
-        """The newest round after which it is decided with which one to go on, and that one."""
-        self._sends: tuple[int, int | None] | None = None
-        """The same of the round for which this worker sends ahead; None where it sends nothing."""
-        self._views: dict[tuple[int, int], frozenset[int]] = {}
-        """Who takes part in each exchange that was announced and has not ended, by the round that it follows and fragment."""
+        self._plans: dict[int, _RoundPlan] = {}
+        """By round that was begun, or for which something was sent."""
         self._ended: list[ExchangeOutcome] = []
         """The exchanges that have ended in this round."""
 
@@ -105,9 +112,8 @@ class ElasticRounds(Participant[ElasticTransport]):
         )
         if not self._once:
             transport.taken = lambda: self.replica.steps_taken
-        self._worker = Worker(self.replica, self._method, transport)
-        self._worker.loop.alive, self._worker.loop.next = self._take_part, self._next
-        self._worker.loop.closes = self if self._closes else None
+        membership = Membership(self._participants, self._next, self if self._closes else None)
+        self._worker = Worker(self.replica, self._method, transport, membership=membership)
         return transport
 
     def begin(self) -> None:
@@ -187,19 +193,18 @@ class ElasticRounds(Participant[ElasticTransport]):
         """One round, or as much of it as was made when it was closed without this worker."""
         self.say_changes(rounds=self.config.rounds)
         round, steps_before = self.round, self.replica.steps_taken
-        self._enter(round)
-        alive = self._alive
+        plan = self._plan(round)
         if self._begins and round:
-            self._after = round - 1, round
+            self._plans[round - 1] = _RoundPlan(frozenset(), next=round)
             self._worker.loop.send_ahead(round)
         begun, self._begins = self._begins, False
-        self.count_phase(alive)
+        self.count_phase(plan.participants)
         try:
             report = self._worker.train_round(round, lambda: self._note(round))
         except LeftOutError as error:
             # Nobody has what these steps have led to, so they are taken again.
             self.replica.steps_taken = steps_before
-            self._views.clear()
+            self._plans.clear()
             self._worker.hashes()
             if self.asked.is_set():
                 # They are in its parameters and inner optimizer, and whoever goes on from what it saves takes them again.
@@ -208,8 +213,9 @@ class ElasticRounds(Participant[ElasticTransport]):
             else:
                 self._take_anothers_state(round, error.source)
             return
-        self._end_round(report, alive)
+        self._end_round(report, plan.participants)
         self.round = self._decided(round)
+        self._plans = {r: plan for r, plan in self._plans.items() if r >= self.round or plan.views}
         if self._finished + self.config.run.rejoin_rounds < self.round < self.config.rounds:
             self._drop_in_flight()
             self._take_anothers_state(self.round)
@@ -219,7 +225,6 @@ class ElasticRounds(Participant[ElasticTransport]):
         round, replica = self.round, self.replica
         self._finished, self._donor, self._waste = round + 1, None, 0
         self._note(round)
-        alive = self._alive if self._closes else alive
         missed = frozenset(peer for one in self._ended for peer in one.missed)
         unsure = frozenset(peer for one in self._ended for peer in one.unsure)
         # The outcome is in the log before the state is kept: a newcomer may have that and name it in its own log.
@@ -236,7 +241,8 @@ class ElasticRounds(Participant[ElasticTransport]):
         """Goes on with the state of another worker, first that of `source`, in place of this round."""
         if self._closings > 1 and source is not None:  # states are given away as they were at the ends of rounds
             self.transport.await_later(round)
-        self._entered, self._begins = -1, True
+        self._plans.clear()
+        self._begins = True
         own = Begun(round, self._finished, self.slot, 0, self.transport.members.own.incarnation)
         again = self._donor is not None
         begun = self._fetched(own, source)
@@ -251,48 +257,46 @@ class ElasticRounds(Participant[ElasticTransport]):
 
     # --- what `OuterLoop` asks ----------------------------------------------------------------------------------------
 
-    def _enter(self, round: int) -> None:
-        """Begins a round, or the sending for it, if this worker has not yet."""
-        if round != self._entered:
+    def _plan(self, round: int) -> _RoundPlan:
+        """That of a round which this worker begins, or for which it sends, with the first call."""
+        if round not in self._plans:
             steps = self.replica.steps_taken + self.replica.local_steps
-            self._alive, self._entered = self.transport.enter(round, self._peers(round), steps), round
+            peers = partial(self._worker.loop.peers_in, round)
+            self._plans[round] = _RoundPlan(self.transport.enter(round, peers, steps))
+        return self._plans[round]
 
     def _decided(self, round: int) -> int:
-        """The round to go on with after this one. What it says once stays: payloads may have been sent ahead for it."""
-        if self._after is None or self._after[0] != round:
-            self._after = round, self.transport.next_round()
-        return self._after[1]
+        """The round to go on with after this one."""
+        plan = self._plans[round]
+        if plan.next is None:
+            plan.next = self.transport.next_round()
+        return plan.next
 
     def _next(self, round: int) -> int | None:
-        """See `OuterLoop.next`. What it says of a round stays."""
-        if self._sends is None or self._sends[0] != round:
-            after = self._decided(round)
+        """See `gossamer.rounds.loop.Membership.next_round`."""
+        plan, after = self._plans[round], self._decided(round)
+        if plan.sends_ahead is None:
             far = after > round + 1 + self.config.run.rejoin_rounds
-            self._sends = round, None if far or after >= self.config.rounds or self.asked.is_set() else after
-            if self._sends[1] is not None:
-                self._enter(after)
-        return self._sends[1]
+            plan.sends_ahead = not (far or after >= self.config.rounds or self.asked.is_set())
+        if not plan.sends_ahead:
+            return None
+        self._plan(after)
+        return after
 
-    def _take_part(self, round: int, fragment: int) -> frozenset[int]:
-        """See `OuterLoop.alive`."""
-        self._views[round, fragment] = self._alive
-        return self._alive
+    def _participants(self, round: int, fragment: int) -> frozenset[int]:
+        """See `gossamer.rounds.loop.Membership.participants`."""
+        plan = self._plans[round]
+        plan.views[fragment] = plan.participants
+        return plan.participants
 
     def proposed(self, round: int) -> tuple[int, frozenset[int]]:
         """See `gossamer.transport.contract.Closes`."""
-        attempt, self._alive = self.transport.proposed(round)
-        return attempt, self._alive
+        attempt, self._plans[round].participants = self.transport.proposed(round)
+        return attempt, self._plans[round].participants
 
     def committed(self, attempt: int, *, whole: bool) -> bool:
         """See `gossamer.transport.contract.Closes`."""
         return self.transport.committed(attempt, whole=whole)
-
-    def _peers(self, round: int) -> Callable[[frozenset[int]], tuple[int, ...]]:
-        every = range(self._worker.loop.exchanges)
-        return lambda alive: tuple(sorted({j for p in every for j in self._hears_from(round, p, alive)}))
-
-    def _hears_from(self, of: int, fragment: int, alive: frozenset[int]) -> tuple[int, ...]:
-        return self._topology_of(fragment).mixing(of, alive).receives_from(self.slot)
 
     # --- what became of the exchanges ---------------------------------------------------------------------------------
 
@@ -306,7 +310,8 @@ class ElasticRounds(Participant[ElasticTransport]):
         """
         collected = self.transport.outcomes()
         if self._closes:  # what is closed has everything
-            collected = {Ticket(*key): dict[int, Outcome]() for key in self._views}
+            views = [(r, fragment) for r, plan in self._plans.items() for fragment in plan.views]
+            collected = {Ticket(*key): dict[int, Outcome]() for key in views}
         for ticket, outcomes in collected.items():
             missed, unsure, declined = (
                 frozenset(peer for peer, outcome in outcomes.items() if outcome is kind)
@@ -314,7 +319,7 @@ class ElasticRounds(Participant[ElasticTransport]):
             )
             self._worker.loop.declined.update(declined)
             missed |= declined
-            alive = self._or_all(self._views.pop(ticket[:2]))
+            alive = self._or_all(self._plans[ticket.round].views.pop(ticket.fragment))
             ended = ExchangeOutcome(round, ticket.round, ticket.fragment, alive, missed, unsure)
             self._ended.append(ended)
             if not self._once:
@@ -327,10 +332,8 @@ class ElasticRounds(Participant[ElasticTransport]):
 
     def _show(self, alive: frozenset[int]) -> None:
         """Shows what became of the exchanges of a round, and forgets them."""
-        everyone = frozenset(range(self.config.workers))
-        made = sum(
-            len({*self._hears_from(one.of, one.fragment, one.alive or everyone)} - one.lost) for one in self._ended
-        )
+        everyone, heard = frozenset(range(self.config.workers)), self._worker.loop.receives_from
+        made = sum(len({*heard(one.of, one.fragment, one.alive or everyone)} - one.lost) for one in self._ended)
         missed, unsure = sum(len(one.missed) for one in self._ended), sum(len(one.unsure) for one in self._ended)
         self.record.show_exchanges(alive=len(alive), made=made, missed=missed, unsure=unsure)
         self._ended.clear()

@@ -22,6 +22,7 @@ from gossamer.network.pricing import price
 from gossamer.record.logs.seconds import RoundSeconds
 from gossamer.record.logs.trace import Entry, Operation, from_entries
 from gossamer.rounds.exchange import Each
+from gossamer.rounds.loop import EVERYONE, Membership
 from gossamer.rounds.mean_model import mean_of
 from gossamer.run.bookkeeping.evaluate import Assessment, Probe, Probes, assess
 from gossamer.run.bookkeeping.spent_seconds import priced
@@ -211,7 +212,11 @@ def _cast(studio: Studio, begun: _Begun, conditions: Conditions, there: Sequence
     if not there:
         return []
     config = run_of(studio.seed, conditions)
-    everyone, cast = _crew(studio, config), list[Worker]()
+
+    def membership(i: int) -> Membership:
+        return Membership(lambda round, fragment: conditions.side_of(i))
+
+    everyone, cast = _crew(studio, config, membership), list[Worker]()
     for i in there:
         worker, state = (
             everyone[i],
@@ -222,17 +227,19 @@ def _cast(studio: Studio, begun: _Begun, conditions: Conditions, there: Sequence
             worker.replica.restore(state)
             worker.replica.steps_taken = state["steps_taken"]
             # A loop makes its outer state from the parameters that it finds.
-            worker = Worker(worker.replica, config.in_rounds, everyone[i].loop.fragments[0].transport)
+            transport = worker.loop.fragments[0].transport
+            worker = Worker(worker.replica, config.in_rounds, transport, membership=membership(i))
         else:
             worker.restore(state)
-        side = conditions.side_of(i)
-        worker.loop.alive = lambda round, fragment, side=side: side
         cast.append(worker)
     return cast
 
 
-def _crew(studio: Studio, config: ResolvedRun) -> list[Worker]:
-    return crew(config, studio.task, config.in_rounds, studio.like, MemoryNetwork(WORKERS).transport)
+def _crew(
+    studio: Studio, config: ResolvedRun, membership: Callable[[int], Membership] = lambda worker: EVERYONE
+) -> list[Worker]:
+    transport = MemoryNetwork(WORKERS).transport
+    return crew(config, studio.task, config.in_rounds, studio.like, transport, membership=membership)
 
 
 @functools.lru_cache(maxsize=256)

@@ -22,6 +22,7 @@ from gossamer.record.machines import Threads
 from gossamer.record.packed import cold, packed, unpacked
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.exchange import Each
+from gossamer.rounds.loop import EVERYONE, Membership
 from gossamer.run.replay.driver import Actor, Missing, contradiction, follow
 from gossamer.run.replay.script import Message, Script, outcomes_file
 from gossamer.run.replay.stretches import Stretch, stretch_of
@@ -175,8 +176,7 @@ class Repeat:
         process = self._processes[slot] = _Process(slot, self.script, self._processes[slot].number)
         process.inner = self._network.transport(slot)
         replica = Replica(slot, self.stretch.config.unpaced(), self._task, self._like.device)
-        self.workers[slot] = Worker(replica, self._method, process)
-        process.lead(self.workers[slot])
+        self.workers[slot] = Worker(replica, self._method, process, membership=process.membership())
 
     def _take_over(self, slot: int, begun: Begun) -> None:
         """A process begins in a slot, with the state of a worker."""
@@ -206,10 +206,15 @@ class Repeat:
         for process, inner in zip(self._processes, plain, strict=True):
             process.inner = inner
         transports: Sequence[Transport] = self._processes if self._logged else plain
-        self.workers = crew(config, self._task, self._method, self._like, lambda slot: transports[slot])
-        for process, worker in zip(self._processes, self.workers, strict=True):
-            if self._logged:
-                process.lead(worker)
+        membership = [one.membership() if self._logged else EVERYONE for one in self._processes]
+        self.workers = crew(
+            config,
+            self._task,
+            self._method,
+            self._like,
+            transports.__getitem__,
+            membership=membership.__getitem__,
+        )
 
     def _taken(self, slot: int, one: Begun | Followed, round: int) -> dict[str, Any]:
         """The state that the process which began so in a slot took over, at last or as a ghost."""
@@ -314,12 +319,14 @@ class _Process:
         lives = self._script.lives.get(self.worker, [])
         return lives[self.number].begun if lives else None
 
-    def lead(self, worker: Worker) -> None:
-        """Lets a worker take part as the log says."""
+    def membership(self) -> Membership:
+        """Who takes part in which round, as its log says."""
         script, alone = self._script, frozenset({self.worker})
         # Who took part in an exchange in its view decides the weights of a mix, also of messages that did not count.
-        worker.loop.alive = lambda of, part: script.alive.get(((self.worker, self.number), of, part), alone)
-        worker.loop.next = lambda round: script.next.get(((self.worker, self.number), round))
+        return Membership(
+            lambda of, part: script.alive.get(((self.worker, self.number), of, part), alone),
+            lambda round: script.next.get(((self.worker, self.number), round)),
+        )
 
     def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor], sound: Sound | None = None) -> None:
         """See `gossamer.transport.contract.Transport`."""

@@ -29,6 +29,7 @@ from gossamer.record.logs.trace import read_trace
 from gossamer.record.progress import say
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.exchange import Each, finish_all
+from gossamer.rounds.loop import EVERYONE, Membership
 from gossamer.rounds.together import Together
 from gossamer.run.bookkeeping.evaluate import Assessment, Probe, Probes, Result, assess, mean_buffers, publish, union_of
 from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
@@ -184,6 +185,7 @@ def crew(
     like: Tensor,
     transport: Callable[[int], Transport],
     together: Together | None = None,
+    membership: Callable[[int], Membership] = lambda worker: EVERYONE,
 ) -> list[Worker]:
     """All workers of a run, at its start, with the rows of one matrix as their parameters, where all have the same.
 
@@ -191,6 +193,7 @@ def crew(
         like: a vector of parameters of the task's model.
         transport: makes that of the worker with this number.
         together: takes their means once for all; None where messages shall pass through the transports.
+        membership: who takes part in which round, in the view of the worker with this number.
     Raises: ConfigError unless they start alike.
     """
     if task.holding is not None:
@@ -199,7 +202,9 @@ def crew(
         stacked = torch.empty(config.workers, like.numel(), dtype=like.dtype, device=like.device)
         replicas = [Replica(i, config, task, like.device, x) for i, x in enumerate(stacked)]
         must_start_alike(replicas)
-    return [Worker(replica, m, transport(replica.index), together=together) for replica in replicas]
+    return [
+        Worker(one, m, transport(one.index), together=together, membership=membership(one.index)) for one in replicas
+    ]
 
 
 def _tokens(workers: Sequence[Worker]) -> int:

@@ -26,7 +26,7 @@ from gossamer.record.logs.pipeline_work import PipelineWork, write_pipeline
 from gossamer.record.logs.stage_seconds import StageLog, end_logs_of_others, stage_log
 from gossamer.record.progress import echo, quieted, say
 from gossamer.record.whole_files import atomic_write, make_folder
-from gossamer.rounds.setup import in_sides
+from gossamer.rounds.setup import Setup, in_sides
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
 from gossamer.run.bookkeeping.journal import Journal, Save, saved_when_unreadable
@@ -199,10 +199,12 @@ def _trainer(config: ResolvedRun, task: Task, member: Member, pipe: Pipe | None,
     replica = Replica(member.worker, config, task, member.device, cut=cut, shard=shard)
     reduce = _timed_all_reduce(run.timeout_s, stopwatch) if run.reduction == "all_reduce" else None
     stages = replica.staged if isinstance(replica.staged, OwnStages) else None
-    worker = Worker(replica, m, transports[0], reduce)
-    if len(transports) > 1:
+
+    def with_sides(setup: Setup) -> Setup:
         stage_of = stage_in(config.pipeline, config.model, config.data)
-        worker.loop.fragments = [in_sides(each, m.codec, transports, stage_of) for each in worker.loop.fragments]
+        return in_sides(setup, m.codec, transports, stage_of)
+
+    worker = Worker(replica, m, transports[0], reduce, sides=with_sides if len(transports) > 1 else None)
     return _Trainer(worker, transports, stopwatch, stages, pipe)
 
 

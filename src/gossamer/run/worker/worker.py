@@ -13,8 +13,9 @@ from gossamer.layout import Layout
 from gossamer.network.pacing import PaceNote, Pacer, first_leg_bytes
 from gossamer.record.logs.trace import Operation
 from gossamer.rounds.compatibility.combine import Method
-from gossamer.rounds.loop import OuterLoop
+from gossamer.rounds.loop import EVERYONE, Membership, OuterLoop
 from gossamer.rounds.schedule import Stop
+from gossamer.rounds.setup import Setup
 from gossamer.rounds.sharing import first_sharing
 from gossamer.rounds.together import Together
 from gossamer.run.worker.numerics import using_threads
@@ -64,7 +65,7 @@ class RoundReport(NamedTuple):
 class Worker:
     """A replica that takes part in rounds. It starts with the outer state of the start of a run.
 
-    Args: `reduce` and `together` as in `OuterLoop`.
+    Args: `reduce`, `together`, `membership` and `sides` as in `OuterLoop`.
     """
 
     def __init__(
@@ -74,6 +75,8 @@ class Worker:
         transport: Transport,
         reduce: Reduce | None = None,
         together: Together | None = None,
+        membership: Membership = EVERYONE,
+        sides: Callable[[Setup], Setup] | None = None,
     ) -> None:
         self.replica, self.config, self.index = replica, replica.config, replica.index
         on_gradients = m.rule.site == "gradients"
@@ -90,10 +93,11 @@ class Worker:
             seed=self.config.seed,
             reduce=reduce,
             together=together,
+            membership=membership,
+            sharing=first_sharing(self.config.workers) if self.config.data.constant_batch else None,
+            sides=sides,
             **({} if replica.shards is None else {"shard": replica.shards.part, "over_shards": replica.shards.total}),
         )
-        if self.config.data.constant_batch:
-            self.loop.sharing = first_sharing(self.config.workers)
         self.pacer: Pacer | None = None
         """Decides on the local steps of the next round, where they adapt."""
         if self.config.run.adapt:
@@ -255,10 +259,8 @@ class Worker:
             self.set_local_steps(self.pacer.steps)
         load_replica(state)
         self.loop.trust_anew()
-        self.loop.restore_in_flight(state["under_way"])
-        if sharing is not None:
-            self.loop.sharing = sharing
-            self._count_steps()
+        self.loop.restore_in_flight(state["under_way"], sharing)
+        self._count_steps()
 
     def must_be_of_another(self, state: Mapping[str, Any]) -> None:
         """Raises CheckpointError unless the received state of another worker can be taken over; nothing has changed then."""
