@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from gossamer import rules as rules
     from gossamer import testing as testing
     from gossamer import topologies as topologies
+    from gossamer.integrations.outer_loop import outer_loop as outer_loop
     from gossamer.library import Outer as Outer
-    from gossamer.library import outer_loop as outer_loop
     from gossamer.network.links import Network as Network
     from gossamer.network.pricing import price as price
     from gossamer.record.logs.trace import read_trace as read_trace
@@ -51,7 +51,7 @@ _HOMES = {  # as above, for who runs the program
     "method": "gossamer.run.config.own_loop",
     "models": "",
     "optimizers": "",
-    "outer_loop": "gossamer.library",
+    "outer_loop": "gossamer.integrations.outer_loop",
     "price": "gossamer.network.pricing",
     "read_trace": "gossamer.record.logs.trace",
     "rules": "",

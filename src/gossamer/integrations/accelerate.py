@@ -29,6 +29,7 @@ from gossamer.integrations.begin import (
     save_outer,
     warn_of_copies,
 )
+from gossamer.integrations.environment import rule_and_options
 from gossamer.library import Outer, OuterMethod, OuterOptions, OuterState
 from gossamer.rules import Rule
 
@@ -37,7 +38,10 @@ if TYPE_CHECKING:
 
 
 def prepare_outer(
-    accelerator: "Accelerator", model: nn.Module, rule: str | Rule | OuterMethod, **options: Unpack[OuterOptions]
+    accelerator: "Accelerator",
+    model: nn.Module,
+    rule: str | Rule | OuterMethod | None = None,
+    **options: Unpack[OuterOptions],
 ) -> Outer[nn.Module]:
     """Makes the Outer of a prepared model, which `accelerator.save_state` saves and `accelerator.load_state` loads.
 
@@ -47,11 +51,12 @@ def prepare_outer(
     With `site=(0, 2), join="HOST:PORT"` a worker is all processes of one `torchrun`, over which Accelerate shards the model by
     FSDP2; each process has its outer state in the folder `outer` of the checkpoint.
 
-    Args: as of `gossamer.Outer`.
+    Args: as of `gossamer.Outer`, with the rule and its options from GOSSAMER_OUTER where none is given.
     Raises: ConfigError if the accelerator, without a site, counts several processes, and what Outer raises; `load_state` raises
         CheckpointError if workers resume from different steps or the state does not fit.
     Cost: that of Outer.
     """
+    rule, options = rule_and_options(rule, options)
     processes = accelerator.num_processes
     must_be_alone(processes, "Accelerate", options)
     own = accelerator.unwrap_model(model)

@@ -22,6 +22,7 @@ from typing_extensions import Unpack
 
 from gossamer.errors import require
 from gossamer.integrations.begin import begin_outer, must_be_alone, must_have_rounds, warn_of_few_checkpoints
+from gossamer.integrations.environment import rule_and_options
 from gossamer.integrations.place import newest_common_step
 from gossamer.library import Outer, OuterMethod, OuterOptions
 from gossamer.rules import Rule
@@ -61,7 +62,8 @@ class LightningCallback(Callback):
     Let `max_steps` be a multiple of `local_steps`: steps after the last exchange stay with the worker that took them. Keep two
     checkpoints or more (`save_top_k`), and resume from `last_common_checkpoint`: a worker that dies may lack the newest.
 
-    Args: as of `gossamer.Outer`, without the model, which is the LightningModule.
+    Args: as of `gossamer.Outer`, with the rule and its options from GOSSAMER_OUTER where none is given, and without the model,
+        which is the LightningModule.
     Raises: ConfigError if the Trainer counts several processes, or takes fewer steps than a round has; CheckpointError if the
         outer state is missing or does not fit, or workers resume from different steps. Later what Outer raises.
     Cost: that of Outer; on resuming one more copy of the parameters for a moment.
@@ -70,8 +72,8 @@ class LightningCallback(Callback):
     outer: "Outer[LightningModule] | None" = None
     """The outer loop, while the Trainer fits and after."""
 
-    def __init__(self, rule: str | Rule | OuterMethod, **options: Unpack[OuterOptions]) -> None:
-        self._rule, self._options = rule, options
+    def __init__(self, rule: str | Rule | OuterMethod | None = None, **options: Unpack[OuterOptions]) -> None:
+        self._rule, self._options = rule_and_options(rule, options)
         self._saved: Mapping[str, Any] | None = None
         self._steps, self._seconds = 0, 0.0
         # Loggers are silent on all ranks but 0. Lightning reads the rank when it is imported, maybe before `as_worker`.

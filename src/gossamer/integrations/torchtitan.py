@@ -3,7 +3,8 @@
     --override.imports 'gossamer.integrations.torchtitan.outer={"rule": "gasloc", "local_steps": 30, "join": "HOST:PORT"}' \\
         gossamer.integrations.torchtitan.data gossamer.integrations.torchtitan.metrics
 
-GOSSAMER_SITE="0/3" in the environment says which site of how many a job is, so that all have one command line.
+GOSSAMER_SITE="0/3" in the environment says which site of how many a job is, so that all have one command line. GOSSAMER_OUTER
+names method, local steps and address in place of the options (`gossamer.integrations.environment`).
 """
 
 import atexit
@@ -22,21 +23,8 @@ from torchtitan.config.override import derive, override  # pyright: ignore
 from torchtitan.tools.logging import logger  # pyright: ignore
 
 from gossamer.errors import ConfigError
-from gossamer.library import Outer
-
-SITE = "GOSSAMER_SITE"
-
-
-def site_of(words: str | None) -> tuple[int, int]:
-    """The number of a site and how many there are. Raises ConfigError for anything else.
-
-    >>> site_of("0/3")
-    (0, 3)
-    """
-    number, slash, sites = (words or "").partition("/")
-    if not (slash and number.isdecimal() and sites.isdecimal() and int(number) < int(sites)):
-        raise ConfigError(f"{SITE} is {words!r}; set it to the number of this site and how many there are, such as 0/3")
-    return int(number), int(sites)
+from gossamer.integrations.environment import OUTER, SITE, rule_and_options, site_of
+from gossamer.library import Outer, OuterOptions
 
 
 class _Optimizers(OptimizersContainer):
@@ -44,7 +32,8 @@ class _Optimizers(OptimizersContainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
-        rule: str = "diloco"
+        rule: str = ""
+        """None: that of GOSSAMER_OUTER, or diloco."""
         join: str = ""
         local_steps: int = 30
         codec: str | None = None
@@ -65,19 +54,13 @@ class _Optimizers(OptimizersContainer):
         if self._outer is None:
             one, parts = self._asked, self.model_parts
             model: nn.Module = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
-            self._outer = Outer[nn.Module](
-                model,
-                one.rule,
-                local_steps=one.local_steps,
-                codec=one.codec,
-                topology=one.topology,
-                seed=one.seed,
-                timeout_s=one.timeout_s,
-                site=site_of(os.environ.get(SITE)),
-                join=one.join,
-                elastic=one.elastic,
-                peers=one.peers,
-            )
+            asked = OUTER in os.environ
+            names = ("codec", "topology", "seed", "timeout_s", "elastic", "peers", *(() if asked else ("local_steps",)))
+            options: OuterOptions = {name: value for name in names if (value := getattr(one, name))}  # pyright: ignore[reportAssignmentType]
+            if one.join or not asked:
+                options |= OuterOptions(site=site_of(os.environ.get(SITE)), join=one.join)
+            rule, options = rule_and_options(one.rule or (None if asked else "diloco"), options)
+            self._outer = Outer[nn.Module](model, rule, **options)
             atexit.register(self._outer.close)  # torchtitan ends without a word to its optimizers
             _MADE.append(self._outer)
         return self._outer

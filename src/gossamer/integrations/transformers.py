@@ -28,6 +28,7 @@ from gossamer.integrations.begin import (
     warn_of_copies,
     warn_of_few_checkpoints,
 )
+from gossamer.integrations.environment import rule_and_options
 from gossamer.integrations.place import newest_common_step
 from gossamer.library import Outer, OuterMethod, OuterOptions
 from gossamer.rules import Rule
@@ -78,7 +79,7 @@ class TransformersCallback(TrainerCallback):
     With `site=(0, 2), join="HOST:PORT"` a worker is all processes of one `torchrun`, over which the Trainer shards the model by
     FSDP2 (`fsdp=True`, `fsdp_config={"version": 2}`). They save to one folder, and `Place(0, 2).shard(dataset)` is their data.
 
-    Args: as of `gossamer.Outer`, without the model.
+    Args: as of `gossamer.Outer`, with the rule and its options from GOSSAMER_OUTER where none is given, and without the model.
     Raises: when training begins, ConfigError if the Trainer counts several processes without a site, or several GPUs in one,
         may change the batch size by itself, or takes fewer steps than a round has; CheckpointError if the checkpoint has no outer
         state that fits, or workers resume from different steps. Later what Outer raises.
@@ -88,8 +89,9 @@ class TransformersCallback(TrainerCallback):
     outer: Outer[nn.Module] | None = None
     """The outer loop, while the Trainer trains and after."""
 
-    def __init__(self, rule: str | Rule | OuterMethod, **options: Unpack[OuterOptions]) -> None:
-        self._rule, self._options, self._seconds = rule, options, 0.0
+    def __init__(self, rule: str | Rule | OuterMethod | None = None, **options: Unpack[OuterOptions]) -> None:
+        self._rule, self._options = rule_and_options(rule, options)
+        self._seconds = 0.0
 
     def on_train_begin(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from gossamer.errors import ConfigError
+from gossamer.integrations.environment import rule_and_options
 from gossamer.library.outer import Outer
 from gossamer.library.parts import OuterMethod, OuterOptions
 from gossamer.rules import Rule
@@ -20,7 +21,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @contextlib.contextmanager
 def outer_loop(
-    model: M, optimizer: Optimizer, rule: str | Rule | OuterMethod, **options: Unpack[OuterOptions]
+    model: M, optimizer: Optimizer, rule: str | Rule | OuterMethod | None = None, **options: Unpack[OuterOptions]
 ) -> Iterator[Outer[M]]:
     """An `Outer` whose `step` is called after every `optimizer.step()`, so that the body of the loop stays as it is.
 
@@ -32,6 +33,8 @@ def outer_loop(
 
     Args:
         optimizer: one of torch's that steps once a step, and has parameters of this model.
+        rule: what `Outer` takes; None takes what GOSSAMER_OUTER asks for, and the options with it
+            (`gossamer.integrations.environment`).
         options: as of `Outer`.
     Raises: ConfigError for what is no optimizer of this model, and what `Outer` raises.
     Cost: that of `Outer`.
@@ -47,6 +50,7 @@ def outer_loop(
     ...     outer.rounds
     1
     """
+    rule, options = rule_and_options(rule, options)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"outer_loop got a {type(optimizer).__name__} as optimizer, which cannot be followed; give a torch.optim.Optimizer, "

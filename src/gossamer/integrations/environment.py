@@ -1,0 +1,72 @@
+"""An outer loop that the environment asks for: one script, unchanged, trains with others under any method.
+
+    GOSSAMER_OUTER=diloco:30@10.0.0.1:29600 GOSSAMER_SITE=0/2 torchrun --nproc-per-node 8 train.py
+
+`GOSSAMER_OUTER` is METHOD[:H][@HOST:PORT]: a rule or a method of `gossamer list`, the local steps of a round, and the address
+where sites meet. `GOSSAMER_SITE=I/N` says which site of how many this job is. `GOSSAMER_PEERS=FILE` lists the keys of the
+sites, which are elastic then.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+
+from gossamer.errors import ConfigError
+from gossamer.library import OuterMethod, OuterOptions
+from gossamer.rules import RULES, Rule
+from gossamer.run.config.own_loop import method
+
+OUTER, SITE, PEERS = "GOSSAMER_OUTER", "GOSSAMER_SITE", "GOSSAMER_PEERS"
+_FORM = re.compile(r"(?P<method>\w+)(?::(?P<steps>[1-9]\d*))?(?:@(?P<join>.+:\d+))?")
+
+
+def rule_and_options(
+    rule: str | Rule | OuterMethod | None, options: OuterOptions, environment: Mapping[str, str] = os.environ
+) -> tuple[str | Rule | OuterMethod, OuterOptions]:
+    """What an outer loop is made of: what the script gives, or, where it gives no rule, what the environment asks for.
+
+    Raises: ConfigError where neither or both do, and for what has another form than METHOD[:H][@HOST:PORT].
+
+    >>> rule_and_options(None, {"seed": 1}, {"GOSSAMER_OUTER": "diloco:30@10.0.0.1:29600", "GOSSAMER_SITE": "0/2"})
+    ('diloco', {'seed': 1, 'local_steps': 30, 'site': (0, 2), 'join': '10.0.0.1:29600'})
+    """
+    asked = environment.get(OUTER)
+    if rule is not None:
+        if asked:
+            raise ConfigError(
+                f"{OUTER} is '{asked}', and the script gives a rule too; unset {OUTER}, or leave the rule out of the script"
+            )
+        return rule, options
+    if not asked:
+        raise ConfigError(f"no rule was given and {OUTER} is not set; give one, or set {OUTER}=METHOD[:H][@HOST:PORT]")
+    if not (form := _FORM.fullmatch(asked)):
+        raise ConfigError(f"{OUTER} is '{asked}'; set it to METHOD[:H][@HOST:PORT], such as diloco:30@10.0.0.1:29600")
+    found = OuterOptions()
+    if form["steps"]:
+        found["local_steps"] = int(form["steps"])
+    if form["join"] or SITE in environment:
+        if not form["join"]:
+            raise ConfigError(
+                f"{SITE} is set and {OUTER} is '{asked}'; add the address of site 0 to it, as in {asked}@HOST:PORT"
+            )
+        found |= OuterOptions(site=site_of(environment.get(SITE)), join=form["join"])
+    if PEERS in environment:
+        found |= OuterOptions(peers=environment[PEERS], elastic=True)
+    if both := options.keys() & found.keys():
+        raise ConfigError(
+            f"{OUTER} is '{asked}', and the script gives {', '.join(sorted(both))} too; leave it out of one of the two"
+        )
+    name = form["method"]
+    return name if name in RULES else method(name), {**options, **found}
+
+
+def site_of(words: str | None) -> tuple[int, int]:
+    """The number of a site and how many there are. Raises ConfigError for anything else.
+
+    >>> site_of("0/3")
+    (0, 3)
+    """
+    number, slash, sites = (words or "").partition("/")
+    if not (slash and number.isdecimal() and sites.isdecimal() and int(number) < int(sites)):
+        raise ConfigError(f"{SITE} is {words!r}; set it to the number of this site and how many there are, such as 0/3")
+    return int(number), int(sites)

@@ -1,0 +1,86 @@
+"""One script, unchanged: what GOSSAMER_OUTER asks for."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from commands import free_port
+from gossamer.errors import ConfigError
+from gossamer.integrations.environment import rule_and_options
+
+JOINED = {"GOSSAMER_OUTER": "diloco:3@10.0.0.1:29600", "GOSSAMER_SITE": "1/2"}
+
+
+def test_a_method_its_steps_and_where_sites_meet_are_read_from_one_variable():
+    assert rule_and_options(None, {}, {"GOSSAMER_OUTER": "gasloc"}) == ("gasloc", {})
+    assert rule_and_options(None, {}, {"GOSSAMER_OUTER": "gasloc:7"}) == ("gasloc", {"local_steps": 7})
+    asked = {"local_steps": 3, "site": (1, 2), "join": "10.0.0.1:29600"}
+    assert rule_and_options(None, {}, JOINED) == ("diloco", asked)
+    with_keys = rule_and_options(None, {"seed": 5}, {**JOINED, "GOSSAMER_PEERS": "peers.toml"})
+    assert with_keys == ("diloco", {**asked, "seed": 5, "peers": "peers.toml", "elastic": True})
+    assert rule_and_options("gossip", {"local_steps": 2}, {}) == ("gossip", {"local_steps": 2})
+    streaming, _ = rule_and_options(None, {}, {"GOSSAMER_OUTER": "streaming_diloco:10"})
+    assert streaming.name == "streaming_diloco"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "environment", "sentence"),
+    [
+        (None, {}, {}, "no rule was given and GOSSAMER_OUTER is not set"),
+        ("gasloc", {}, {"GOSSAMER_OUTER": "diloco"}, "is 'diloco', and the script gives a rule too"),
+        (None, {"local_steps": 5}, {"GOSSAMER_OUTER": "diloco:3"}, "the script gives local_steps too"),
+        (None, {}, {"GOSSAMER_OUTER": "diloco:0"}, r"set it to METHOD\[:H\]\[@HOST:PORT\]"),
+        (None, {}, {"GOSSAMER_OUTER": "diloco@host"}, r"set it to METHOD\[:H\]\[@HOST:PORT\]"),
+        (None, {}, {"GOSSAMER_OUTER": "diloko"}, "did you mean 'diloco'"),
+        (None, {}, {"GOSSAMER_OUTER": "diloco:3@host:1"}, "GOSSAMER_SITE is None; set it to the number of this site"),
+        (None, {}, {"GOSSAMER_OUTER": "diloco", "GOSSAMER_SITE": "0/2"}, "as in diloco@HOST:PORT"),
+        (None, {}, {**JOINED, "GOSSAMER_SITE": "2/2"}, "GOSSAMER_SITE is '2/2'"),
+    ],
+)
+def test_what_is_asked_for_twice_or_in_another_form_is_refused(rule, options, environment, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        rule_and_options(rule, options, environment)
+
+
+SCRIPT = """
+import os, torch, gossamer
+torch.manual_seed(int(os.environ["GOSSAMER_SITE"][0]))
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with gossamer.outer_loop(model, optimizer) as outer:
+    for _ in range(6):
+        model(torch.randn(2, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+print("workers", outer.n, outer.rounds, model.weight.tolist(), flush=True)
+"""
+
+
+def test_two_jobs_of_one_script_train_together_by_their_environment_alone(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    port = free_port()
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "train.py")],
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "GOSSAMER_OUTER": f"diloco:3@127.0.0.1:{port}",
+                "GOSSAMER_SITE": f"{site}/2",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for site in range(2)
+    ]
+    try:
+        said = [job.communicate(timeout=150)[0] for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+    ends = [re.findall("^workers 2 2 .*$", text, re.MULTILINE) for text in said]
+    assert ends[0] and ends[0] == ends[1], said
