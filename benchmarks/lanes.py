@@ -3,7 +3,8 @@
     python benchmarks/lanes.py
 
 A pass sleeps in place of computing, which leaves Python's lock to others as torch's operations do, and `available_cores` is
-replaced. What remains is how far the threads wait for each other: the speed-up over one thread that sleeps for all. A forward pass takes a third of a step, as measured for models of 0.1 to 5 million parameters.
+replaced. What remains is how far the threads wait for each other: the speed-up over one thread that sleeps for all. A forward
+pass takes a third of a step, as measured for models of 0.1 to 5 million parameters.
 """
 
 import argparse
@@ -34,10 +35,10 @@ class Nap(torch.autograd.Function):
         return x * 1.0
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         """The same gradient."""
         time.sleep(BACKWARD_S)
-        return gradient
+        return gradients[0]
 
 
 def batch(worker: int, step: int) -> Tensor:

@@ -20,6 +20,7 @@ from gossamer.models.llama import Llama
 from gossamer.optimizers import GPA, InnerOptimizer, Joined
 from gossamer.optimizers.inner import build_optimizer, clip_gradients, lr_scale, share_moments, warn_of_slow_bf16
 from gossamer.optimizers.received import must_be_state_of
+from gossamer.record.progress import note_trained
 from gossamer.rounds.exchange import Each
 from gossamer.run.config.layouts import arranged
 from gossamer.run.config.resolved import RunSettings
@@ -224,6 +225,7 @@ class Replica:
                     self.places = {slot: step + 1 for slot, step in self.places.items()}
                 if self.gradient is None:
                     self._step(round, h)
+            note_trained(1, count)
             if pace_s := self.config.pace_s_of(self.index):
                 time.sleep(max(0.0, began + len(losses) * pace_s - time.perf_counter()))
             self.phase_left_s = (self.local_steps - h - 1) * (time.perf_counter() - began) / len(losses)
