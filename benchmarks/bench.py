@@ -20,6 +20,7 @@ PAGE = ROOT / "docs" / "results" / "benchmarks.md"
 COMMANDS = {
     "simulator": ("simulator.py", "--steps", "24", "--repeats", "5"),
     "own": ("simulator.py", "--steps", "24", "--repeats", "5", "--own"),
+    "lanes": ("lanes.py",),
     "batched": (
         "simulator.py",
         "--size",

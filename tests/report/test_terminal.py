@@ -17,7 +17,8 @@ from test_follow import RUN_TOML, write_round
 from gossamer.cli import main
 from gossamer.record.folder import RunFolder, note_evaluation
 from gossamer.record.logs.seconds import RoundSeconds
-from gossamer.record.progress import quieted, say
+from gossamer.record.progress import note_trained, quieted, say
+from gossamer.report import terminal as terminal_of_runs
 from gossamer.report.terminal import Terminal
 from tiny import document
 
@@ -49,6 +50,40 @@ def test_without_a_terminal_each_evaluation_has_a_line_and_silence_lasts_30_s_at
     assert first.startswith("a [bold]: round 0 of ")
     assert re.match(r"a \[bold\]: round 1 of 4  loss 3.5  val 2.5  disagreement 0.1  sent ", last), last
     assert end.startswith("a [bold]: round 2 of "), "the end has a line"
+
+
+def test_within_a_round_that_trains_here_a_line_moves_from_the_first_second(tmp_path: Path) -> None:
+    out, clock = StringIO(), Clock()
+    with RunFolder(tmp_path / "a", RUN_TOML) as run, plain(out, clock) as terminal:
+        terminal.follow("a", tmp_path / "a")
+        per_worker = 36
+        for at, steps, told in ((0.5, 1, 0), (1, 0, 1), (2, 2, 1), (5.5, 0, 1), (6, 2, 2), (10, 0, 2), (11, 1, 3)):
+            clock.now_s = at
+            note_trained(steps, 32 * steps)
+            terminal.look()
+            assert len(out.getvalue().splitlines()) == told, (at, out.getvalue())
+        first, second, third = out.getvalue().splitlines()
+        assert first == f"a: round 0 of 4  step 0/{per_worker}", first
+        # Four steps of all since the first was seen, 5.5 s ago, and 2 workers.
+        assert second.startswith(f"a: round 0 of 4  step 2/{per_worker}  tokens/s {4 * 32 / 5.5:.4g}  left "), second
+        assert third.startswith(f"a: round 0 of 4  step 3/{per_worker}"), third
+        write_round(run, 0)
+        terminal.follow("b", tmp_path / "b")
+        clock.now_s = 20
+        note_trained(4, 128)
+        terminal.look()
+    assert "step" not in "".join(out.getvalue().splitlines()[3:]), "of two runs it is not known whose steps they are"
+
+
+def test_a_table_shows_steps_within_a_round_of_a_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal_of_runs, "_EVERY_S", 0.05)
+    file = tmp_path / "a.toml"
+    run = document(run__steps=4, run__local_steps=4, run__pace_s=0.3)
+    file.write_text(tomli_w.dumps(run))
+    shown = on_a_terminal(["simulate", str(file), "--out", str(tmp_path / "a")], monkeypatch)
+    rows = [line.split() for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).splitlines()]
+    seen = {word for row in rows if "0/1" in row for word in row if word.endswith("/4")}
+    assert len(seen) >= 3, rows
 
 
 def test_the_line_of_an_earlier_round_has_no_bytes_or_rates_of_a_later_one(tmp_path: Path) -> None:

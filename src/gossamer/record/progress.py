@@ -5,14 +5,43 @@ Strings of files, folders and peers are printed by `echo`, or through `printable
 
 import contextlib
 import sys
+import threading
 import unicodedata
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import IO
+from typing import IO, NamedTuple
 
 _ESCAPED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Control characters, invisible ones such as those that turn the direction of reading, halves of pairs, and line separators."""
 _QUIET = ContextVar("quiet", default=False)
+
+
+class Trained(NamedTuple):
+    """What the replicas of this process have trained since it began, whatever run they belong to."""
+
+    inner_steps: int
+    tokens: int
+
+
+_trained, _TRAINED_LOCK = Trained(0, 0), threading.Lock()
+
+
+def note_trained(inner_steps: int, tokens: int) -> None:
+    """Counts inner steps that have ended; any thread may call it."""
+    global _trained
+    with _TRAINED_LOCK:
+        _trained = Trained(_trained.inner_steps + inner_steps, _trained.tokens + tokens)
+
+
+def trained() -> Trained:
+    """The counts so far.
+
+    >>> before = trained()
+    >>> note_trained(2, 64)
+    >>> trained().tokens - before.tokens
+    64
+    """
+    return _trained
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -20,10 +21,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gossamer.record.progress import is_quiet, printable
+from gossamer.record.progress import Trained, is_quiet, printable, trained
 from gossamer.report.metrics import METRICS
 from gossamer.report.page.view import standings
 from gossamer.report.reading.follow import FollowedRun, figure_of
+from gossamer.report.reading.lines import RunFile
 
 log = logging.getLogger("gossamer")
 _EVERY_S = 0.5
@@ -31,6 +33,8 @@ _EVERY_S = 0.5
 _LOOK_S, _LAST_LOOK_S = 0.1, 2.0
 """How long one of them reads at most, and the last one of a run."""
 _LONGEST_SILENCE_S = 30.0
+_FIRST_LINE_S, _BETWEEN_LINES_S, _SHARE_OF_TIME = 1.0, 5.0, 0.1
+"""Of a run that trains here, the first line comes so soon; the next ones so far apart, or after this share of the time so far."""
 _PRESENT = ("training", "silent", "finished")
 _UNKNOWN = "–"
 _LIVE = [metric for metric in METRICS if metric.live]
@@ -40,7 +44,7 @@ class Terminal:
     """Shows runs, one after the other or several at a time, on stderr; nothing inside `gossamer.record.progress.quieted`.
 
     On a terminal it is a table with a row for each run. Elsewhere there is a line for each evaluation, at the end of a run and at
-    least every 30 s.
+    least every 30 s; of a run that this process trains also within rounds, after a second and then every 5 s, later 30 s.
 
     Args:
         console: where to print.
@@ -144,7 +148,8 @@ class Terminal:
     def _try_to_show(self, patience_s: float, over: "Sequence[_Shown]") -> None:
         now_s, lines = self._now_s(), list[str]()
         for one in over or self._under_way():
-            one.look(patience_s, now_s)
+            # Of several runs under way, what this process has trained does not say which it was.
+            one.look(patience_s, now_s, trained() if len(self._under_way()) == 1 else None)
             lines += one.lines(now_s, over=one in over) if self._live is None else []
         for one in over:
             one.end()
@@ -173,13 +178,16 @@ class _Shown:
         self.label, self._every = label, every
         self._run: FollowedRun | None = FollowedRun(label, folder)
         self._run.look(time.monotonic() + _LAST_LOOK_S)
-        self._told_s = now_s
+        self._told_s, self._has_line = now_s, False
         self._told = self._seen = self._run.done
         self._evaluated = self._newest_evaluation()
         """Of what a run that goes on has behind it, nothing is told again."""
         self._before: tuple[float, int, float] | None = None
         """Time, rounds and tokens when it was first seen to train, from which rates are counted."""
         self._start = self._run.done, _tokens(self._run)
+        self._followed_s, self._here = now_s, _Here(self._run.done, trained())
+        self._moves = False
+        """Whether this process has trained some of it."""
         self.cells: dict[str, str] = {}
 
     @property
@@ -191,23 +199,36 @@ class _Shown:
         """Only its row is needed from now on."""
         self._run = None
 
-    def look(self, patience_s: float, now_s: float) -> None:
-        """Reads what is new, and makes its row."""
+    def look(self, patience_s: float, now_s: float, here: Trained | None) -> None:
+        """Reads what is new, and makes its row.
+
+        Args: `here` is what this process has trained so far, where all of it is of this run.
+        """
         run = self._run
         assert run is not None
         run.look(time.monotonic() + patience_s)
         if run.done < self._told:  # it went back to a checkpoint
             self._told, self._seen, self._before, self._start = run.done, run.done, None, (run.done, _tokens(run))
+            self._here = _Here(run.done, here or trained())
         self._evaluated = min(self._evaluated, self._newest_evaluation())
         if self._before is None and (run.done, _tokens(run)) != self._start:
             self._before = now_s, run.done, _tokens(run)
+        if here is None:
+            self._here = _Here(run.done, trained())
+        self._here = self._here.at(now_s, here)
+        self._moves = here is not None and here.inner_steps > self._here.first.inner_steps
         self.cells = {"round": _UNKNOWN} if run.file is None else self._figures(now_s)
 
     def lines(self, now_s: float, *, over: bool) -> list[str]:
         """What is to be said where no table shows it."""
         run = self._run
         assert run is not None
-        late = now_s - self._told_s >= _LONGEST_SILENCE_S
+        silence_s = _LONGEST_SILENCE_S
+        if self._moves and run.file is not None and run.done < run.file.rounds:
+            past_s = now_s - self._followed_s
+            apart_s = max(_BETWEEN_LINES_S, _SHARE_OF_TIME * past_s)
+            silence_s = min(silence_s, apart_s if self._has_line else _FIRST_LINE_S)
+        late = now_s - self._told_s >= silence_s
         if run.file is None:
             found = [f"{self.label}: no round yet"] if late else []
         else:
@@ -225,7 +246,7 @@ class _Shown:
                 found.append(f"{self.label}: round {run.done} of {rounds}  {_words(self.cells)}")
                 self._told = run.done
             self._seen = run.done  # told at the next look, when a validation that ends the round has been written too
-        self._told_s = now_s if found else self._told_s
+        self._told_s, self._has_line = (now_s, True) if found else (self._told_s, self._has_line)
         return found
 
     def _figures(self, now_s: float) -> dict[str, str]:
@@ -238,6 +259,12 @@ class _Shown:
             past_s = now_s - self._before[0]
             per_s = (_tokens(run) - self._before[2]) / past_s
             left_s = past_s * (rounds - done) / (done - self._before[1]) if done > self._before[1] else math.nan
+        step = _UNKNOWN
+        if self._moves and done < rounds:
+            steps, pace = self._here.progress(run.file)
+            step = f"{steps}/{run.file.steps}"
+            if pace is not None:
+                per_s, left_s = pace.tokens_per_s, pace.left_s
         # Measured seconds of a real run; those of a simulation are priced, and nothing here has waited for them.
         clock = None if None in run.spent_s else next(iter(run.spent_s), None)
         spent, where = run.spent_s.get(clock), "in exchange" if clock is None else f"priced exchange on {clock}"
@@ -247,6 +274,7 @@ class _Shown:
             "round": f"{done}/{rounds}",
             "loss": _number(run.losses.mean_at(done - 1)),
             **(validation if validated + 1 == done else _as_of(validated, validation)),
+            "step": step,
             "tokens/s": _number(per_s or math.nan),
             "sent": _size(float(np.nansum(run.sent.values())) / workers) if run.sent.rows else _UNKNOWN,
             where: _time(waited or math.nan),  # none at all in a simulation without a network
@@ -263,6 +291,40 @@ class _Shown:
         """Rounds with a validation that had no line, each with what is known of it; at the end also what not all workers have."""
         assert self._run is not None
         return [one for one in _scored(self._run, whole=not over) if one[0] > self._evaluated]
+
+
+class _Pace(NamedTuple):
+    tokens_per_s: float
+    left_s: float
+
+
+class _Here(NamedTuple):
+    """How far this process has trained a run, between two looks into its folder too."""
+
+    done: int
+    """Rounds of the run that were over when it was first seen."""
+    first: Trained
+    """What this process had trained then."""
+    began: tuple[float, Trained] | None = None
+    """When the first step since then had been seen, from which rates are counted, and what was trained."""
+    now: tuple[float, Trained] | None = None
+
+    def at(self, now_s: float, here: Trained | None) -> "_Here":
+        if here is None or here == self.first:
+            return self
+        return self._replace(began=self.began or (now_s, here), now=(now_s, here))
+
+    def progress(self, file: RunFile) -> tuple[int, _Pace | None]:
+        """The inner steps of a worker, in the mean, and the speed once there are two looks to count from."""
+        assert self.began is not None and self.now is not None
+        (began_s, began), (now_s, now) = self.began, self.now
+        ahead, all_steps = now.inner_steps - self.first.inner_steps, file.rounds * file.steps_per_round
+        steps = min(self.done * file.steps_per_round + ahead, all_steps)
+        mean = steps * file.steps // all_steps
+        past_s, trained = now_s - began_s, now.inner_steps - began.inner_steps
+        if past_s <= 0 or trained == 0:
+            return mean, None
+        return mean, _Pace((now.tokens - began.tokens) / past_s, (all_steps - steps) * past_s / trained)
 
 
 def _scored(run: FollowedRun, *, whole: bool) -> list[tuple[int, dict[str, str]]]:

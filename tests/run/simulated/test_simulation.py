@@ -4,11 +4,13 @@ import gc
 import json
 import math
 import os
+import random
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -223,6 +225,92 @@ def test_functions_of_the_user_are_called_one_at_a_time_in_all_threads_and_no_bi
         assert len(threads - {threading.get_ident()}) == (cores if cores > 1 or rule == "gasloc" else 0)
         found.append((dict(run.training), dict(run.validation), [flat(run.model(0)).tolist()]))
     assert found[0] == found[1]
+
+
+def steady() -> nn.Module:
+    """Draws nothing, and has buffers that each forward pass changes."""
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def placed(worker: int, step: int) -> tuple[Tensor, Tensor, int, int]:
+    return *batch(worker, step), worker, step
+
+
+@pytest.mark.parametrize("network", [None, Network(step_s=1.0, uplink_bps=1e9, downlink_bps=1e9)])
+def test_forward_passes_that_draw_nothing_run_at_once_with_the_bits_of_those_that_take_turns(
+    network: Network | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "available_cores", lambda: N)
+    together, inside = threading.Barrier(N), 0
+    together_from = H if network is None else math.inf  # in pairs, workers need not be in their phases at once
+
+    def at_once(model: nn.Module, given: tuple[Tensor, Tensor, int, int]) -> Tensor:
+        if model.training and given[3] >= together_from:
+            together.wait(timeout=60)
+        return loss(model, given[:2])
+
+    def alone(model: nn.Module, given: tuple[Tensor, Tensor, int, int]) -> Tensor:
+        nonlocal inside
+        inside += 1
+        time.sleep(0.001)
+        assert inside == 1
+        inside -= 1
+        return loss(model, given[:2])
+
+    given: Any = {
+        "model": steady,
+        "data": placed,
+        **({} if network is None else {"rule": "ad_psgd", "network": network}),
+    }
+    found = []
+    for function, turns in ((at_once, False), (alone, True)):
+        run = simulated(**given, loss=function, settings={"run.take_turns": turns})
+        states = [[value.tolist() for value in run.model(i).state_dict().values()] for i in range(N)]
+        found.append((dict(run.training), dict(run.validation), states))
+    assert found[0] == found[1]
+
+
+def test_a_forward_pass_that_begins_to_draw_later_is_made_again_and_all_take_turns_from_there_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lanes, "available_cores", lambda: N)
+    drawn = list[int]()
+
+    def late(model: nn.Module, given: tuple[Tensor, Tensor, int, int]) -> Tensor:
+        x, y, worker, step = given
+        if model.training and worker == 1 and step > H:
+            drawn.append(step)
+            x = nn.functional.dropout(x, 0.5)
+        return loss(model, (x, y))
+
+    found = []
+    for turns in (False, True):
+        run = simulated(model=steady, data=placed, loss=late, settings={"run.take_turns": turns})
+        states = [[value.tolist() for value in run.model(i).state_dict().values()] for i in range(N)]
+        found.append((dict(run.training), dict(run.validation), states))
+        assert caplog.text.count("which the first one did not") == 1
+    assert found[0] == found[1]
+    later = [*range(H + 1, H * ROUNDS)]
+    assert drawn == [later[0], *later, *later], "once too often, when it was noticed"
+
+
+@pytest.mark.parametrize("draw", [torch.rand, np.random.rand, random.sample], ids=["torch", "numpy", "python"])
+def test_forward_passes_that_draw_from_any_global_generator_take_turns(
+    draw: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "available_cores", lambda: N)
+    inside = 0
+
+    def alone(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
+        nonlocal inside
+        inside += 1
+        draw(*((range(4), 2) if draw is random.sample else (2,)))
+        time.sleep(0.001)
+        assert inside == 1
+        inside -= 1
+        return loss(model, given)
+
+    assert math.isfinite(simulated(model=steady, loss=alone).loss)
 
 
 def test_the_mean_model_has_the_mean_of_parameters_and_buffers_and_is_what_was_validated():

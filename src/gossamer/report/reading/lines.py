@@ -83,6 +83,8 @@ class RunFile(NamedTuple):
     steps: int
     """Inner steps of a worker."""
     rounds: int
+    steps_per_round: int
+    """Inner steps of all workers in a round, at most."""
     method: str
     """The rule, server or pair rule."""
     topology: str | None
@@ -121,6 +123,7 @@ def run_file_of(path: Path) -> RunFile:
         run["workers"],
         run["run"]["steps"],
         max(1, run["run"]["steps"] // (max(steps) if isinstance(steps, list) else steps)),
+        sum(steps) if isinstance(steps, list) else steps * run["workers"],
         _name(document, "rule" if kind in ("rounds", "no waiting") else kind) or kind,
         None if kind == "server" else _name(document, "topology"),
         "elastic" if loop.get("elastic") else kind,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +34,12 @@ from gossamer.run.config.user_parts import BUILT_IN, UserParts
 from gossamer.run.worker.numerics import deterministic, threads_of, using_threads
 from gossamer.run.worker.stages.checkpoints import Store
 from gossamer.run.worker.task import Task, buffers_of, on_device, task_of
+from gossamer.run.worker.turns import Turns
 from gossamer.settings.user_code import is_code
 from gossamer.transport.processes.launch import one_device
 
 log = logging.getLogger("gossamer")
+T = TypeVar("T")
 
 SCORED_TOKENS = 1 << 20
 """Of another text, at most about so many tokens are scored."""
@@ -86,19 +88,38 @@ class Probe:
         self.x = attach(self.model, _layout(self.model, config))
         self.buffers = buffers_of(self.model)
         own = config.model.own or config.model.loss is not None
-        self._turn = rng.TURN if own else contextlib.nullcontext()  # functions of the user's are called one at a time
+        self._own = own
+        self.turns: Turns | None = None
+        """As those of `Replica`."""
         self.batches = [on_device(batch, device) for batch in task.data.validation(config.run.eval_batches)]
 
     def loss(self, x: Tensor, buffers: Sequence[Tensor] = ()) -> float:
         """Mean loss of the model with parameters `x`, and these buffers if it has any, over the validation batches."""
-        with self._holding(x, buffers):
-            return math.fsum(self.task.loss(self.model, batch).item() for batch in self.batches) / len(self.batches)
+
+        def score() -> float:
+            with self._holding(x, buffers):
+                return math.fsum(self.task.loss(self.model, batch).item() for batch in self.batches) / len(self.batches)
+
+        return self._in_turn(score)
 
     def log_probabilities(self, x: Tensor, buffers: Sequence[Tensor], sequence: int) -> Tensor:
         """The predictions `[S, V]` of that model for each next token of one sequence of the first validation batch."""
-        with self._holding(x, buffers):
-            (logits,) = logits_of(self.model, self.batches[0][sequence : sequence + 1])
-        return logits.log_softmax(-1)
+
+        def predict() -> Tensor:
+            with self._holding(x, buffers):
+                (logits,) = logits_of(self.model, self.batches[0][sequence : sequence + 1])
+            return logits.log_softmax(-1)
+
+        return self._in_turn(predict)
+
+    def _in_turn(self, act: Callable[[], T]) -> T:
+        """What the model and the loss give, which take turns with others where they are the user's and have drawn."""
+        if not self._own:
+            return act()
+        if self.turns is not None:
+            return self.turns.call(act, contextlib.nullcontext, lambda: lambda: None)  # `act` sets the buffers itself
+        with rng.TURN:
+            return act()
 
     @contextlib.contextmanager
     def _holding(self, x: Tensor, buffers: Sequence[Tensor]) -> Iterator[None]:
@@ -109,7 +130,7 @@ class Probe:
         self.model.eval()
         bf16 = self.config.inner.autocast == "bf16"
         autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=bf16)
-        with self._turn, torch.no_grad(), autocast, using_threads(self.threads), deterministic():
+        with torch.no_grad(), autocast, using_threads(self.threads), deterministic():
             yield
 
 

@@ -131,6 +131,9 @@ class LoopSettings:
     """Intra-op threads per worker; 0 takes those that OMP_NUM_THREADS gives, or else an equal share of the cores, in simulations
     as in real runs. Each worker's are in `machines[-003].jsonl` of the run folder, and a run that is computed again, or
     resumed, takes them from there."""
+    take_turns: Annotated[bool, NEUTRAL] = False
+    """Whether forward passes of a model or a loss of your own run one at a time in a simulation, for code that is not safe in
+    several threads. Without it they do so only where they draw random numbers; batches and optimizers of your own always do."""
     batched: Count = 1
     """How many replicas a simulation trains as one computation. On small models that is faster; their numbers then differ from
     those of processes by rounding. It takes the built-in model, with any inner optimizer by name but muon."""

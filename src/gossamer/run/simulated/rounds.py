@@ -83,7 +83,11 @@ class Rounds:
         self._cut = self.finished if resume else None
         self._lanes = Lanes(device, config, self._threads)
         self._train = Stacks(self.workers, config.run.batched).train if config.run.batched > 1 else train_each
+        for worker in self.workers:
+            worker.replica.turns = self._lanes.turns
         probes = [probe, *(Probe(config, self.task, device) for _ in range(self._lanes.count - 1))]
+        for one in probes:
+            one.turns = self._lanes.turns
         self._all_probes, self._probes = probes, Probes(probes, self._lanes.each)
         self._journal = Journal(
             config,

@@ -14,6 +14,7 @@ import torch
 
 from gossamer.record.machines import Threads
 from gossamer.run.config.resolved import RunSettings
+from gossamer.run.worker.turns import Turns
 from gossamer.transport.processes.launch import available_cores
 
 log = logging.getLogger("gossamer")
@@ -22,8 +23,8 @@ log = logging.getLogger("gossamer")
 class Lanes:
     """The threads of a simulation: no more than workers, nor than the cores allow.
 
-    A rule, a codec and a topology of the user's need not be safe in several threads: where the run has any, there is one. The
-    user's other functions are called by one thread at a time (`rng.TURN`), and backward passes go on meanwhile.
+    A rule, a codec and a topology of the user's need not be safe in several threads: where the run has any, there is one. Batches
+    and optimizers of the user's are called by one thread at a time (`rng.TURN`), and so are forward passes that draw (`turns`).
     """
 
     pool: ThreadPoolExecutor
@@ -32,6 +33,8 @@ class Lanes:
         cores, self.intra_op = available_cores(), threads.widest
         alone = not config.parts.own.keys() <= {"model", "loss", "data", "validation", "optimizer"}
         self.count = 1 if alone or device.type == "cuda" else max(1, min(config.workers, cores // self.intra_op))
+        self.turns = Turns(always=config.run.take_turns) if self.count > 1 else None
+        """For the replicas and probes that train and score in these threads."""
         if self.count * self.intra_op > cores:
             log.warning(
                 f"{self.count} x {self.intra_op} threads oversubscribe {cores} cores, which is several times slower; lower "

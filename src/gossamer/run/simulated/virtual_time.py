@@ -72,6 +72,8 @@ class Events:
             _Learner(i, config, self.task, device, self._tally, self._threads) for i in range(config.workers)
         ]
         must_start_alike(self._learners)
+        for learner in self._learners:
+            learner.turns = self._lanes.turns
         self._run = _loop(config, config.network, self._learners)
         self._device = torch.device("cpu") if isinstance(self._run, ServerRun) else device
         """Of all but the learners: a server computes and is scored on the host, as real ones are."""

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from gossamer.models.stacked import stacked_losses
 from gossamer.optimizers import InnerOptimizer, Joined, SpectralMuon
+from gossamer.record.progress import note_trained
 from gossamer.rounds.exchange import Each
 from gossamer.run.worker.compiled import made_ready
 from gossamer.run.worker.numerics import deterministic
@@ -63,6 +64,7 @@ class Stack:
             losses.append(self._backward(round))
             if steps:
                 self._step(round, h)
+            note_trained(R, R * like.config.step_tokens)
         if steps:
             self._give()
         else:

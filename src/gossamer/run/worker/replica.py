@@ -1,6 +1,7 @@
 """A replica: a model with its inner optimizer and its place in the data, which trains on its own and has no peers."""
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from gossamer.models.llama import Llama
 from gossamer.optimizers import GPA, InnerOptimizer, Joined
 from gossamer.optimizers.inner import build_optimizer, clip_gradients, lr_scale, share_moments, warn_of_slow_bf16
 from gossamer.optimizers.received import must_be_state_of
+from gossamer.record.progress import note_trained
 from gossamer.rounds.exchange import Each
 from gossamer.run.config.layouts import arranged
 from gossamer.run.config.resolved import RunSettings
@@ -27,6 +29,7 @@ from gossamer.run.worker.numerics import deterministic, using_threads
 from gossamer.run.worker.shards import Shards
 from gossamer.run.worker.stages.in_one_process import InStages, StagedModel, computing
 from gossamer.run.worker.task import Task, buffers_of, on_device
+from gossamer.run.worker.turns import Turns
 from gossamer.tree import must_fit
 
 MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -117,6 +120,8 @@ class Replica:
         """Intra-op threads with which it trains, in a process with several workers; None takes those of the calling thread."""
         if index == 0:  # one of all says it
             warn_of_slow_bf16(config.inner, device)
+        self.turns: Turns | None = None
+        """What lets forward passes of several replicas of a process run at once; None where each takes its turn."""
         self.model = task.model()
         if task.holding is not None:
             keep_experts(self.model, task.holding.holders.resident(index))
@@ -220,6 +225,7 @@ class Replica:
                     self.places = {slot: step + 1 for slot, step in self.places.items()}
                 if self.gradient is None:
                     self._step(round, h)
+            note_trained(1, count)
             if pace_s := self.config.pace_s_of(self.index):
                 time.sleep(max(0.0, began + len(losses) * pace_s - time.perf_counter()))
             self.phase_left_s = (self.local_steps - h - 1) * (time.perf_counter() - began) / len(losses)
@@ -315,8 +321,7 @@ class Replica:
         for slot, step in places.items():
             for number in (step * accumulate + k for k in micro_batches):
                 batch = on_device(self.task.data.batch(slot, number), self.device)
-                with self._drawing(slot, number), computing(self.config, self.device):
-                    value = self._loss(self.model, batch)
+                value = self._forward(slot, number, batch)
                 self._backward_from(value / passes if passes > 1 else value)
                 losses.append(value.item())
         return losses
@@ -328,6 +333,8 @@ class Replica:
             return
         with rng.TURN:
             self._recomputes = rng.sets_generator(value.backward)
+            if self.turns is not None:
+                self.turns.learn(self._recomputes)
 
     def _backward_in_stages(self, step: int) -> list[float]:
         assert self.staged is not None
@@ -337,14 +344,36 @@ class Replica:
             [(on_device(data.batch(self.index, k), self.device), data.samples(self.index, k)) for k in numbers]
         )
 
-    def _drawing(self, slot: int, batch: int) -> contextlib.AbstractContextManager[None]:
-        """The random numbers of a forward pass, each slot's and each batch's own; backward draws none.
+    def _forward(self, slot: int, number: int, batch: Any) -> Tensor:
+        """The loss of a batch. What it draws is each slot's and each batch's own; backward draws none.
 
-        A model that draws none is spared the lock, under which the replicas of one process would wait for each other.
+        A forward pass that draws nothing is spared the lock, under which the replicas of one process would wait for each other.
         """
+
+        def act() -> Tensor:
+            with computing(self.config, self.device):
+                return self._loss(self.model, batch)
+
         if not self.task.draws:
-            return contextlib.nullcontext()
-        return rng.drawing(self.device, self.config.seed, slot, batch, "model")
+            return act()
+        alone = functools.partial(rng.drawing, self.device, self.config.seed, slot, number, "model")
+        if self.turns is not None:
+            return self.turns.call(act, alone, self._keep_buffers)
+        with alone():
+            return act()
+
+    def _keep_buffers(self) -> Callable[[], None]:
+        """Copies the buffers, which a forward pass may change as batch norm's do, and returns what puts them back."""
+        homes = [module._buffers for module in self.model.modules()]
+        # All of them: torch does not count the changes that batch norm makes (`Tensor._version`).
+        kept = [(home, name, one, one.clone()) for home in homes for name, one in home.items() if one is not None]
+
+        def restore() -> None:
+            for home, name, buffer, copy in kept:
+                buffer.copy_(copy)
+                home[name] = buffer
+
+        return restore
 
     def set_lr(self, optimizer: InnerOptimizer, round: int, h: int) -> None:
         """Gives an optimizer with the groups of this replica's own the learning rates of an inner step."""

@@ -1,0 +1,122 @@
+"""When the forward passes of a user's model may run at once in the threads of a simulation, and when they take turns.
+
+Torch's generator belongs to the process. A forward pass that draws from it needs it alone, seeded for its place (`rng.drawing`);
+one that draws nothing needs no lock. The first forward and backward pass of any replica show which of them a model has. Later
+ones are checked: whatever draws leaves the generators in another state, as nobody seeds or restores them meanwhile.
+"""
+
+import logging
+import pickle
+import random
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from gossamer import rng
+
+log = logging.getLogger("gossamer")
+T = TypeVar("T")
+
+
+class Turns:
+    """Shared by all replicas and probes of a simulation.
+
+    A call that may have drawn although the first ones did not is made again under the lock, from the buffers with which it began,
+    and so are those that ran beside it; from there on all take turns. So the numbers are those of a run that always took turns,
+    if what is called depends on parameters, buffers, batch and generators alone.
+
+    Args:
+        always: whether all calls take turns, for functions that are not safe in several threads.
+    """
+
+    def __init__(self, *, always: bool = False) -> None:
+        self._at_once: bool | None = False if always else None
+        """Whether calls run at once; None until the first backward pass has ended."""
+        self._has_drawn = False
+        self._running, self._change = 0, threading.Condition()
+        """How many calls run without the lock, and what guards it and `_at_once`."""
+        self._state: Any = None
+        """Of the generators when the first of the calls that run now began."""
+
+    def call(
+        self,
+        act: Callable[[], T],
+        alone: Callable[[], AbstractContextManager[None]],
+        keep: Callable[[], Callable[[], None]],
+    ) -> T:
+        """The result of a forward pass.
+
+        Args:
+            alone: what is entered around one that takes its turn, while `rng.TURN` is held.
+            keep: copies what a call may change, and returns what puts that back.
+        """
+        while True:
+            if self._begin():
+                try:
+                    restore = keep()
+                    result = act()
+                finally:
+                    drew = self._end()
+                if not drew:
+                    return result
+                del result
+                restore()
+            with rng.TURN:
+                if self._at_once:
+                    continue  # another thread has learned so while this one waited: under the lock it would draw beside others
+                # Those that began without the lock end first: one of them may draw while this one is seeded.
+                with self._change:
+                    self._change.wait_for(lambda: self._running == 0)
+                with alone():
+                    before = _generators()
+                    result = act()
+                    self._has_drawn = self._has_drawn or before != _generators()
+                return result
+
+    def learn(self, recomputes: bool) -> None:
+        """Decides, after a backward pass and with `rng.TURN` held, how forward passes run from now on.
+
+        Args:
+            recomputes: whether it computed forward passes again, for which it sets and restores the generator: then a draw beside
+                it could not be noticed.
+        """
+        with self._change:
+            if self._at_once is None or recomputes:
+                self._at_once = not (self._has_drawn or recomputes)
+
+    def _begin(self) -> bool:
+        """Whether the call may run without the lock; then it counts as running until `_end`."""
+        with self._change:
+            if not self._at_once:
+                return False
+            if self._running == 0:
+                self._state = _generators()
+            self._running += 1
+            return True
+
+    def _end(self) -> bool:
+        """Whether the call that ends may have drawn: it, or one beside it, has, and the generators do not tell which."""
+        with self._change:
+            if self._at_once and _generators() != self._state:
+                self._at_once = False
+                log.warning(
+                    "a forward pass drew random numbers, which the first one did not: forward passes of your model and loss take "
+                    "turns from here on, with the same numbers as if they always had, and keep about three cores busy; set "
+                    "run.take_turns = true to let them from the start"
+                )
+            self._running -= 1
+            self._change.notify_all()
+            return not self._at_once
+
+
+def _generators() -> tuple[Any, ...]:
+    """The state of the generators of this process that functions draw from: torch's, numpy's and Python's. Some 20 µs."""
+    return (
+        torch.get_rng_state().numpy().tobytes(),
+        pickle.dumps(np.random.get_state(legacy=False)),
+        random.getstate(),
+    )
