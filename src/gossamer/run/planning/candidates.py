@@ -22,7 +22,8 @@ from gossamer.run.config.run_file import parse
 from gossamer.run.planning.check import counted
 from gossamer.run.planning.choice import Candidate, Pick, pick
 from gossamer.run.planning.measured_losses import MEASURED
-from gossamer.run.planning.plan import PlanSettings, RunPlan, network_without, with_tables, without_text
+from gossamer.run.planning.plan import PlanSettings, RunPlan, choosable, with_tables, without_text
+from gossamer.run.planning.teams import network_without
 from gossamer.settings.schema import toml_value
 
 PLANNED = {
@@ -65,10 +66,11 @@ def price_recipes(made: RunPlan, only: str | None = None, *, thorough: bool = Fa
     layout = layout_for(made.model, made.options.vocab_size)
     few = made.workers <= _FEW
     teams = [*dict.fromkeys(((), *(one.left_out for one in made.candidates)))] if few else [made.best.left_out]
+    teams = [one for one in teams if made.workers - len(one) > 1] or [()]
     for name, one in recipes().items():
         if name in PLANNED or (only is not None and name != only):
             continue
-        if why := _without_price(one):
+        if why := "one worker sends nothing" if made.workers == 1 else _without_price(one):
             unpriced[name] = why
             continue
         fixed, tried = one.settings.get("run.local_steps"), [*MEASURED.get(name, [max(2, made.best.full_steps)])]
@@ -102,13 +104,16 @@ def choose_among(made: RunPlan, priced: Priced, method: str | None = None) -> Pi
     """
     scale, hours = made.choice.scale, made.options.hours
     if method is None:
-        return pick([*made.candidates, *(one for one in priced.candidates if one.method == USUAL)], scale, hours)
+        usual = [one for one in priced.candidates if one.method == USUAL]
+        return pick(choosable([*made.candidates, *usual], made.options), scale, hours)
     if method in priced.unpriced:
         raise ConfigError(f"method '{method}' has no price here: {priced.unpriced[method]}; choose another --method")
     label = PLANNED.get(method, method)
     own = [one for one in [*made.candidates, *priced.candidates] if one.method == label]
     if not own:
-        raise ConfigError(f"{label} is not planned for {made.workers} workers; choose another --method")
+        raise ConfigError(
+            f"{label} is not planned for {made.workers} worker{'s' * (made.workers > 1)}; choose another --method"
+        )
     return pick(own, scale, hours)
 
 

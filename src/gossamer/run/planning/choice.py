@@ -20,7 +20,9 @@ _HOPELESS = 0.1
 """Nats."""
 _IN_PAIRS = ("GASLoC 1-Peer", "noloco", "gossip", "gasloc_drift", "fgd_pairs")
 """Measured with eight workers, all of whom have a partner."""
-_PARTS = {"data parallel": 0, "DiLoCo": 1, "GASLoC 2-Peer": 2, "GASLoC 1-Peer": 2}
+ALONE, SITE_ALONE = "one machine alone", "one site alone"
+"""Data parallelism of one worker, which sends nothing, and of the workers of one site."""
+_PARTS = {ALONE: -2, "data parallel": 0, SITE_ALONE: 0, "DiLoCo": 1, "GASLoC 2-Peer": 2, "GASLoC 1-Peer": 2}
 
 
 class Candidate(NamedTuple):
@@ -56,6 +58,11 @@ class Candidate(NamedTuple):
         return 1 - sum(self.local_steps) / (len(self.local_steps) * self.full_steps)
 
     @property
+    def trained_as(self) -> str:
+        """The method whose rule it has, and whose losses."""
+        return "data parallel" if self.method in (ALONE, SITE_ALONE) else self.method
+
+    @property
     def parts(self) -> int:
         """How much there is that can go wrong."""
         return _PARTS.get(self.method, 3) + (self.codec not in EXACT_CODECS) + bool(self.left_out) + (self.missing > 0)
@@ -69,7 +76,7 @@ class Candidate(NamedTuple):
     def name(self) -> str:
         """The same in words, and who is left out."""
         words = [self.family[0]]
-        if self.left_out:
+        if self.left_out and self.trained_as == self.method:
             words.append(f"less {self.left_out[0] if len(self.left_out) == 1 else f'{len(self.left_out)} workers'}")
         return " ".join(words)
 
@@ -99,7 +106,7 @@ class Candidate(NamedTuple):
         steps = round(fmean(self.local_steps)) if self.method == "DiLoCo" else self.full_steps
         if scale.seconds is not None:
             scale = scale._replace(steps=scale.seconds * self.full_steps / self.round_s)
-        return penalty(scale, self.method, steps, self.codec, self.missing)
+        return penalty(scale, self.trained_as, steps, self.codec, self.missing)
 
 
 class Pick(NamedTuple):
@@ -171,8 +178,9 @@ def pick(candidates: Iterable[Candidate], scale: LossScale, hours: float | None 
     """The candidate with the lowest expected loss in the time, or of those that are as low, within 0.005 nats, the fastest.
 
     Within 5 % of the least time, the one with the fewest parts is taken, then the one with the fewest local steps. So it is where
-    no loss is known. What ends no round in the time, or with the tokens, is taken only if nothing does. Undecided are those that
-    are expected to end 0.02 nats above the lowest at most, and the interval of whose difference holds zero.
+    no loss is known. What ends no round in the time, or with the tokens, is taken only if nothing does. One machine alone is
+    taken wherever it is as low, within 0.005 nats, as nothing is simpler. Undecided are those that are expected to end 0.02 nats
+    above the lowest at most, and the interval of whose difference holds zero.
 
     Args: `hours` is the time; unless given, what the choice needs for the tokens of the scale.
     """
@@ -180,12 +188,19 @@ def pick(candidates: Iterable[Candidate], scale: LossScale, hours: float | None 
     candidates = [one for one in candidates if _fits(one, scale, hours)] or candidates
     known = [(one, own) for one in candidates if (own := one.penalty(scale)) is not None]
     alike = undecided = candidates
+
+    def in_time(pair: _Known) -> float:
+        return pair[1].nats + scale.per_e_fold * math.log(pair[0].seconds_per_token)
+
+    alone = list[Candidate]()
     if known:
-        lowest = min(known, key=lambda pair: pair[1].nats + scale.per_e_fold * math.log(pair[0].seconds_per_token))
+        lowest = min(known, key=in_time)
+        alone = [pair[0] for pair in known if pair[0].method == ALONE and in_time(pair) <= in_time(lowest) + _AS_LOW]
         apart = [(pair[0], _apart(scale, pair, lowest)) for pair in known if pair is not lowest]
         open_ = [(one, above.nats) for one, above in apart if above.open and above.nats <= _MARGIN]
         undecided = [lowest[0], *(one for one, _ in open_)]
         alike = [lowest[0], *(one for one, nats in open_ if nats <= _AS_LOW)]
+    alike = alone or alike
     fastest = min(one.seconds_per_token for one in alike)
     near = [one for one in alike if one.seconds_per_token <= _AS_FAST * fastest]
     best = min(near, key=lambda one: (one.parts, one.full_steps, one.seconds_per_token))

@@ -26,7 +26,7 @@ from gossamer.network.pricing import price, price_everyone, price_together
 from gossamer.network.timeline import Timeline, utilisation_in_words
 from gossamer.record.logs.trace import Integers, Trace, from_targets
 from gossamer.report.table import digits_text
-from gossamer.run.planning.choice import Candidate, Pick, pick
+from gossamer.run.planning.choice import ALONE, SITE_ALONE, Candidate, Pick, pick
 from gossamer.run.planning.expected_loss import EXACT_CODECS, TOKENS_PER_PARAMETER, Law, LossScale
 from gossamer.run.planning.measured_losses import (
     CODECS_MEASURED,
@@ -35,6 +35,7 @@ from gossamer.run.planning.measured_losses import (
     measured_schedule,
     nearest_measured,
 )
+from gossamer.run.planning.teams import MOST_COUNTED, machines, network_without, site_teams, slow_teams
 from gossamer.settings.options import Positive, Share, bounded
 from gossamer.topologies.sequences import random_matchings
 
@@ -53,12 +54,9 @@ _METHODS: dict[str, tuple[str, int | None]] = {
 
 _BACK_BITS = 16.0
 """Per parameter of the sum of a lossy mean, in bf16."""
-_STEPS = (1, 30, 480)
-"""Inner steps of the rounds that say who is slow."""
-_INSTANT_S = 1e-12
 _LARGEST = 10**12
 _LIMIT_WORKERS = 100_000
-_LIMIT_LISTED = 64
+_LIMIT_LISTED = MOST_COUNTED
 """Workers among whom all messages of a mean are listed; of more they are priced at once, where no links are shared."""
 _LIMIT_SHARED = 2000
 """Workers where links are shared or change, as every message is then replayed."""
@@ -199,6 +197,9 @@ def plan(
 ) -> RunPlan:
     """Prices data parallelism, DiLoCo and GASLoC with one and two peers, with all workers and without slow ones, and chooses.
 
+    One machine alone, of each kind, and each site alone in data parallelism are among the candidates; the former is a plan for
+    one worker.
+
     DiLoCo is tried with each of `options.local_steps`. GASLoC takes these as the steps of its fastest worker; the others take
     as many as let them be ready in time (`matched_steps`), and so does DiLoCo once more, where that are fewer. The sums of a
     lossy mean come back in bf16 where that is less to send; otherwise its payloads go to everyone whole. `slow_teams` says who
@@ -211,11 +212,11 @@ def plan(
     """
     listed = network.shares or network.loses
     n, most = workers_of(network, options), _LIMIT_SHARED if listed else _LIMIT_WORKERS
-    if not 2 <= n <= most:
+    if not 1 <= n <= most:
         of_links = " where links are shared or change" if network.shares else " where packets are lost"
         shared = of_links if listed else ""
         raise ConfigError(
-            f"a plan for {n} workers was asked for but it needs from 2 to {most}{shared}; choose another number"
+            f"a plan for {n} workers was asked for but it needs from 1 to {most}{shared}; choose another number"
         )
     parameters = parameter_count(model, options.vocab_size)
     network = stepped(network, parameters, options)
@@ -223,10 +224,15 @@ def plan(
     if not options.keep_all:
         teams += [(left_out, 1.0) for left_out in slow_teams(network, n, parameters)]
     candidates = list[Candidate]()
+    sites = site_teams(network, n)
     for without, part in teams:
         team = network_without(network, n, without)
-        for one in _all_priced(_sketches(n - len(without), options), team, parameters, options, part):
+        sketches = [
+            one for one in _sketches(n - len(without), options) if one.method != "data parallel" or without not in sites
+        ]
+        for one in _all_priced(sketches, team, parameters, options, part):
             candidates.append(one._replace(left_out=without))
+    candidates += _alone(network, n, parameters, options, computing)
     tokens, seconds = options.tokens or TOKENS_PER_PARAMETER * parameters, None
     if options.hours is not None:
         seconds = 3600 * options.hours
@@ -234,7 +240,43 @@ def plan(
     per_e_fold = None if options.law is None else options.law.per_e_fold(tokens)
     steps = tokens / (options.step_tokens * n)
     scale = LossScale(parameters, n, tokens, options.vocab_size, per_e_fold, steps=steps, seconds=seconds)
-    return RunPlan(tuple(candidates), pick(candidates, scale, options.hours), network, model, parameters, options)
+    chosen = pick(choosable(candidates, options), scale, options.hours)
+    return RunPlan(tuple(candidates), chosen, network, model, parameters, options)
+
+
+def choosable(candidates: Iterable[Candidate], options: PlanSettings) -> list[Candidate]:
+    """The candidates that may be taken: without those that leave somebody out, where everybody is to stay."""
+    return [one for one in candidates if not (options.keep_all and one.left_out)]
+
+
+def _alone(
+    network: Network, n: int, parameters: int, options: PlanSettings, computing: PerWorker
+) -> Iterator[Candidate]:
+    """One machine of each kind, and the workers of each site, in data parallelism."""
+    share = np.broadcast_to(np.asarray(computing, float), n)
+    for worker, step_s in machines(network, n):
+        if not step_s > 0:
+            raise ConfigError(
+                f"step_s of worker {worker} is {step_s} but must be above 0 to plan by it; give seconds of a step"
+            )
+        own = float(share[worker])
+        yield Candidate(
+            method=ALONE,
+            codec="exact",
+            back=None,
+            local_steps=(1,),
+            round_s=step_s,
+            round_bytes=0.0,
+            utilisation=own,
+            seconds_per_token=step_s / options.step_tokens,
+            between_stages=1 - own,
+            left_out=tuple(i for i in range(n) if i != worker),
+        )
+    for left_out in site_teams(network, n):
+        team, part = network_without(network, n, left_out), tuple(np.delete(share, left_out))
+        sketches = [one for one in _sketches(n - len(left_out), options) if one.method == "data parallel"]
+        for one in _all_priced(sketches, team, parameters, options, part):
+            yield one._replace(method=SITE_ALONE, left_out=left_out)
 
 
 def quicker_collective(plan: RunPlan) -> tuple[str, float] | None:
@@ -244,7 +286,7 @@ def quicker_collective(plan: RunPlan) -> tuple[str, float] | None:
     sends along rings and trees: where sites share a link, fewer of their legs cross it.
     """
     team, options = network_without(plan.network, plan.workers, ()), plan.options
-    if plan.workers > _LIMIT_LISTED:
+    if not 1 < plan.workers <= _LIMIT_LISTED:
         return None
     ours = min(
         (one for one in plan.candidates if one.method == "data parallel" and not one.left_out),
@@ -259,45 +301,6 @@ def quicker_collective(plan: RunPlan) -> tuple[str, float] | None:
         hours[kind] = plan.choice.hours_of(other)
     kind = min(hours, key=hours.__getitem__)
     return (kind, hours[kind]) if hours[kind] < 0.9 * plan.choice.hours_of(ours) else None
-
-
-def slow_teams(network: Network, n: int, parameters: int) -> list[tuple[int, ...]]:
-    """Sets of workers that hold all others up: without them the others read more text in a second than all do, in like rounds.
-
-    A round is some inner steps and one model sent in fp32. Who is slow depends on how many steps these are: with one the links
-    count, with many the steps. Beside the set without which most is read, where it has several workers, come those with fewer of
-    them, as the rest may take fewer local steps. All are less than half of the workers, and two at least stay. Nobody is left out
-    where sites, routes or changes name workers, or stages have links.
-
-    >>> slow = Network(uplink_bps=(25e6, 25e6, 25e6, 2.5e6), downlink_bps=25e6, step_s=(0.5, 0.5, 0.5, 1.0))
-    >>> slow_teams(slow, 4, 192_960)
-    [(3,)]
-    """
-    if network.sites or network.routes or network.changes or network.stages:
-        return []
-    links, found = links_of(network, n), set[tuple[int, ...]]()
-    assert links.step_s is not None
-    sent_s = links.latency_s + 8 * 4 * parameters / np.minimum(links.uplink_bps, links.downlink_bps)
-    staying = np.arange(n, max(2, n // 2 + 1) - 1, -1)
-    for steps in _STEPS:
-        seconds = steps * links.step_s + sent_s
-        order = np.argsort(-seconds, kind="stable")
-        most = int(np.argmax(staying / np.maximum(seconds[order[: len(staying)]], _INSTANT_S)))
-        counts = {1, (most + 1) // 2, most} if most > 0 and n <= _LIMIT_LISTED else {most}
-        found |= {tuple(sorted(map(int, order[:count]))) for count in counts}
-    return sorted(found - {()})
-
-
-def network_without(network: Network, n: int, left_out: Sequence[int]) -> Network:
-    """The network without what it says of some workers."""
-    gone = set(left_out)
-    kept = [i for i in range(n) if i not in gone]
-    each = {
-        name: tuple(value[i] for i in kept)
-        for name in ("uplink_bps", "downlink_bps", "latency_s", "loss", "step_s")
-        if left_out and isinstance(value := getattr(network, name), tuple)
-    }
-    return replace(network, **each)
 
 
 def workers_of(network: Network, options: PlanSettings) -> int:
@@ -346,7 +349,7 @@ def _sketches(n: int, options: PlanSettings) -> Iterator[_Sketch]:
     for method, (rule, peers) in _METHODS.items():
         alone = rule == "data_parallel"  # one local step, and gradients as they are or cast
         exact = {name: bits for name, bits in options.codecs.items() if name in EXACT_CODECS} or EXACT
-        if peers is None or peers < n:
+        if n > 1 and (peers is None or peers < n):
             for steps in (1,) if alone else sorted(set(options.local_steps)):
                 for codec, bits in (exact if alone else options.codecs).items():
                     for matched in (False, True) if peers is None and not alone else (not alone,):
@@ -489,7 +492,7 @@ def run_toml(
     """
     chosen = plan.best if candidate is None else candidate
     parts = method_tables(chosen)
-    measured_at, tuned = nearest_measured(chosen.method, chosen.full_steps)
+    measured_at, tuned = nearest_measured(chosen.trained_as, chosen.full_steps)
     goes_with = ", with the lr and momentum of [rule]" if {"lr", "momentum"} & parts["rule"].keys() else ""
     own, rounds = chosen.local_steps, plan.rounds_of(chosen) if steps is None else -(-steps // chosen.full_steps)
     document: dict[str, Any] = {
@@ -535,10 +538,10 @@ def with_tables(document: Mapping[str, Any], tables: Mapping[str, Mapping[str, A
 
 def method_tables(chosen: Candidate) -> dict[str, dict[str, Any]]:
     """The tables `rule`, `topology` and `codec` of a run file for a candidate of `plan`, at the best measured settings."""
-    rule, peers = _METHODS[chosen.method]
+    rule, peers = _METHODS[chosen.trained_as]
     if peers is not None and chosen.codec not in (*EXACT_CODECS, *CODECS_MEASURED.get(chosen.method, ())):
         rule = "anchored_gasloc"  # the same bytes, but of differences
-    _, tuned = nearest_measured(chosen.method, chosen.full_steps)
+    _, tuned = nearest_measured(chosen.trained_as, chosen.full_steps)
     return {
         "rule": {
             "name": rule,
