@@ -14,7 +14,7 @@ from gossamer.cli.run_file_options import whole_numbers
 from gossamer.cli.tables import print_sentence, print_table
 from gossamer.cli.watch import WATCHABLE, Watchable
 from gossamer.errors import ConfigError, choose
-from gossamer.record.progress import echo
+from gossamer.record.progress import echo, say
 
 if TYPE_CHECKING:
     from gossamer.models.sizes import ModelConfig
@@ -100,6 +100,8 @@ def command(
 
     options, json = options or PlanOptions(), output.json
     _check_race(asked, options, output)
+    if asked.race is not None:
+        say(f"pricing all candidates; then the best of them train for {asked.race:g} minutes")
     if options.out is None and (given := [name for name in ("adapt", "weigh_steps") if getattr(options, name)]):
         raise ConfigError(
             f"--{given[0].replace('_', '-')} was given, which is of a run file, and no --out; add --out FILE, or remove it"
