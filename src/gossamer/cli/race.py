@@ -223,7 +223,9 @@ def _fitting(ways: "Iterable[Course]", made: "RunPlan", seconds: float, jobs: in
     from gossamer.run.config.experiment_file import points
     from gossamer.run.config.resolve import settings_of
     from gossamer.run.experiments.race import document
+    from gossamer.run.worker.numerics import using_threads
     from gossamer.run.worker.step_time import step_time
+    from gossamer.transport.processes.launch import available_cores
 
     step_s, found = dict[int, float](), None
     for way in ways:  # a model is only timed where the next smaller way fits
@@ -231,8 +233,10 @@ def _fitting(ways: "Iterable[Course]", made: "RunPlan", seconds: float, jobs: in
             say(f"timing an inner step of a model of {way.parameters:,} parameters")
             (run, *_) = points(document(way, made, made.options.source, compiled=False))
             settings, device = settings_of(run.config), torch.device("cpu")
-            # The least of several, as another process may have had the cores during one.
-            step_s[way.parameters] = min(step_time(settings, 0, device, test_s=0.2).seconds for _ in range(_TIMED))
+            # With the threads of a run of the race, and the least of several, as other processes may have had the cores.
+            with using_threads(max(1, available_cores() // jobs)):
+                took_s = [step_time(settings, 0, device, test_s=0.2).seconds for _ in range(_TIMED)]
+            step_s[way.parameters] = min(took_s)
         takes = (
             _SEEDS
             / min(jobs, _SEEDS * len(way.entrants))
