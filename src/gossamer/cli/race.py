@@ -89,7 +89,7 @@ class Race(NamedTuple):
     def tokens(self, label: str) -> int:
         """What a candidate's run reads."""
         data = self.text["data"]
-        return self.rounds(label) * sum(self.candidates[label].local_steps) * data["seq_len"] * data["batch_size"]
+        return self.rounds(label) * self.candidates[label].taken * data["seq_len"] * data["batch_size"]
 
 
 def race(

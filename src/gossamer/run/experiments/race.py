@@ -31,7 +31,7 @@ from gossamer.run.planning.candidates import PLANNED
 from gossamer.run.planning.choice import Candidate, Pick
 from gossamer.run.planning.expected_loss import TOKENS_PER_PARAMETER, LossScale
 from gossamer.run.planning.measured_losses import measured_schedule, nearest_measured
-from gossamer.run.planning.plan import RunPlan, method_tables, network_without
+from gossamer.run.planning.plan import RunPlan, method_tables, network_of
 from gossamer.settings.schema import toml_value
 
 FILE = "race.toml"
@@ -73,7 +73,7 @@ class Entrant(NamedTuple):
     @property
     def taken(self) -> int:
         """Inner steps of all workers together."""
-        return self.rounds * sum(self.candidate.local_steps)
+        return self.rounds * self.candidate.taken
 
 
 class Course(NamedTuple):
@@ -134,7 +134,7 @@ def course_of(
     batch_size = max(1, _SEQUENCES // n)
     parameters = parameter_count(model, 256)
     if horizon_s is None:
-        of_round = sum(choice.local_steps) * _SEQ_LEN * batch_size
+        of_round = choice.taken * _SEQ_LEN * batch_size
         horizon_s = max(_ROUNDS, round(tokens_per_parameter * parameters / of_round)) * choice.round_s
     entrants, left = list[Entrant](), dict[str, str]()
     for one in some:
@@ -178,7 +178,7 @@ def document(
     batches = max(8, min(_VALIDATED, trained // 30) // step)
     rows = []
     for one in course.entrants:
-        own, team = one.candidate.local_steps, network_without(made.network, n, one.candidate.left_out)
+        own, team, site = one.candidate.local_steps, network_of(made, one.candidate), one.candidate.site
         run = {
             "steps": one.steps,
             "local_steps": own[0] if len({*own}) == 1 else list(own),
@@ -193,6 +193,7 @@ def document(
                 "workers": len(own),
                 **{f"inner.{key}": value for key, value in measured_schedule(one.steps).items()},
                 "run": run,
+                **({"data.batch_size": site * course.batch_size} if site > 1 else {}),
                 "network": {"planned": to_options(times_as_fast(team, slower))},
             }
         )
