@@ -117,7 +117,7 @@ class Planned(NamedTuple):
     def at_the_scale_of_the_race(self, seconds: float) -> Pick:
         """What the plan would choose for the small model, in the time of a race."""
         of_worker = _step_tokens(self.made)
-        fastest_s = min(one.round_s / (sum(one.local_steps) * of_worker) for one in self.everything)
+        fastest_s = min(one.round_s / (one.taken * of_worker) for one in self.everything)
         tokens = seconds / fastest_s
         steps = tokens / (self.made.workers * of_worker)
         n = self.made.workers

@@ -97,7 +97,8 @@ class Race(NamedTuple):
     def tokens(self, label: str) -> int:
         """What a candidate's run reads."""
         data = self.text["data"]
-        steps = (self.rounds(label) - 1) * sum(self.candidates[label].local_steps) + sum(self.last(label))
+        one = self.candidates[label]
+        steps = (self.rounds(label) - 1) * one.taken + one.site * sum(self.last(label))
         return steps * data["seq_len"] * data["batch_size"]
 
     def _run(self, label: str) -> dict[str, Any]:
@@ -247,10 +248,11 @@ def _fitting(ways: "Iterable[Course]", made: "RunPlan", seconds: float, jobs: in
         )
         if takes > _SHARE * seconds:
             if found is None:
+                minutes, first = math.ceil(takes / _SHARE / 60), way.entrants[0]
                 raise ConfigError(
-                    f"--race got {seconds / 60:g} minutes, and {_SEEDS} seeds of {len(way.entrants)} candidates take "
-                    f"{math.ceil(takes / _SHARE / 60):,} here, as {way.entrants[0].label} needs {way.entrants[0].rounds} "
-                    "rounds to have learnt something; give as many minutes, or fewer --local-steps"
+                    f"--race got {seconds / 60:g} minutes, and {_SEEDS} seeds of {len(way.entrants)} candidates take about "
+                    f"{minutes:,} minutes here, as {first.label} needs {first.rounds} rounds to have learnt something; give "
+                    f"{minutes:,}, or fewer --local-steps"
                 )
             break
         found = way

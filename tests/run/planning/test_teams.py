@@ -18,6 +18,7 @@ from gossamer.network.links import Change, Network, Route, Site, links_of, to_to
 from gossamer.run.config.resolve import run_faults
 from gossamer.run.config.run_file import parse
 from gossamer.run.planning.candidates import price_recipes
+from gossamer.run.planning.check import examine_run
 from gossamer.run.planning.choice import ALONE, SITE_ALONE, Candidate
 from gossamer.run.planning.plan import PlanSettings, RunPlan, bits_per_parameter, plan, run_toml
 from gossamer.run.planning.teams import network_without, slow_teams
@@ -188,3 +189,43 @@ def test_of_a_network_without_some_workers_sites_routes_and_changes_are_those_of
     assert fewer.changes == network.changes[1:]
     one_site = network_without(network, 8, (4, 5, 6, 7))
     assert not one_site.sites and not one_site.routes and one_site.changes == network.changes[:1]
+
+
+def test_sites_as_single_workers_are_expected_as_they_are_when_written_so_with_less_doubt() -> None:
+    network = replace(FAST_INSIDE, routes=(Route(between=("here", "there"), latency_s=0.03, bandwidth_bps=1e8),))
+    found = made(network, local_steps=(120, 480))
+    ours = [one for one in found.candidates if one.site > 1]
+    assert {one.name for one in ours} == {"DiLoCo of sites", "GASLoC 1-Peer of sites"}
+    written = Network(
+        uplink_bps=(40e9, 40e9),
+        downlink_bps=40e9,
+        latency_s=0.0005,
+        step_s=0.5,
+        sites={"here": Site(workers=(0,)), "there": Site(workers=(1,))},
+        routes=network.routes,
+    )
+    as_two = made(written, local_steps=(120, 480), batch_size=32, rounds=64)
+    for one in ours:
+        (other,) = [
+            two
+            for two in as_two.candidates
+            if (two.method, two.codec, two.local_steps) == (one.method, one.codec, one.local_steps)
+        ]
+        assert one._replace(site=1) == other
+    flat = [one for one in found.candidates if one.name == "DiLoCo" and one.full_steps == 480 and one.codec == "fp4"]
+    best = min((one for one in ours if one.method == "DiLoCo"), key=lambda one: found.choice.hours_of(one))
+    apart, of_sites = found.choice.loss(flat[0]), found.choice.loss(best)
+    assert apart and of_sites and of_sites.half < 0.5 * apart.half and of_sites.nats <= apart.nats
+
+
+def test_the_run_file_of_sites_as_workers_has_their_batches_and_links_and_its_check_their_seconds() -> None:
+    found = made(replace(FAST_INSIDE, step_s=(0.5,) * 4 + (0.7,) * 4), "0.2m", local_steps=(30,), tokens=1e8)
+    one = next(one for one in found.candidates if one.name == "DiLoCo of sites" and one.codec == "bf16")
+    text = run_toml(found, one)
+    run = parse(tomllib.loads(text))
+    assert run.workers == 2 and run.data.accumulate == 4 and "gossamer train --shards 4" in text
+    examined = examine_run(run)
+    assert examined.networks[0].round_s == pytest.approx(one.round_s, rel=1e-6)
+    assert examined.tokens == pytest.approx(1e8, rel=0.01), "of all processes together"
+    mixed = replace(FAST_INSIDE, sites={"a": Site(workers=(0, 1, 2)), "b": Site(workers=(3, 4, 5, 6, 7))}, routes=())
+    assert all(one.site == 1 for one in made(mixed, "0.2m", local_steps=(30,)).candidates), "a batch is one number"

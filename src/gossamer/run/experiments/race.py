@@ -36,8 +36,7 @@ from gossamer.run.planning.check import counted
 from gossamer.run.planning.choice import ALONE, SITE_ALONE, Candidate, Pick
 from gossamer.run.planning.expected_loss import TOKENS_PER_PARAMETER, LossScale
 from gossamer.run.planning.measured_losses import measured_schedule, nearest_measured
-from gossamer.run.planning.plan import RunPlan, method_tables
-from gossamer.run.planning.teams import network_without
+from gossamer.run.planning.plan import RunPlan, method_tables, network_of
 from gossamer.settings.schema import toml_value
 
 FILE = "race.toml"
@@ -86,7 +85,7 @@ class Entrant(NamedTuple):
     @property
     def taken(self) -> int:
         """Inner steps of all workers together."""
-        return (self.rounds - 1) * sum(self.candidate.local_steps) + sum(self.last)
+        return (self.rounds - 1) * self.candidate.taken + self.candidate.site * sum(self.last)
 
 
 class Course(NamedTuple):
@@ -169,7 +168,7 @@ def course_of(
     batch_size = max(1, _SEQUENCES // n)
     parameters = parameter_count(model, 256)
     if horizon_s is None:
-        of_round = sum(choice.local_steps) * _SEQ_LEN * batch_size
+        of_round = choice.taken * _SEQ_LEN * batch_size
         horizon_s = max(_ROUNDS, round(tokens_per_parameter * parameters / of_round)) * choice.round_s
     course = Course(model, parameters, _SEQ_LEN, batch_size, horizon_s, (), {})
     entrants, left = list[Entrant](), dict[str, str]()
@@ -271,12 +270,13 @@ def document(
 
 def _row(course: Course, made: RunPlan, one: Entrant) -> dict[str, Any]:
     """A variant of the experiment file, but for its table `[run]`."""
-    team = network_without(made.network, made.workers, one.candidate.left_out)
+    team, site = network_of(made, one.candidate), one.candidate.site
     return {
         "label": one.label,
         **_method(one.candidate, course.model),
         "workers": len(one.candidate.local_steps),
         **{f"inner.{key}": value for key, value in measured_schedule(one.steps).items()},
+        **({"data.batch_size": site * course.batch_size} if site > 1 else {}),
         "network": {"planned": to_options(times_as_fast(team, course.parameters / made.parameters))},
     }
 

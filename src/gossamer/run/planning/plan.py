@@ -20,7 +20,7 @@ from gossamer.errors import ConfigError, choose
 from gossamer.models.sizes import ModelConfig, parameter_count
 from gossamer.network.estimates.goodput import ensure
 from gossamer.network.estimates.utilisation import step_seconds
-from gossamer.network.links import Links, Network, PerWorker, links_of, to_options
+from gossamer.network.links import Links, MeanKind, Network, PerWorker, links_of, to_options
 from gossamer.network.pacing import Pace, cycle_s, fitting_steps, uplinks_bps, whole_steps
 from gossamer.network.pricing import price, price_everyone, price_together
 from gossamer.network.timeline import Timeline, utilisation_in_words
@@ -35,7 +35,14 @@ from gossamer.run.planning.measured_losses import (
     measured_schedule,
     nearest_measured,
 )
-from gossamer.run.planning.teams import MOST_COUNTED, machines, network_without, site_teams, slow_teams
+from gossamer.run.planning.teams import (
+    MOST_COUNTED,
+    machines,
+    network_without,
+    site_teams,
+    sites_as_workers,
+    slow_teams,
+)
 from gossamer.settings.options import Positive, Share, bounded
 from gossamer.topologies.sequences import random_matchings
 
@@ -52,6 +59,11 @@ _METHODS: dict[str, tuple[str, int | None]] = {
 }
 """Rule and peers of each method (None for everyone), ordered from most mixing to least."""
 
+BACKWARD = 2 / 3
+"""The share of an inner step that backward takes, and DDP hides an all-reduce behind: two of its six FLOPs a parameter are
+forward."""
+COLLECTIVES: tuple[MeanKind, ...] = ("owners", "ring", "tree")
+"""Ways to carry an all-reduce, of which data parallelism takes the quickest."""
 _BACK_BITS = 16.0
 """Per parameter of the sum of a lossy mean, in bf16."""
 _LARGEST = 10**12
@@ -175,11 +187,11 @@ class RunPlan(NamedTuple):
     def rounds_of(self, one: Candidate) -> int:
         """Whole rounds of a run of a candidate, as many as the tokens or the hours pay for; at least one."""
         tokens = self.choice.scale.tokens if self.options.hours is None else self.choice.tokens_of(one)
-        return max(1, math.floor(tokens / (self.options.step_tokens * sum(one.local_steps)) * (1 + 1e-9)))
+        return max(1, math.floor(tokens / (self.options.step_tokens * one.taken) * (1 + 1e-9)))
 
     def length_of(self, one: Candidate, rounds: int) -> str:
         """Comments of a run file with so many rounds: how long they take, and whose vocabulary the text needs."""
-        tokens = rounds * self.options.step_tokens * sum(one.local_steps)
+        tokens = rounds * self.options.step_tokens * one.taken
         some = f"{rounds:,} round{'s' if rounds > 1 else ''}"
         length = (
             f"# {some}, {digits_text(rounds * one.round_s / 3600)} h: {tokens:.4g} tokens of all workers together.\n"
@@ -233,6 +245,7 @@ def plan(
         for one in _all_priced(sketches, team, parameters, options, part):
             candidates.append(one._replace(left_out=without))
     candidates += _alone(network, n, parameters, options, computing)
+    candidates += _of_sites(network, parameters, options, candidates)
     tokens, seconds = options.tokens or TOKENS_PER_PARAMETER * parameters, None
     if options.hours is not None:
         seconds = 3600 * options.hours
@@ -279,30 +292,6 @@ def _alone(
             yield one._replace(method=SITE_ALONE, left_out=left_out)
 
 
-def quicker_collective(plan: RunPlan) -> tuple[str, float] | None:
-    """ "ring" or "tree" and the hours that data parallelism takes by it, where that saves a tenth; else None.
-
-    A mean goes as the network says, by default through owners of chunks, which is how Gossamer's own runs carry it. NCCL
-    sends along rings and trees: where sites share a link, fewer of their legs cross it.
-    """
-    team, options = network_without(plan.network, plan.workers, ()), plan.options
-    if not 1 < plan.workers <= _LIMIT_LISTED:
-        return None
-    ours = min(
-        (one for one in plan.candidates if one.method == "data parallel" and not one.left_out),
-        key=lambda one: one.seconds_per_token,
-    )
-    sketch = next(
-        one for one in _sketches(plan.workers, options) if (one.method, one.codec) == ("data parallel", ours.codec)
-    )
-    hours = dict[str, float]()
-    for kind in ("ring", "tree"):
-        (other,) = _all_priced([sketch], replace(team, mean=kind), plan.parameters, options, 1.0)
-        hours[kind] = plan.choice.hours_of(other)
-    kind = min(hours, key=hours.__getitem__)
-    return (kind, hours[kind]) if hours[kind] < 0.9 * plan.choice.hours_of(ours) else None
-
-
 def workers_of(network: Network, options: PlanSettings) -> int:
     """For how many workers to plan. Raises ConfigError when nothing gives their number."""
     n = network.workers if options.workers is None else options.workers
@@ -312,6 +301,39 @@ def workers_of(network: Network, options: PlanSettings) -> int:
             f"{sorted(to_options(network))}; give the number of workers (--workers)"
         )
     return n
+
+
+def _of_sites(
+    network: Network, parameters: int, options: PlanSettings, candidates: Sequence[Candidate]
+) -> Iterator[Candidate]:
+    """Methods between sites, each of which is one worker with the batches of all its workers."""
+    coarse = _with_sites_as_workers(network, candidates)
+    if coarse is None or network.stages:
+        return
+    site = len(next(iter(network.sites.values())).workers)
+    whole = replace(options, batch_size=site * options.batch_size, workers=None)
+    sketches = [one for one in _sketches(len(network.sites), whole) if one.method != "data parallel"]
+    for one in _all_priced(sketches, coarse, parameters, whole, 1.0):
+        yield one._replace(site=site)
+
+
+def _with_sites_as_workers(network: Network, candidates: Iterable[Candidate]) -> Network | None:
+    """The network whose workers are the sites, with their seconds of a step in data parallelism; None where they cannot be."""
+    step_s = dict[str, float]()
+    for one in candidates:
+        if one.method == SITE_ALONE:
+            (name,) = [name for name, site in network.sites.items() if not {*site.workers} & {*one.left_out}]
+            step_s[name] = min(one.round_s, step_s.get(name, math.inf))
+    return sites_as_workers(network, step_s) if step_s.keys() == network.sites.keys() else None
+
+
+def network_of(plan: RunPlan, one: Candidate) -> Network:
+    """The network of those that take part in a candidate, as its run file has it."""
+    if one.site == 1:
+        return network_without(plan.network, plan.workers, one.left_out)
+    coarse = _with_sites_as_workers(plan.network, plan.candidates)
+    assert coarse is not None, "it was priced there"
+    return coarse
 
 
 def stepped(network: Network, parameters: int, options: PlanSettings) -> Network:
@@ -394,18 +416,54 @@ def _priced_mean(
 ) -> Candidate:
     """The price of a sketch in which everyone sends to everyone."""
     n, codec, bits = sketch.n, sketch.codec, sketch.bits
-    back = "bf16" if codec not in EXACT and (bits + _BACK_BITS) / n < bits else None
+    back = back_of(bits, codec, n)
     kind, message_bytes = "exchange", payload_bytes
     if back or codec in EXACT:
         mean_bytes = math.ceil(parameters * (bits + _BACK_BITS) / 8) if back else 2 * payload_bytes
         kind, message_bytes = "mean", round(mean_bytes / n)
     rounds = _rounds_of_means(network, n, options.rounds)
-    if network.shares or network.loses or n <= _LIMIT_LISTED:
-        timeline = price(from_targets(_everyone(n, rounds), message_bytes, own, kind=kind), network, computing)
-    else:
-        steps = np.broadcast_to(np.array(own), (rounds, n))
-        timeline = price_everyone(steps, message_bytes, network, kind=kind, computing=computing)
-    return _candidate(sketch, own, back, float((n - 1) * message_bytes), timeline, options)
+    sent_bytes = float((n - 1) * message_bytes)
+
+    def carried_by(how: MeanKind) -> Candidate:
+        carrying = replace(network, mean=how)
+        if network.shares or network.loses or n <= _LIMIT_LISTED:
+            timeline = price(from_targets(_everyone(n, rounds), message_bytes, own, kind=kind), carrying, computing)
+        else:
+            steps = np.broadcast_to(np.array(own), (rounds, n))
+            timeline = price_everyone(steps, message_bytes, carrying, kind=kind, computing=computing)
+        one = _candidate(sketch, own, back, sent_bytes, timeline, options)
+        return _behind_backward(one, timeline, how) if sketch.method == "data parallel" else one
+
+    if sketch.method != "data parallel":
+        return carried_by(network.mean)
+    as_sent = carried_by(network.mean)
+    others = [how for how in COLLECTIVES if how != network.mean and n <= _LIMIT_LISTED]
+    quickest = min((as_sent, *map(carried_by, others)), key=lambda one: one.round_s)
+    return quickest._replace(unhidden_round_s=as_sent.unhidden_round_s)
+
+
+def back_of(bits: float, codec: str, n: int) -> str | None:
+    """The codec in which the sums of a lossy mean come back, where that is less to send than whole payloads to everyone."""
+    return "bf16" if codec not in EXACT and (bits + _BACK_BITS) / n < bits else None
+
+
+def _behind_backward(one: Candidate, timeline: Timeline, collective: MeanKind) -> Candidate:
+    """Data parallelism as DDP runs it: of its all-reduce only that part takes time which lasts longer than backward.
+
+    Buckets leave as soon as their gradients are there, so all but the last is under way during backward, which is
+    `BACKWARD` of an inner step; here that of the slowest worker, whose gradients come last.
+    """
+    step_s = float(timeline.compute_s.max(axis=1).mean())
+    hidden_s = min(max(0.0, one.round_s - step_s), BACKWARD * step_s)
+    share = 1 - hidden_s / one.round_s
+    return one._replace(
+        round_s=one.round_s * share,
+        seconds_per_token=one.seconds_per_token * share,
+        utilisation=one.utilisation / share,
+        between_stages=one.between_stages / share,
+        collective=collective,
+        unhidden_round_s=one.round_s,
+    )
 
 
 def _candidate(
@@ -503,7 +561,12 @@ def run_toml(
         "model": {
             key: value for key in ModelConfig.__dataclass_fields__ if (value := getattr(plan.model, key)) is not None
         },
-        "data": {"source": plan.options.source, "seq_len": plan.options.seq_len, "batch_size": plan.options.batch_size},
+        "data": {
+            "source": plan.options.source,
+            "seq_len": plan.options.seq_len,
+            "batch_size": plan.options.batch_size,
+            **({"accumulate": chosen.site} if chosen.site > 1 else {}),
+        },
         "inner": measured_schedule(rounds * chosen.full_steps),
         "run": {
             "steps": rounds * chosen.full_steps,
@@ -511,14 +574,14 @@ def run_toml(
             **({"adapt": True} if adapt and chosen.full_steps > 1 else {}),
             **({"weigh_steps": True} if weigh_steps and chosen.method != "data parallel" else {}),
         },
-        "network": {"planned": to_options(network_without(plan.network, plan.workers, chosen.left_out))},
+        "network": {"planned": to_options(network_of(plan, chosen))},
     }
     document = with_tables(document, plan.replica)
     head = (
         f"# {chosen.method} with {chosen.full_steps} local steps, planned for {plan.parameters:,} parameters: "
         f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, "
         f"{utilisation_in_words(chosen.utilisation, chosen.between_stages)}.\n"
-        f"{without_text(chosen)}{_uneven(chosen)}"
+        f"{without_text(chosen)}{_uneven(chosen)}{_sites_text(chosen)}"
         f"# Best at {measured_at} local step{'s' if measured_at > 1 else ''}, for {MEASURED_PARAMETERS:,} parameters and "
         f"{MEASURED_WORKERS} workers: inner.lr = {tuned.inner_lr:g}"
         f"{goes_with}. gossamer tune searches for your model.\n"
@@ -557,6 +620,16 @@ def _uneven(chosen: Candidate) -> str:
     if not chosen.fewer:
         return ""
     return f"# {chosen.fewer[0].upper()}{chosen.fewer[1:]} of {chosen.full_steps} local steps, which count less.\n"
+
+
+def _sites_text(chosen: Candidate) -> str:
+    """A comment of the run file where each of its workers is a site; else empty."""
+    if chosen.site == 1:
+        return ""
+    return (
+        f"# Each worker is a site of {chosen.site} processes, which take a micro-batch each: gossamer train --shards "
+        f"{chosen.site} (FSDP2).\n"
+    )
 
 
 def without_text(chosen: Candidate) -> str:

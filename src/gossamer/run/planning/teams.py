@@ -1,11 +1,12 @@
 """Who takes part in a plan: all workers, those that are left without slow ones, the workers of a site, or one machine."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from gossamer.network.links import Change, Links, Network, links_of
+from gossamer.network.links import Change, Floats, Links, Network, links_of
 from gossamer.network.pacing import uplinks_bps
 
 MOST_COUNTED = 64
@@ -74,6 +75,35 @@ def site_teams(network: Network, n: int) -> list[tuple[int, ...]]:
     """Of each site with several workers, all others; none where there is but one site."""
     some = [one.workers for one in network.sites.values() if 1 < len(one.workers) < n]
     return [tuple(i for i in range(n) if i not in {*workers}) for workers in some]
+
+
+def sites_as_workers(network: Network, step_s: Mapping[str, float]) -> Network | None:
+    """The network on which each site is one worker, of these seconds a step; None where sites differ in size, or have one worker.
+
+    Its processes send a shard each, so a site sends and receives as fast as all its workers together.
+    """
+    sizes = {len(site.workers) for site in network.sites.values()}
+    if (
+        len(network.sites) < 2
+        or len(sizes) > 1
+        or sizes == {1}
+        or any(one.worker is not None for one in network.changes)
+    ):
+        return None
+    links = links_of(network, sum(len(site.workers) for site in network.sites.values()))
+
+    def each(values: Floats, how: Callable[[Floats], Any]) -> tuple[float, ...]:
+        return tuple(float(how(values[list(site.workers)])) for site in network.sites.values())
+
+    return replace(
+        network,
+        uplink_bps=each(links.uplink_bps, np.sum),
+        downlink_bps=each(links.downlink_bps, np.sum),
+        latency_s=each(links.latency_s, np.max),
+        loss=each(links.loss, np.max),
+        step_s=tuple(step_s[name] for name in network.sites),
+        sites={name: replace(site, workers=(k,)) for k, (name, site) in enumerate(network.sites.items())},
+    )
 
 
 def machines(network: Network, n: int) -> list[tuple[int, float]]:
