@@ -87,6 +87,7 @@ LIGHT = [  # work without torch
     "network.timeline",
     "network.replay",
     "network.pricing",
+    "run.planning.teams",
     "run.planning.plan",
     "network.estimates.utilisation",
     "network.estimates.wall_clock",

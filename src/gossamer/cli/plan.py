@@ -14,9 +14,11 @@ from gossamer.cli.run_file_options import whole_numbers
 from gossamer.cli.tables import print_sentence, print_table
 from gossamer.cli.watch import WATCHABLE, Watchable
 from gossamer.errors import ConfigError, choose
-from gossamer.record.progress import echo
+from gossamer.record.progress import echo, say
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gossamer.models.sizes import ModelConfig
     from gossamer.network.links import Network
     from gossamer.run.planning.candidates import Priced
@@ -97,6 +99,8 @@ def command(
 
     options, json = options or PlanOptions(), output.json
     _check_race(asked, options, output)
+    if asked.race is not None:
+        say(f"pricing all candidates; then the best of them train for {asked.race:g} minutes")
     if options.out is None and (given := [name for name in ("adapt", "weigh_steps") if getattr(options, name)]):
         raise ConfigError(
             f"--{given[0].replace('_', '-')} was given, which is of a run file, and no --out; add --out FILE, or remove it"
@@ -235,7 +239,6 @@ def _facts(
     made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "Pick", found: Race | None, options: PlanOptions
 ) -> dict[str, Any]:
     """A plan as JSON."""
-    from gossamer.run.planning.plan import quicker_collective
 
     def of(one: "Candidate") -> dict[str, Any]:
         expected = {"loss": choice.loss(one), "above_choice": choice.above_best(one)}
@@ -253,7 +256,6 @@ def _facts(
         "candidates": [of(one) for one in [*made.candidates, *priced.candidates]],
         "race": None if found is None else race_facts(found),
         "outside": choice.scale.outside,
-        "data_parallel_along": quicker_collective(made),
         "unpriced": priced.unpriced,
         "run_file": options.out,
         "stages": None
@@ -360,9 +362,10 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
     """Prints how a replica is cut, the candidates, and which is taken."""
     from gossamer.report.table import digits_text
     from gossamer.run.planning.candidates import USUAL
-    from gossamer.run.planning.choice import PLAN_HEADINGS, best_of_each, plan_rows
-    from gossamer.run.planning.plan import quicker_collective
+    from gossamer.run.planning.choice import PLAN_HEADINGS, leading, plan_rows
 
+    shown = [*made.candidates, *priced.candidates]
+    print_sentence(_recommendation(choice, shown))
     if cut is not None:
         _print_cut(cut)
     elif options.memory_bytes is not None:
@@ -370,27 +373,28 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
     size, parameters, settings = made.model.size, made.parameters, made.options
     default = settings.tokens is None and settings.hours is None
     print_sentence(
-        f"{size} with a vocabulary of {settings.vocab_size:,} (--vocab): {parameters:,} parameters, {made.workers} workers with "
-        f"inner steps of {settings.batch_size:,} x {settings.seq_len:,} tokens, "
+        f"{size} with a vocabulary of {settings.vocab_size:,} (--vocab): {parameters:,} parameters, {made.workers} "
+        f"worker{'s' * (made.workers > 1)} with inner steps of {settings.batch_size:,} x {settings.seq_len:,} tokens, "
         f"{choice.tokens:.4g} tokens{', 20 a parameter (--tokens or --hours)' if default else ''}; "
         f"loss in {digits_text(choice.hours)} h"
     )
-    shown = [*made.candidates, *priced.candidates]
+    if made.network.step_of is None and options.step_s is None and options.peak_flops is None:
+        echo(
+            "seconds of an inner step are those of the network file, which names no model: they are the same with any --model"
+        )
     if not options.all:
-        shown = list(best_of_each(choice, shown))
+        shown = leading(choice, shown)
     print_table(PLAN_HEADINGS, plan_rows(choice, shown), text=2, bold=shown.index(choice.best))
     print_sentence(_basis(choice))
-    if (collective := quicker_collective(made)) is not None:
-        kind, hours = collective
-        echo(
-            f"data parallelism along a {kind}, as NCCL sends: {digits_text(hours)} h (mean = '{kind}' in the network file)"
-        )
+    parallel = next((one for one in shown if one.collective and not one.left_out), None)
+    if parallel is not None:
+        print_sentence(_as_ddp(choice, parallel))
     if options.all:
         for name, why in priced.unpriced.items():
             echo(f"no price: {name}: {why}")
     elif USUAL in priced.unpriced:
         echo(f"no price: {USUAL}: {priced.unpriced[USUAL]}")
-    _print_choice(choice)
+    _print_choice(made, choice)
     if options.loss is not None:
         by, hours = "law" if options.law is not None else "anchor", _hours_to_loss(made, choice, options)
         when = "not foretold" if hours is None else f"after about {digits_text(hours)} h"
@@ -407,6 +411,70 @@ def _hours_to_loss(made: "RunPlan", choice: "Pick", options: PlanOptions) -> flo
     return choice.hours_of(choice.best) * law.times_as_many(options.loss, own.nats)
 
 
+def _recommendation(choice: "Pick", candidates: "Sequence[Candidate]") -> str:
+    """What to take, with its hours and tokens, and how it stands to one machine alone and to data parallelism."""
+    from gossamer.report.table import digits_text
+    from gossamer.run.planning.choice import ALONE, SITE_ALONE
+
+    best = choice.best
+    steps = "" if best.full_steps == 1 else f" with {best.full_steps:,} local steps"
+    beside = list[str]()
+    for words, some in (
+        ("one machine alone", [one for one in candidates if one.method == ALONE]),
+        ("one site alone", [one for one in candidates if one.method == SITE_ALONE]),
+        ("data parallelism", [one for one in candidates if one.method == "data parallel" and not one.left_out]),
+    ):
+        if some and best not in some:
+            other = min(some, key=lambda one: one.seconds_per_token)
+            faster = other.seconds_per_token / best.seconds_per_token
+            beside.append(
+                f"{faster:.{1 if faster < 9.95 else 0}f} times as fast as {words} ({digits_text(choice.hours_of(other))} h)"
+            )
+    return (
+        f"take {best.method}{steps}{_team(best)}{_codecs(best)}: {digits_text(choice.hours)} h for {choice.tokens:.3g} tokens"
+        + "".join(f", {words}" for words in beside)
+    )
+
+
+def _codecs(one: "Candidate") -> str:
+    """The codec of each direction, in words."""
+    from gossamer.run.planning.choice import ALONE, codec_words
+
+    there, _, back = codec_words(one).partition(", ")
+    if one.method == ALONE:
+        return ""
+    return f", {there} there and {back} back" if back and back != there else f", {there}"
+
+
+def _team(one: "Candidate") -> str:
+    """Who takes part, in words."""
+    n, gone = len(one.local_steps) + len(one.left_out), {*one.left_out}
+    if one.site > 1:
+        return f" between {n} sites of {one.site} workers, each of which trains as one"
+    staying = [i for i in range(n) if i not in gone]
+    if not gone:
+        return f" on all {n} workers" if n > 1 else ""
+    if len(staying) == 1:
+        return f" (worker {staying[0]})"
+    if len(gone) < len(staying):
+        return f" without {one.dropped}"
+    return f" on workers {', '.join(map(str, staying))}" if len(staying) <= 8 else f" on {len(staying)} of {n} workers"
+
+
+def _as_ddp(choice: "Pick", one: "Candidate") -> str:
+    """How data parallelism is priced, and what it takes as Gossamer itself sends."""
+    from gossamer.report.table import digits_text
+    from gossamer.run.planning.plan import BACKWARD
+
+    assert one.unhidden_round_s is not None
+    ways = {"owners": "through owners of chunks", "ring": "along a ring", "tree": "along a tree"}
+    hours = choice.hours_of(one) * one.unhidden_round_s / one.round_s
+    return (
+        f"data parallelism as DDP runs it: all-reduce {ways[one.collective]}, of which backward hides up to "
+        f"{BACKWARD:.0%} of a step; gossamer train sends after the step, in {digits_text(hours)} h"
+    )
+
+
 def _basis(choice: "Pick") -> str:
     """Where the losses are from."""
     from gossamer.run.planning.expected_loss import TOKENS_PER_PARAMETER
@@ -417,39 +485,54 @@ def _basis(choice: "Pick") -> str:
         f"{MEASURED_PARAMETERS:,} parameters, {MEASURED_WORKERS} workers, {TOKENS_PER_PARAMETER} tokens a parameter and four "
         "times as many"
     )
-    line = f"loss: {unit} above data parallelism after all tokens, 95 % interval; measured with {measured}"
+    line = (
+        f"loss: {unit} above data parallelism after all tokens, expected; ±: half of the 95 % interval of a difference; "
+        f"measured with {measured}"
+    )
     if not choice.scale.outside:
-        return f"{line}; ~: with more local steps than were measured"
+        return line
     return (
-        f"{line}. ~: {' and '.join(choice.scale.outside)} are outside of that: how methods differ there is not "
+        f"{line}. {' and '.join(choice.scale.outside)} are outside of that: how methods differ there is not "
         "known, and the lowest expectation is taken. DiLoCo's gap is that of arXiv 2503.09799"
     )
 
 
-def _print_choice(choice: "Pick") -> None:
+def _print_choice(made: "RunPlan", choice: "Pick") -> None:
     from gossamer.report.table import digits_text
+    from gossamer.run.planning.choice import more_steps_would_help
 
     best = choice.best
-    left = f"dropping {best.dropped} (slowest): " if best.dropped else ""
+    left = f"dropping {best.dropped} (slowest): " if best.dropped and best.trained_as == best.method else ""
     steps = f"{best.full_steps} local step{'s' if best.full_steps > 1 else ''}"
+    sends = f"{best.round_bytes / 1e6:.4g} MB and " if best.round_bytes else ""
     print_sentence(
-        f"chosen: {left}{best.method}, {steps}, codec {best.codec}: {best.round_bytes / 1e6:.4g} MB and "
-        f"{best.round_s:.4g} s a round, {digits_text(choice.hours)} h"
+        f"chosen: {left}{best.method}, {steps}{_codecs(best)}: {sends}{best.round_s:.4g} s a round, "
+        f"{digits_text(choice.hours)} h"
     )
     if not choice.whole_round(best):
         print_sentence(
             f"no method ends a round in that time, and a run has one at least: {digits_text(best.round_s / 3600)} h; give more "
             "--tokens or --hours, or fewer --local-steps"
         )
+    if best.full_steps >= max(made.options.local_steps) and more_steps_would_help(choice, best):
+        print_sentence(
+            f"more than {best.full_steps:,} local steps, the most that were tried, are expected to end lower: --local-steps "
+            f"{best.full_steps},{2 * best.full_steps} tries them"
+        )
     if best.fewer:
         print_sentence(
             f"{best.fewer} of {best.full_steps} local steps, so that nobody waits; what fewer steps learn counts less"
         )
+    if best.site > 1:
+        print_sentence(
+            f"in a site, {best.site} workers train as one, in data parallelism or under FSDP2: gossamer train --shards "
+            f"{best.site}"
+        )
     if best.left_out:
-        echo("text that only the dropped have is lost; --keep-all plans with everybody")
+        echo("text that only the others have is lost; --keep-all plans with everybody")
     if choice.undecided:
         print_sentence(
-            f"not decided between this and {choice.undecided_in_words}: the lowest expectation is taken, within 0.005 nats "
+            f"cannot be told apart from {choice.undecided_in_words}: the lowest expectation is taken, within 0.005 nats "
             "the fastest"
         )
     echo("another method is taken with --method NAME; --all shows every candidate")

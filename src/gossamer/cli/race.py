@@ -1,8 +1,9 @@
 """The race of a plan's shortlist, for `gossamer plan --race`."""
 
+import math
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -10,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from cyclopts import Parameter
 
 from gossamer.cli.compare import Earlier, folders_of, trained
-from gossamer.cli.output import working
 from gossamer.cli.run_file_options import runs_at_a_time
 from gossamer.cli.tables import print_table
 from gossamer.cli.watch import Watchable
 from gossamer.errors import ConfigError
-from gossamer.record.progress import echo
+from gossamer.record.progress import echo, say
 
 if TYPE_CHECKING:
     from gossamer.report.paired import Standing
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from gossamer.run.planning.choice import Candidate, Pick
     from gossamer.run.planning.plan import RunPlan
 
-_SEEDS, _SHARE = 3, 0.8
-"""Seeds that must fit, and the share of the minutes that may be filled by estimate."""
+_SEEDS, _SHARE, _TIMED = 3, 0.8, 2
+"""Seeds that must fit, the share of the minutes that may be filled by estimate, and how often a step is timed."""
 _TOGETHER, _START_S, _ROUND_S = 0.7, 1.5, 0.01
 """What a step of one replica of several takes of one on its own; seconds of a run before its first step; those of an exchange."""
 
@@ -81,15 +81,29 @@ class Race(NamedTuple):
         found = self.planned_standing
         return self.choice if found is None or found.may_be_best(self.choice) else found.best
 
+    @property
+    def seconds(self) -> float:
+        """The time of the network that each candidate has: whole rounds of the choice."""
+        return self.rounds(self.choice) * self.candidates[self.choice].round_s
+
     def rounds(self, label: str) -> int:
-        """The rounds of a candidate's run."""
-        row = next(row for row in self.text["variant"] if row["label"] == label)
-        return row["run"]["steps"] // self.candidates[label].full_steps
+        """The rounds of a candidate's run, with the last one."""
+        return self._run(label)["steps"] // self.candidates[label].full_steps
+
+    def last(self, label: str) -> tuple[int, ...]:
+        """The inner steps of each worker in the last round."""
+        return tuple(self._run(label).get("last_local_steps", self.candidates[label].local_steps))
 
     def tokens(self, label: str) -> int:
         """What a candidate's run reads."""
         data = self.text["data"]
-        return self.rounds(label) * sum(self.candidates[label].local_steps) * data["seq_len"] * data["batch_size"]
+        one = self.candidates[label]
+        steps = (self.rounds(label) - 1) * one.taken + one.site * sum(self.last(label))
+        return steps * data["seq_len"] * data["batch_size"]
+
+    def _run(self, label: str) -> dict[str, Any]:
+        """The settings of a candidate's run."""
+        return next(row["run"] for row in self.text["variant"] if row["label"] == label)
 
 
 def race(
@@ -108,12 +122,20 @@ def race(
     from gossamer.report.page.page import write_pages
     from gossamer.report.results import read_results
     from gossamer.run.config.experiment_file import points
-    from gossamer.run.experiments.race import FILE, MOST_SEEDS, carried_over, label_of, opened_race, race_standings
+    from gossamer.run.experiments.race import (
+        FILE,
+        MOST_SEEDS,
+        carried_over,
+        label_of,
+        opened_race,
+        race_standings,
+        with_alone,
+    )
     from gossamer.run.planning.choice import shortlist
     from gossamer.run.planning.expected_loss import LossScale
     from gossamer.settings.schema import build
 
-    began, some = time.monotonic(), shortlist(choice, candidates)
+    began, some = time.monotonic(), with_alone(made, shortlist(choice, candidates))
     assert asked.race is not None
     if len(some) < 2:
         raise ConfigError(
@@ -156,8 +178,8 @@ def race(
     if standing is None:
         return found
     step_tokens = made.workers * text["data"]["seq_len"] * text["data"]["batch_size"]
-    tokens, seconds = found.tokens(found.choice), found.rounds(found.choice) * raced[found.choice].round_s
-    scale = LossScale(parameters, made.workers, tokens, 256, steps=tokens / step_tokens, seconds=seconds)
+    tokens = found.tokens(found.choice)
+    scale = LossScale(parameters, made.workers, tokens, 256, steps=tokens / step_tokens, seconds=found.seconds)
     return found._replace(planned_standing=carried_over(losses, raced, choice, scale))
 
 
@@ -171,8 +193,7 @@ def _begun(
     from gossamer.run.experiments.race import courses, document, written_race
 
     _must_be_new(folder)
-    with working("timing an inner step"):
-        course = _fitting(courses(made, some), made, seconds, jobs)
+    course = _fitting(courses(made, some), made, seconds, jobs)
     text = document(course, made, made.options.source)
     for run in points(text):
         resolve(run.config)
@@ -191,8 +212,10 @@ def _must_be_new(folder: Path) -> None:
         )
 
 
-def _fitting(ways: "Sequence[Course]", made: "RunPlan", seconds: float, jobs: int) -> "Course":
+def _fitting(ways: "Iterable[Course]", made: "RunPlan", seconds: float, jobs: int) -> "Course":
     """The largest way of which three seeds fit the seconds, by the measured seconds of an inner step of each model.
+
+    Args: the smallest of the ways comes first.
 
     Raises: ConfigError where not even the smallest fits.
     """
@@ -201,13 +224,20 @@ def _fitting(ways: "Sequence[Course]", made: "RunPlan", seconds: float, jobs: in
     from gossamer.run.config.experiment_file import points
     from gossamer.run.config.resolve import settings_of
     from gossamer.run.experiments.race import document
+    from gossamer.run.worker.numerics import using_threads
     from gossamer.run.worker.step_time import step_time
+    from gossamer.transport.processes.launch import available_cores
 
-    step_s, found = dict[int, float](), ways[-1]
-    for way in reversed(ways):  # the smallest first, so that the large ones are only timed where they may fit
+    step_s, found = dict[int, float](), None
+    for way in ways:  # a model is only timed where the next smaller way fits
         if way.parameters not in step_s:
+            say(f"timing an inner step of a model of {way.parameters:,} parameters")
             (run, *_) = points(document(way, made, made.options.source, compiled=False))
-            step_s[way.parameters] = step_time(settings_of(run.config), 0, torch.device("cpu"), test_s=0.2).seconds
+            settings, device = settings_of(run.config), torch.device("cpu")
+            # With the threads of a run of the race, and the least of several, as other processes may have had the cores.
+            with using_threads(max(1, available_cores() // jobs)):
+                took_s = [step_time(settings, 0, device, test_s=0.2).seconds for _ in range(_TIMED)]
+            step_s[way.parameters] = min(took_s)
         takes = (
             _SEEDS
             / min(jobs, _SEEDS * len(way.entrants))
@@ -216,15 +246,17 @@ def _fitting(ways: "Sequence[Course]", made: "RunPlan", seconds: float, jobs: in
                 for one in way.entrants
             )
         )
-        if takes <= _SHARE * seconds:
-            found = way
-            continue
-        if way is ways[-1]:
-            raise ConfigError(
-                f"--race got {seconds / 60:g} minutes, and {_SEEDS} seeds of {len(way.entrants)} candidates take about "
-                f"{takes / _SHARE / 60:.2g} at the least here; give as many"
-            )
-        break
+        if takes > _SHARE * seconds:
+            if found is None:
+                minutes, first = math.ceil(takes / _SHARE / 60), way.entrants[0]
+                raise ConfigError(
+                    f"--race got {seconds / 60:g} minutes, and {_SEEDS} seeds of {len(way.entrants)} candidates take about "
+                    f"{minutes:,} minutes here, as {first.label} needs {first.rounds} rounds to have learnt something; give "
+                    f"{minutes:,}, or fewer --local-steps"
+                )
+            break
+        found = way
+    assert found is not None, "there is a way for each model"
     return found
 
 
@@ -238,6 +270,7 @@ def race_facts(found: Race) -> dict[str, Any]:
             "label": label,
             "chosen": label == found.choice,
             "rounds": found.rounds(label),
+            "last_local_steps": found.last(label),
             "round_s": one.round_s,
             "tokens": found.tokens(label),
             "losses": found.losses[label],
@@ -265,9 +298,8 @@ def print_race(found: Race) -> None:
 
     standing, n = found.standing, len(found.seeds)
     echo()
-    horizon_s = max(found.rounds(label) * one.round_s for label, one in found.candidates.items())
     echo(
-        f"race of {len(found.candidates)} candidates over {digits_text(horizon_s / 3600)} h of the network, with a model of "
+        f"race of {len(found.candidates)} candidates over {digits_text(found.seconds / 3600)} h of the network, with a model of "
         f"{found.parameters:,} parameters on '{found.text['data']['source']}', {n} seed{'s' * (n != 1)}"
     )
     for label, why in found.left.items():
@@ -283,7 +315,9 @@ def print_race(found: Race) -> None:
         gap = "lowest" if label == standing.best else "diverged"
         if stands is not None:
             gap = f"{stands.mean:+.4f}" + ("" if stands.half is None else f" ± {stands.half:.4f}")
-        sizes = (str(found.rounds(label)), f"{one.round_s:.4g}", f"{found.tokens(label):.3g}")
+        part = max(found.last(label)) / one.full_steps
+        rounds = str(found.rounds(label)) if part == 1 else f"{found.rounds(label) - 1 + part:.2f}"
+        sizes = (rounds, f"{one.round_s:.4g}", f"{found.tokens(label):.3g}")
         rows.append((label, *sizes, f"{means[label]:.4f}", gap))
     headings = ("candidate", "rounds", "s a round", "tokens", "loss", "above the lowest")
     print_table(headings, rows, bold=labels.index(standing.best))

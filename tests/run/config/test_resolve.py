@@ -115,6 +115,16 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         Combination(rule=dilocox(adapt_every=2), topology=complete(4), weigh_steps=True),
         ["'dilocox' with adapt_every = 2", "run.weigh_steps"],
     ),
+    "a last round of fewer steps": (
+        Combination(driver="train", rule=diloco(), topology=complete(4), local_steps=4, last_local_steps=2),
+        ["run.last_local_steps is 2", "a simulation in rounds", "whole rounds"],
+    ),
+    "a last round without a step for each stop": (
+        Combination(
+            rule=diloco(), topology=complete(4), local_steps=4, last_local_steps=(2, 1), schedule=Schedule(fragments=2)
+        ),
+        ["run.last_local_steps is (2, 1)", "2 parts of the model"],
+    ),
     "a rule that adapts in somebody else's loop": (
         Combination(driver="library", rule=dilocox(adapt_every=2), topology=complete(4)),
         ["'dilocox' with adapt_every = 2", "Outer"],

@@ -1,7 +1,9 @@
 """Races of a plan's shortlist: what each candidate gets, at the price of the planned model, and the command to its verdict."""
 
 import json
+import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,12 @@ import pytest
 from gossamer.cli import main
 from gossamer.errors import ConfigError
 from gossamer.models.sizes import ModelConfig
-from gossamer.network.links import Network, times_as_fast
+from gossamer.network.links import Network, Route, Site, times_as_fast
 from gossamer.report.paired import standing
 from gossamer.report.results import PointResult, read_results
 from gossamer.run.config.experiment_file import points
-from gossamer.run.config.run_file import parse
+from gossamer.run.config.resolve import resolve
+from gossamer.run.config.run_file import dump, parse
 from gossamer.run.experiments import processes, race
 from gossamer.run.experiments.race import carried_over
 from gossamer.run.planning.candidates import USUAL, choose_among, price_recipes
@@ -55,14 +58,62 @@ def test_every_candidate_gets_the_rounds_that_its_price_fits_into_the_time_of_th
     first = course.entrants[0]
     assert course.tokens_of(first) == pytest.approx(20 * 139_584, rel=0.1) and first.candidate == some[0]
     for one in course.entrants:
-        spent_s = one.rounds * one.candidate.round_s
-        assert spent_s <= course.horizon_s * (1 + 1e-6) < spent_s + one.candidate.round_s
+        whole_s = (one.rounds - (one.last != one.candidate.local_steps)) * one.candidate.round_s
+        assert whole_s <= course.horizon_s * (1 + 1e-6) < whole_s + one.candidate.round_s
         assert one.steps == one.rounds * one.candidate.full_steps
     text = race.document(course, made, "stdlib", compiled=False)
     for run, one in zip(points(text, seeds=[3]), course.entrants, strict=True):
         assert run.config.rounds == one.rounds and run.config.inner.schedule == "cosine"
+        assert sum(resolve(run.config).worker_tokens) == course.tokens_of(one)
         assert run.config.inner.warmup_steps == max(1, round(one.steps / 5)) and run.label == f"{one.label} seed=3"
         assert [run.config.local_steps_of(i) for i in range(run.config.workers)] == [*one.candidate.local_steps]
+
+
+def test_a_candidate_whose_whole_rounds_leave_time_has_a_shorter_last_one_that_fits_as_priced(planned: Any) -> None:
+    made, _, some = planned
+    course = race.course_of(made, some, race.SMALL, 20)
+    parts = [one for one in course.entrants if one.last != one.candidate.local_steps]
+    assert parts and course.entrants[0] not in parts, "the time is that of whole rounds of the choice"
+    runs = {run.method: run.config for run in points(race.document(course, made, "stdlib", compiled=False))}
+    for one in course.entrants:
+        steps = one.candidate.full_steps
+        step_s = 2 * 0.8  # of the slowest, and a second one as no more than whole steps fit
+        idle_s = course.horizon_s - one.seconds
+        assert idle_s >= -1e-6 * course.horizon_s
+        if one in parts:
+            assert idle_s <= step_s and 1 <= max(one.last) < steps
+            (whole,) = examine_run(runs[one.label]).networks
+            text = tomllib.loads(dump(runs[one.label]))
+            text["run"] = {"steps": 8 * max(one.last), "local_steps": list(one.last)}
+            (short,) = examine_run(parse(text)).networks
+            assert whole.round_s is not None and short.round_s is not None
+            there_s = (one.rounds - 1) * whole.round_s + short.round_s
+            assert there_s == pytest.approx(course.horizon_s, rel=0.03), one.label
+
+
+def test_one_machine_and_one_site_alone_are_in_every_race(planned: Any) -> None:
+    made, _, some = planned
+    labels = [one.label for one in race.course_of(made, race.with_alone(made, some), race.SMALL, 20).entrants]
+    assert sum("one machine alone" in label for label in labels) == 1
+    sites = {"a": Site(workers=(0, 1)), "b": Site(workers=(2, 3))}
+    network = replace(SLOW, sites=sites, routes=(Route(between=("a", "b"), latency_s=0.02, bandwidth_bps=1e7),))
+    made = plan(network, ModelConfig(size="1m"), PlanSettings(codecs=made.options.codecs, local_steps=(15,)))
+    names = [one.method for one in race.with_alone(made, [made.best])]
+    assert names[-2:] == ["one machine alone", "one site alone"]
+    course = race.course_of(made, race.with_alone(made, [made.best]), race.SMALL, 5)
+    runs = points(race.document(course, made, str(TEXT), compiled=False))
+    assert [run.config.workers for run in runs][-2:] == [1, 2]
+    assert not any(examine_run(run.config).refused.get("simulate") for run in runs)
+    first = next(iter(race.courses(made, [made.best, *(one for one in made.candidates if one.full_steps == 15)][:4])))
+    assert len(first.entrants) + len(first.left) >= 4 and "minutes" in next(iter(first.left.values()))
+
+
+def test_no_way_to_race_is_so_short_that_nothing_is_learnt(planned: Any) -> None:
+    made, _, some = planned
+    for way in race.courses(made, some):
+        first = way.entrants[0]
+        assert way.parameters >= 139_584 and way.tokens_of(first) >= 0.9 * 5 * way.parameters, way
+        assert first.label == race.label_of(some[0])
 
 
 @pytest.mark.parametrize("has", [True, False])
@@ -228,7 +279,8 @@ def test_minutes_in_which_nothing_fits_are_refused_with_what_it_would_take(
     small_race[small_race.index("--race") + 1] = "1e-6"
     assert main(small_race) == 2
     said = capsys.readouterr().err
-    assert "--race got 1e-06 minutes, and 3 seeds of" in said and "give as many" in said
+    assert "--race got 1e-06 minutes, and 3 seeds of" in said
+    assert re.search(r"candidates take about (\d+) minutes here, .* give \1, or fewer", said), said
     assert not Path("runs").exists()
 
 

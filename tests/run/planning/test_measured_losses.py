@@ -66,4 +66,8 @@ def test_what_was_measured_with_one_number_of_local_steps_stands_to_diloco_in_lo
     own, diloco = ([a - b for a, b in zip(some, least, strict=True)] for some in losses)
     long = relative("local_sgd", 30)[1]
     assert long.by_seed == pytest.approx([nats / fmean(diloco) for nats in own]) and long.beyond == 0
-    assert relative_losses("local_sgd", 60) is None, "how it changes with its local steps nobody knows"
+    for there, more, few in zip(*(relative_losses("local_sgd", steps) or () for steps in (30, 60, 5)), strict=True):
+        assert fmean(more.by_seed) > fmean(there.by_seed) == pytest.approx(fmean(few.by_seed)), (
+            "as DiLoCo does, or not at all"
+        )
+        assert more.beyond > there.beyond == 0 < few.beyond, "which is doubt"

@@ -18,9 +18,9 @@ from gossamer.run.config.document import with_settings
 from gossamer.run.config.recipes import recipes
 from gossamer.run.config.resolve import run_faults as faults_of
 from gossamer.run.config.run_file import parse
-from gossamer.run.planning.candidates import PLANNED, USUAL, price_recipes
+from gossamer.run.planning.candidates import PLANNED, SEVERAL, USUAL, price_recipes, recipe_toml
 from gossamer.run.planning.check import examine_run
-from gossamer.run.planning.plan import PlanSettings, RunPlan, matched_steps, plan, quicker_collective, run_toml
+from gossamer.run.planning.plan import PlanSettings, RunPlan, matched_steps, plan, run_toml
 from gossamer.run.simulated.simulate import simulate
 
 TINY = ModelConfig(size="0.2m")
@@ -49,7 +49,7 @@ def test_a_plan_says_what_the_formulas_say() -> None:
     assert one.utilisation == pytest.approx(15 / one.round_s)
     assert one.seconds_per_token == pytest.approx(one.round_s / (8 * 30 * 128 * 8))
     parallel = of(made, "data parallel", 1)
-    assert parallel.round_s == pytest.approx(0.5 + 7 / 4 * payload_bits / 25e6, rel=1e-4)
+    assert parallel.unhidden_round_s == pytest.approx(0.5 + 7 / 4 * payload_bits / 25e6, rel=1e-4)
 
 
 def test_a_straggler_takes_fewer_steps_and_nobody_waits_for_it() -> None:
@@ -115,9 +115,9 @@ def test_the_step_time_follows_from_flops_where_nothing_gives_it() -> None:
     ("act", "sentence"),
     [
         (lambda: planned(EVEN), r"none is given beside its \['downlink_bps'.*; give the number of workers"),
-        (lambda: planned(EVEN, workers=1), "a plan for 1 workers"),
-        (lambda: planned(EVEN, workers=100_001), "from 2 to 100000; choose"),
-        (lambda: planned(CHANGING, workers=2001), "from 2 to 2000 where links are shared or change; choose"),
+        (lambda: planned(EVEN, workers=0), "a plan for 0 workers"),
+        (lambda: planned(EVEN, workers=100_001), "from 1 to 100000; choose"),
+        (lambda: planned(CHANGING, workers=2001), "from 1 to 2000 where links are shared or change; choose"),
         (lambda: planned(EVEN, workers=2, tokens=1e9, hours=2.0), "tokens is 1e[+]09 and hours is 2; give one of them"),
         (lambda: planned(EVEN, workers=2, local_steps=[0]), r"local_steps is \[0\]"),
         (lambda: planned(EVEN, workers=2, codecs={"x": 0.0}), "the size of codec 'x' is 0.0"),
@@ -154,7 +154,8 @@ def test_a_plan_is_the_same_whether_its_means_are_priced_one_message_at_a_time_o
 
 
 def test_two_workers_have_no_second_peer() -> None:
-    assert {c.method for c in planned(EVEN, workers=2).candidates} == {"data parallel", "DiLoCo", "GASLoC 1-Peer"}
+    methods = {c.method for c in planned(EVEN, workers=2).candidates}
+    assert methods == {"data parallel", "DiLoCo", "GASLoC 1-Peer", "one machine alone"}
 
 
 @pytest.mark.parametrize("method", ["data parallel", "DiLoCo", "GASLoC 2-Peer", "GASLoC 1-Peer"])
@@ -175,7 +176,7 @@ def test_the_run_that_was_planned_starts_as_it_is_and_sends_what_was_planned(tmp
 
 
 def test_gossamer_plan_prints_a_table_and_writes_a_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "net.toml").write_text("uplink_bps = 25e6\ndownlink_bps = 25e6\nstep_s = 0.5\n")
+    (tmp_path / "net.toml").write_text("uplink_bps = 4e6\ndownlink_bps = 4e6\nstep_s = 0.5\n")
     words = ["plan", str(tmp_path / "net.toml"), "--model", "0.2m", "--workers", "4", "--codec", "int8"]
     assert main([*words, "--all", "--out", str(tmp_path / "run.toml")]) == 0
     said = capsys.readouterr().out
@@ -183,7 +184,15 @@ def test_gossamer_plan_prints_a_table_and_writes_a_run_file(tmp_path: Path, caps
     assert recipes().keys() - PLANNED.keys() <= named, "every method has a price, or a reason why it has none"
     assert "no price: snoo: it is for 1 worker" in said and "…" not in said
     assert "192,960 parameters, 4 workers with inner steps of 8 x 128 tokens, 3.859e+06 tokens, 20 a parameter" in said
-    assert "chosen: " in said and " local steps, codec int8: " in said and "not measured" in said
+    first, *_ = said.splitlines()
+    assert (
+        first.startswith("take ")
+        and " h for 3.86e+06 tokens, " in first
+        and " times as fast as one machine alone" in first
+    )
+    assert "times as fast as data parallelism (" in first and "~" not in said
+    assert "chosen: " in said and " local steps, int8 there and bf16 back: " in said and "not measured" in said
+    assert "they are the same with any --model" in said
     assert parse(tomllib.loads((tmp_path / "run.toml").read_text())).workers == 4
     assert "it reads bytes" not in said
     words += ["--method", "diloco"]
@@ -242,8 +251,9 @@ def test_a_plan_takes_the_method_that_is_named_and_its_run_file_can_start(
         assert not faults_of(parse(document)) and document["network"]["planned"]["step_s"] == 0.5
     assert chosen["gasloc"]["method"] == "GASLoC 1-Peer" and chosen["sgp"]["local_steps"] == [1] * 4
     streaming = chosen["streaming_diloco"]
-    assert streaming["local_steps"] == [30] * 4, "the only ones of which the loss is known"
-    config = parse(with_settings({"workers": 4, "model": {"size": "0.2m"}}, {"method": "streaming_diloco"}))
+    assert streaming["local_steps"] == [15] * 4, "the fewest in which its messages are hidden"
+    own = {"workers": 4, "model": {"size": "0.2m"}, "run": {"local_steps": 15}}
+    config = parse(with_settings(own, {"method": "streaming_diloco"}))
     assert streaming["round_bytes"] == pytest.approx(examine_run(config).sent_bytes)
     for method, sentence in (("gpa", "has no price here: it is for 1 worker"), ("sgpp", "did you mean 'sgp'")):
         assert main([*words, "--method", method]) == 2
@@ -261,7 +271,7 @@ def test_streaming_diloco_is_priced_without_a_slow_worker_too_and_its_run_file_l
     assert main([*words, "--json", "--out", str(out)]) == 0
     planned = json.loads(capsys.readouterr().out)
     chosen = planned["chosen"]
-    assert (chosen["method"], chosen["left_out"], chosen["local_steps"]) == ("streaming_diloco", [2], [30] * 3)
+    assert (chosen["method"], chosen["left_out"], chosen["local_steps"]) == ("streaming_diloco", [2], [5] * 3)
     run = parse(tomllib.loads(out.read_text()))
     assert run.workers == 3 and "# Without worker 2 of the planned network, whose own text is lost" in out.read_text()
     (network,) = examine_run(run).networks
@@ -280,8 +290,42 @@ def test_streaming_diloco_is_priced_without_a_slow_worker_too_and_its_run_file_l
 def test_of_many_workers_streaming_diloco_is_priced_with_those_of_the_choice_alone() -> None:
     network = Network(uplink_bps=(*[25e6] * 16, 1e5), downlink_bps=25e6, step_s=0.5)
     made = plan(network, ModelConfig(size="0.2m"), PlanSettings(local_steps=(30,)))
-    assert {one.left_out for one in made.candidates} == {(), (16,)} and made.best.left_out == (16,)
+    together = [one for one in made.candidates if one.method != "one machine alone"]
+    assert {one.left_out for one in together} == {(), (16,)} and made.best.left_out == (16,)
     assert {one.left_out for one in price_recipes(made, USUAL).candidates} == {(16,)}
+
+
+def test_streaming_muon_and_sparse_messages_are_tried_with_all_local_steps_and_muon_has_seconds_of_its_own() -> None:
+    made = planned(EVEN, workers=4, local_steps=[15, 60], codecs={"bf16": 16.0, "fp4": 4.25})
+    tried: dict[str, set[tuple[str, str | None, int]]] = {}
+    for name in SEVERAL:
+        found = price_recipes(made, name).candidates
+        tried[name] = {(one.codec, one.back, one.full_steps) for one in found}
+        known = {one.full_steps: own.nats for one in found if (own := one.penalty(made.choice.scale)) is not None}
+        assert known[60] > known[15], "what DiLoCo loses more with more of them"
+    assert tried["streaming_diloco"] == {("fp4", "bf16", 15), ("fp4", "bf16", 60)}
+    assert tried["sparseloco"] == {("topk2bit", None, 15), ("topk2bit", None, 60)}
+    assert tried["muloco"] == {
+        (codec, back, steps) for codec, back in (("bf16", "bf16"), ("fp4", None)) for steps in (15, 60)
+    }
+    (muon,) = (one for one in price_recipes(made, "muloco").candidates if (one.codec, one.full_steps) == ("bf16", 60))
+    (adamw,) = (one for one in made.candidates if (one.name, one.codec, one.full_steps) == ("DiLoCo", "bf16", 60))
+    small, wide = [64 * 64] * 4, [64 * 192] * 3  # of each of three layers
+    flops = 3 * sum(5 * (4 * 64 * size + 2 * 64**3) for size in (*small, *wide))
+    more_s = 60 * 0.5 * flops / (6 * made.parameters * 1024)
+    assert muon.round_s == pytest.approx(adamw.round_s + more_s, rel=1e-4) and more_s > 1
+    written = parse(tomllib.loads(recipe_toml(made, muon, name="muon", run={})))
+    assert written.codec.name == "bf16" and examine_run(written).networks[0].round_s == pytest.approx(muon.round_s)
+
+
+def test_a_plan_says_when_more_local_steps_than_it_tried_would_end_lower(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "net.toml").write_text("uplink_bps = 3e6\ndownlink_bps = 3e6\nstep_s = 0.5\n")
+    words = ["plan", str(file), "--workers", "8", "--model", "134m", "--method", "gasloc", "--local-steps"]
+    for steps, helps in (("30,60", True), ("30,60,4000", False)):
+        assert main([*words, steps]) == 0
+        assert ("local steps, the most that were tried, are expected to end lower" in capsys.readouterr().out) == helps
 
 
 def test_gossamer_utilisation_prints_the_published_bandwidths_and_draws(
@@ -359,11 +403,19 @@ def test_numbers_that_cannot_be_are_refused_in_one_sentence(words, part, tmp_pat
     assert told.count("\n") == 1 and part in told, told
 
 
-def test_between_sites_data_parallelism_along_a_ring_is_told_and_on_an_even_network_nothing_is() -> None:
-    assert quicker_collective(planned(EVEN, workers=8, local_steps=(30,))) is None
+def test_data_parallelism_takes_the_quickest_way_and_backward_hides_two_thirds_of_a_step_of_it() -> None:
+    (even,) = (c for c in planned(EVEN, workers=8, local_steps=[30]).candidates if c.method == "data parallel")
+    all_reduce_s = 7 / 4 * 32 * 192_960 / 25e6
+    assert even.unhidden_round_s == pytest.approx(0.5 + all_reduce_s, rel=1e-4)
+    assert even.round_s == pytest.approx(0.5 + all_reduce_s - 2 / 3 * 0.5, rel=1e-4)
+    assert even.utilisation == pytest.approx(0.5 / even.round_s)
+    fast = replace(EVEN, uplink_bps=1e9, downlink_bps=1e9)
+    assert of(planned(fast, workers=8, local_steps=[30]), "data parallel", 1).round_s == pytest.approx(0.5)
     sites = read_network(Path(__file__).parents[3] / "configs" / "networks" / "two_sites.toml")
     settings = PlanSettings(local_steps=(30,))
-    made, along = (plan(replace(sites, mean=mean), ModelConfig(size="134m"), settings) for mean in ("owners", "ring"))
-    ours, ringed = (of(each, "data parallel", 1) for each in (made, along))
-    assert quicker_collective(made) == ("ring", made.choice.hours_of(ringed))
-    assert made.choice.hours_of(ringed) < 0.5 * made.choice.hours_of(ours)
+    found = [plan(replace(sites, mean=m), ModelConfig(size="134m"), settings) for m in ("owners", "ring")]
+    ours, along = (of(each, "data parallel", 1) for each in found)
+    assert ours.collective == along.collective == "ring" and ours.round_s == pytest.approx(along.round_s)
+    owners_s, ring_s = ours.unhidden_round_s, along.unhidden_round_s
+    assert owners_s and ring_s and ring_s < 0.5 * owners_s, "as the network file says that means are carried"
+    assert ours.round_s == pytest.approx(ring_s - 2 / 3 * 0.5)

@@ -164,6 +164,31 @@ def test_uneven_local_steps_and_non_iid_shards_train_and_compute_each_worker_its
     assert final["disagreement"] > 0 and len(set(final["worker_losses"])) == 3
 
 
+def test_the_last_round_may_have_fewer_steps_stopped_batched_or_at_once(tmp_path):
+    config = single(run__steps=12, run__local_steps=[4, 4, 2], run__last_local_steps=[1, 3, 2])
+    batched = single(
+        run__steps=12,
+        run__local_steps=[4, 4, 2],
+        run__last_local_steps=[1, 3, 2],
+        run__batched=2,
+        inner__optimizer="sgd",
+    )
+    simulate(config, tmp_path / "whole")
+    simulate(batched, tmp_path / "batched")
+    for folder in ("whole", "batched"):
+        assert read_trace(tmp_path / folder).steps.tolist() == [[4, 4, 2], [4, 4, 2], [1, 3, 2]]
+    last = read_metrics(tmp_path / "whole")[-1]
+    assert last["tokens"] == sum(resolve(config).worker_tokens) == 26 * config.step_tokens
+    simulate(config, tmp_path / "parts", until=2)
+    simulate(config, tmp_path / "parts", resume=True)
+    assert same_run(tmp_path / "whole", tmp_path / "parts", config)
+    for last, words in ((5, "no worker takes more steps"), ([1, 2], "has 2 entries for 3 workers")):
+        with pytest.raises(ConfigError, match=words):
+            single(run__local_steps=[4, 4, 2], run__steps=12, run__last_local_steps=last)
+    with pytest.raises(ConfigError, match=r"run\.last_local_steps is 1, and 2 parts"):
+        resolve(tiny(run__local_steps=4, run__steps=8, run__last_local_steps=1, schedule__fragments=2))
+
+
 def test_training_lowers_the_loss_on_text_that_was_held_out(tmp_path):
     config = single(
         run__steps=30, run__local_steps=5, run__eval_every=5, inner__lr=8e-3, data__batch_size=8, data__seq_len=32

@@ -2,6 +2,11 @@
 
 from gossamer.rounds.compatibility.combination import Incompatibility
 
+
+def _numbers(steps: int | tuple[int, ...]) -> tuple[int, ...]:
+    return steps if isinstance(steps, tuple) else (steps,)
+
+
 ADAPTING = (
     Incompatibility(
         "adapt and a rule that adapts",
@@ -58,5 +63,27 @@ ADAPTING = (
             "schedule.sends"
         ),
     ),
+    Incompatibility(
+        "a last round of fewer steps",
+        lambda c: (
+            c.last_local_steps is not None
+            and (c.driver != "simulate" or c.asynchronous or c.elastic or bool(c.adapt) or c.rule.adapted is not None)
+        ),
+        lambda c: (
+            f"run.last_local_steps is {c.last_local_steps}, which a simulation in rounds has whose local steps are fixed; "
+            "remove it, and set run.steps to whole rounds"
+        ),
+    ),
+    Incompatibility(
+        "a last round without a step for each stop",
+        lambda c: (
+            c.last_local_steps is not None
+            and min(_numbers(c.last_local_steps)) < max(c.schedule.fragments, c.schedule.sends)
+        ),
+        lambda c: (
+            f"run.last_local_steps is {c.last_local_steps}, and {max(c.schedule.fragments, c.schedule.sends)} parts of the "
+            "model are sent one after the other in each round; give each worker as many steps at least"
+        ),
+    ),
 )
-"""Conditions of `Rule.adapted` and of `Schedule.sends`."""
+"""Conditions of `Rule.adapted`, of `Schedule.sends` and of `run.last_local_steps`."""

@@ -38,6 +38,8 @@ class Combination(NamedTuple):
     schedule: Schedule = Schedule()
     local_steps: int | tuple[int, ...] | None = None
     """One number for all workers, or one per worker."""
+    last_local_steps: int | tuple[int, ...] | None = None
+    """As in `run.last_local_steps`."""
     server: str = ""
     """Name of the server."""
     regions: bool = False

@@ -268,6 +268,7 @@ def _facts(config: RunConfig, parts: UserParts, real: bool) -> tuple[Combination
         codec=codec or nothing.codec,
         schedule=config.schedule,
         local_steps=run.local_steps,
+        last_local_steps=run.last_local_steps,
         server=config.server.name if config.server else "",
         optimizer=config.inner.optimizer,
         averaging=config.inner.averaging,

@@ -86,7 +86,10 @@ class RunSettings(RunLength):
     def worker_tokens(self) -> list[int]:
         """The tokens of each worker; a run without rounds ends when all have taken as many steps together as full rounds have."""
         workers = range(self.workers)
-        steps = [self.run.steps if self.event_driven else self.rounds * self.local_steps_of(i) for i in workers]
+        steps = [
+            self.run.steps if self.event_driven else (self.rounds - 1) * self.local_steps_of(i) + self.last_steps_of(i)
+            for i in workers
+        ]
         return [one * self.step_tokens for one in steps]
 
     @property

@@ -51,6 +51,7 @@ _STACKED = ("accum_adamw", "adamw", "sgd", "spectral_muon")
 """The inner optimizers for the parameters of several replicas at once; torch's Muon takes single matrices."""
 _PER_WORKER = {
     "run.local_steps": "give one number, or one per worker",
+    "run.last_local_steps": "give one number, or one per worker",
     "run.pace_s": "give one number, or one per worker",
     "data.shards": "name a source for every worker",
 }
@@ -97,6 +98,8 @@ class LoopSettings:
     simulation takes the virtual time of `events.network`."""
     local_steps: Count | Annotated[tuple[Count, ...], Field(min_length=1)] = 15
     """Inner steps between two exchanges (H); one number for all, or one per worker."""
+    last_local_steps: Count | Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
+    """The same of the last round of a simulation, where it ends early: at most as many as of the others."""
     adapt: bool | str = False
     """Whether each worker takes as many local steps as fit its speed and its link (H_i), measured while the run goes on;
     each begins with local_steps, and none exceeds the largest of them. The simulator also accepts, in place of true, the
@@ -199,6 +202,13 @@ class RunLength:
         h = self.run.local_steps
         return h[worker] if isinstance(h, tuple) else h
 
+    def last_steps_of(self, worker: int) -> int:
+        """Inner steps of one worker in the last round."""
+        h = self.run.last_local_steps
+        if h is None:
+            return self.local_steps_of(worker)
+        return h[worker] if isinstance(h, tuple) else h
+
 
 @settings("", also=("method", *EXPERIMENT))
 class RunConfig(RunLength):
@@ -240,6 +250,14 @@ class RunConfig(RunLength):
             value = attrgetter(key)(self)
             if isinstance(value, tuple) and len(value) != self.workers:
                 yield (f"{key} has {len(value)} entries for {self.workers} workers; {advice}")
+        last = self.run.last_local_steps
+        if not isinstance(last, tuple) or len(last) == self.workers:
+            most = [self.run.local_steps] if isinstance(self.run.local_steps, int) else self.run.local_steps
+            if any(self.last_steps_of(i) > most[i % len(most)] for i in range(self.workers)):
+                yield (
+                    f"run.last_local_steps is {last} and run.local_steps is {self.run.local_steps}, but no worker takes more "
+                    "steps in the last round than in the others; lower run.last_local_steps"
+                )
         yield from misfits(self.pipeline, self.model, self.data, self.workers, self.schedule)
         if self.run.batched > 1:
             yield from self._unbatched()

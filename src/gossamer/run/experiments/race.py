@@ -3,7 +3,8 @@
 A small model stands for the planned one: it has as many times fewer bytes as parameters, and every link of the network is so many
 times slower. So a round of it is priced like a round of the planned model, and all that reads a run folder, such as a report or
 `gossamer price`, shows the seconds of the planned one. All candidates get the same seconds. Each trains the whole rounds that fit
-them, and its learning rate comes down at its own last round.
+them and one more with as many local steps as fit the rest, and its learning rate comes down at its own end. One machine alone
+and, where there are sites, one site alone are always in the race.
 
 The losses are those of the small model.
 """
@@ -11,7 +12,7 @@ The losses are those of the small model.
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,14 +25,18 @@ from gossamer.optimizers.spectral_muon import is_fast_in_bf16
 from gossamer.record.whole_files import atomic_write, make_folder
 from gossamer.report.paired import Standing, standing
 from gossamer.report.results import PointResult
-from gossamer.run.config.document import load_document
+from gossamer.run.config.document import flat, load_document, with_settings
 from gossamer.run.config.experiment_file import Point
+from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.recipes import recipe
+from gossamer.run.config.resolve import resolve
+from gossamer.run.config.run_file import parse
 from gossamer.run.planning.candidates import PLANNED
-from gossamer.run.planning.choice import Candidate, Pick
+from gossamer.run.planning.check import counted
+from gossamer.run.planning.choice import ALONE, SITE_ALONE, Candidate, Pick
 from gossamer.run.planning.expected_loss import TOKENS_PER_PARAMETER, LossScale
 from gossamer.run.planning.measured_losses import measured_schedule, nearest_measured
-from gossamer.run.planning.plan import RunPlan, method_tables, network_without
+from gossamer.run.planning.plan import RunPlan, method_tables, network_of
 from gossamer.settings.schema import toml_value
 
 FILE = "race.toml"
@@ -43,11 +48,10 @@ _SIZES = (
     ModelConfig(size="1m"),
     ModelConfig(size="0.2m"),
     SMALL,
-    ModelConfig(size="0.2m", layers=1, hidden_size=32, intermediate_size=96),
 )
 """Models to race with, the largest first."""
-LENGTHS = (TOKENS_PER_PARAMETER, 10, 5, 2)
-"""Tokens a parameter that the choice reads, the most first."""
+LENGTHS = (TOKENS_PER_PARAMETER, 10, 5)
+"""Tokens a parameter that the choice reads, the most first; with fewer nothing is learnt by which methods could differ."""
 _SEQ_LEN, _SEQUENCES = 64, 32
 """Of a sequence, and of a step of all workers, of which each takes one at least: those of the measured losses."""
 _ROUNDS, _FEWEST = 8, 3
@@ -56,6 +60,9 @@ _VALIDATIONS, _VALIDATED = 8, 65_536
 """Of a run, and the tokens of each, or less: where a run is short, a tenth of its time at most is spent on them."""
 _COMPILED_FROM = 300
 """Inner steps from which compiling pays for itself."""
+_BYTES = 256
+_PLAYED, _LOOKS = 8, 4
+"""Rounds that are played for the price of a shorter one, and how often is looked for more steps that fit."""
 
 
 class Entrant(NamedTuple):
@@ -64,16 +71,21 @@ class Entrant(NamedTuple):
     label: str
     candidate: Candidate
     rounds: int
+    """With the last one, which may be shorter."""
+    last: tuple[int, ...]
+    """Inner steps of each worker in the last round."""
+    seconds: float
+    """Of the network; less than the time of the race where not one more step fits."""
 
     @property
     def steps(self) -> int:
-        """Inner steps of a worker that takes the full number."""
+        """Inner steps of a worker that takes the full number, if the last round were whole."""
         return self.rounds * self.candidate.full_steps
 
     @property
     def taken(self) -> int:
         """Inner steps of all workers together."""
-        return self.rounds * sum(self.candidate.local_steps)
+        return (self.rounds - 1) * self.candidate.taken + self.candidate.site * sum(self.last)
 
 
 class Course(NamedTuple):
@@ -110,13 +122,35 @@ def label_of(one: Candidate) -> str:
     return f"{one.name} {most if most == fewest else f'{fewest}-{most}'} {one.codec}"
 
 
-def courses(made: RunPlan, some: Sequence[Candidate]) -> list[Course]:
-    """The ways to race a shortlist, whose choice comes first: the largest model and the longest way first."""
-    found = []
-    for model in _SIZES:
-        for each in LENGTHS:
-            found.append(course_of(made, some, model, each))
-    return sorted(found, key=lambda one: -one.parameters * one.tokens)
+def alone(made: RunPlan) -> list[Candidate]:
+    """The quickest machine alone and, where there are sites, the quickest of these alone, as the plan prices them."""
+    found = list[Candidate]()
+    for method in (ALONE, SITE_ALONE):
+        own = [one for one in made.candidates if one.method == method]
+        found += [min(own, key=lambda one: one.seconds_per_token)] if own else []
+    return found
+
+
+def with_alone(made: RunPlan, some: Sequence[Candidate]) -> list[Candidate]:
+    """A shortlist, with what is alone at its end unless it is on it."""
+    return [*some, *(one for one in alone(made) if one not in some)]
+
+
+def courses(made: RunPlan, some: Sequence[Candidate]) -> Iterator[Course]:
+    """The ways to race a shortlist, whose choice comes first: the smallest model and the shortest way first.
+
+    The least of all have fewer candidates, without the last of the shortlist. The choice, the next one and what is alone stay.
+    """
+    keep = [one for one in some if one in alone(made)]
+    others = [one for one in some if one not in keep or one is some[0]]
+    for count in range(min(2, len(others)), len(others)):
+        few = [*others[:count], *(one for one in keep if one not in others[:count])]
+        yield course_of(made, few, SMALL, LENGTHS[-1])._replace(
+            left={label_of(one): "the minutes do not suffice for it" for one in others[count:]}
+        )
+    sizes = [(model, each, parameter_count(model, _BYTES)) for model in _SIZES for each in LENGTHS]
+    for model, each, _ in sorted(sizes, key=lambda one: one[1] * one[2] ** 2):
+        yield course_of(made, some, model, each)
 
 
 def course_of(
@@ -134,8 +168,9 @@ def course_of(
     batch_size = max(1, _SEQUENCES // n)
     parameters = parameter_count(model, 256)
     if horizon_s is None:
-        of_round = sum(choice.local_steps) * _SEQ_LEN * batch_size
+        of_round = choice.taken * _SEQ_LEN * batch_size
         horizon_s = max(_ROUNDS, round(tokens_per_parameter * parameters / of_round)) * choice.round_s
+    course = Course(model, parameters, _SEQ_LEN, batch_size, horizon_s, (), {})
     entrants, left = list[Entrant](), dict[str, str]()
     for one in some:
         if any(label_of(one) == entrant.label for entrant in entrants):
@@ -146,8 +181,50 @@ def course_of(
         elif own < _FEWEST:
             left[label_of(one)] = f"{own} round{'s' * (own != 1)} in that time, of which at least {_FEWEST} are needed"
         else:
-            entrants.append(Entrant(label_of(one), one, own))
-    return Course(model, parameters, _SEQ_LEN, batch_size, horizon_s, tuple(entrants), left)
+            entrants.append(_filling(course, made, one, own))
+    return course._replace(entrants=tuple(entrants), left=left)
+
+
+def _filling(course: Course, made: RunPlan, one: Candidate, rounds: int) -> Entrant:
+    """A candidate with its whole rounds in the time of a race, and a shorter one in what is left of it.
+
+    The seconds of a round with fewer steps are convex in these, so what is interpolated between two that are known is no less.
+    """
+    left_s = course.horizon_s - rounds * one.round_s
+    whole = Entrant(label_of(one), one, rounds, one.local_steps, rounds * one.round_s)
+    fewest, most = min(_fragments(one), course.model.shape.layers), one.full_steps
+    if most <= fewest:
+        return whole
+
+    def of_each(steps: int) -> tuple[int, ...]:
+        return tuple(max(fewest, own * steps // most) for own in one.local_steps)
+
+    def seconds(steps: int) -> float:
+        return _round_s(course, made, one, of_each(steps))
+
+    beyond_s = one.round_s - seconds(most)  # of a plan, whose rounds are others; the difference of two rounds is taken
+    low, low_s, high, high_s = fewest, seconds(fewest) + beyond_s, most, one.round_s
+    if low_s > left_s:
+        return whole
+    for _ in range(_LOOKS):
+        if (between := low + math.floor((left_s - low_s) / (high_s - low_s) * (high - low))) <= low:
+            break
+        low, low_s = between, seconds(between) + beyond_s
+        if low_s > left_s:  # by rounding alone
+            low, low_s = low - 1, seconds(low - 1) + beyond_s
+    return whole._replace(rounds=rounds + 1, last=of_each(low), seconds=whole.seconds + low_s)
+
+
+def _round_s(course: Course, made: RunPlan, one: Candidate, local_steps: tuple[int, ...]) -> float:
+    """The price of a round of a candidate with other local steps of each worker, as its run would be priced."""
+    short = Entrant("", one, 1, local_steps, 0.0)
+    text = _row(course, made, short) | {"run": {"steps": _PLAYED * max(local_steps), "local_steps": list(local_steps)}}
+    base = {"model": toml_value(course.model), "data": {"source": "stdlib", "seq_len": 8, "batch_size": 1}}
+    drafted = {key: value for key, value in text.items() if key != "label"}
+    run = resolve(parse(with_settings(base, flat(drafted))))
+    (priced,) = counted(run, layout_for(course.model, _BYTES), _PLAYED).networks
+    assert priced.round_s is not None, priced.note
+    return priced.round_s
 
 
 def document(
@@ -160,7 +237,7 @@ def document(
         compiled: in bf16 where that is fast on this processor, which the file keeps; unless given, where there is a compiler and
             the way is long enough.
     """
-    n, slower = made.workers, course.parameters / made.parameters
+    n = made.workers
     if compiled is None:
         longest = max(one.steps for one in course.entrants)
         compiled = longest >= _COMPILED_FROM and shutil.which(os.environ.get("CXX", "g++")) is not None
@@ -179,37 +256,42 @@ def document(
     batches = max(8, min(_VALIDATED, trained // 30) // step)
     rows = []
     for one in course.entrants:
-        own, team = one.candidate.local_steps, network_without(made.network, n, one.candidate.left_out)
+        own = one.candidate.local_steps
         run = {
             "steps": one.steps,
             "local_steps": own[0] if len({*own}) == 1 else list(own),
+            **({} if one.last == own else {"last_local_steps": list(one.last)}),
             "batched": min(8, len(own)),
             "eval_every": math.ceil(one.steps / _VALIDATIONS),
             "eval_batches": batches,
         }
-        rows.append(
-            {
-                "label": one.label,
-                **_method(one.candidate, course.model),
-                "workers": len(own),
-                **{f"inner.{key}": value for key, value in measured_schedule(one.steps).items()},
-                "run": run,
-                "network": {"planned": to_options(times_as_fast(team, slower))},
-            }
-        )
+        rows.append({**_row(course, made, one), "run": run})
     return {**base, "variant": rows}
+
+
+def _row(course: Course, made: RunPlan, one: Entrant) -> dict[str, Any]:
+    """A variant of the experiment file, but for its table `[run]`."""
+    team, site = network_of(made, one.candidate), one.candidate.site
+    return {
+        "label": one.label,
+        **_method(one.candidate, course.model),
+        "workers": len(one.candidate.local_steps),
+        **{f"inner.{key}": value for key, value in measured_schedule(one.steps).items()},
+        **({"data.batch_size": site * course.batch_size} if site > 1 else {}),
+        "network": {"planned": to_options(times_as_fast(team, course.parameters / made.parameters))},
+    }
 
 
 def _fragments(one: Candidate) -> int:
     """The fragments in which a candidate's method sends a model of many layers."""
-    return 1 if one.method in PLANNED.values() else recipe(one.method).settings.get("schedule.fragments", 1)
+    return 1 if one.trained_as in PLANNED.values() else recipe(one.method).settings.get("schedule.fragments", 1)
 
 
 def _method(one: Candidate, model: ModelConfig) -> dict[str, Any]:
     """The settings of a candidate as a variant has them; with fewer fragments where the model has fewer layers."""
-    _, tuned = nearest_measured(one.method, one.full_steps)
+    _, tuned = nearest_measured(one.trained_as, one.full_steps)
     rates = {"inner.lr": tuned.inner_lr}
-    if one.method in PLANNED.values():
+    if one.trained_as in PLANNED.values():
         return {**method_tables(one), **rates}
     outer = {f"rule.{key}": value for key in ("lr", "momentum") if (value := getattr(tuned, key)) is not None}
     fewer = {"schedule.fragments": model.shape.layers} if _fragments(one) > model.shape.layers else {}

@@ -5,15 +5,16 @@ speed. Here every method is resolved as its run file is, a few of its rounds are
 their trace is priced. All workers take the same local steps, unless the method chooses them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import tomli_w
 
 from gossamer.errors import ConfigError
-from gossamer.layout import Layout
+from gossamer.layout import Layout, Leaf
 from gossamer.models.sizes import ModelConfig
-from gossamer.network.links import to_options
+from gossamer.network.links import Network, to_options
 from gossamer.network.timeline import utilisation_in_words
 from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.recipes import Recipe, recipe, recipes
@@ -22,7 +23,8 @@ from gossamer.run.config.run_file import parse
 from gossamer.run.planning.check import counted
 from gossamer.run.planning.choice import Candidate, Pick, pick
 from gossamer.run.planning.measured_losses import MEASURED
-from gossamer.run.planning.plan import PlanSettings, RunPlan, network_without, with_tables, without_text
+from gossamer.run.planning.plan import PlanSettings, RunPlan, back_of, choosable, with_tables, without_text
+from gossamer.run.planning.teams import network_without
 from gossamer.settings.schema import toml_value
 
 PLANNED = {
@@ -34,6 +36,8 @@ PLANNED = {
 """The methods that `gossamer.run.planning.plan` prices itself, and what it calls them."""
 USUAL = "streaming_diloco"
 """The method with fragments and overlap that is chosen from as well."""
+SEVERAL = (USUAL, "muloco", "sparseloco")
+"""Methods that are tried with all local steps of a plan, and where they have no codec of their own, with all codecs."""
 
 _ROUNDS = 4
 """Rounds that are played for a price."""
@@ -51,10 +55,11 @@ class Priced(NamedTuple):
 def price_recipes(made: RunPlan, only: str | None = None, *, thorough: bool = False) -> Priced:
     """Prices every recipe for the network and model of a plan.
 
-    Each takes the local steps that its loss was measured with, else those of the plan's choice. `USUAL` is priced without the
-    workers that the plan may leave out as well; of many workers, with those of the plan's choice alone.
+    Those of `SEVERAL` take all local steps that the plan tries; all others, and of many workers these too, take those that their
+    loss was measured with, or that the plan would choose. `USUAL` is priced without the workers that the plan may leave out as
+    well; of many workers, with those of the plan's choice alone.
 
-    Args: `only` is the name of the one method to price; `thorough` is with all local steps that the plan tries as well.
+    Args: `only` is the name of the one method to price; `thorough` is with all local steps that the plan tries.
     Raises: ConfigError for a method that is not there.
     Cost: a few rounds played for each of the 60 methods, seconds in all; minutes with hundreds of workers.
     """
@@ -65,22 +70,34 @@ def price_recipes(made: RunPlan, only: str | None = None, *, thorough: bool = Fa
     layout = layout_for(made.model, made.options.vocab_size)
     few = made.workers <= _FEW
     teams = [*dict.fromkeys(((), *(one.left_out for one in made.candidates)))] if few else [made.best.left_out]
+    teams = [one for one in teams if made.workers - len(one) > 1] or [()]
+    between = [one for one in made.candidates if one.full_steps > 1] or made.candidates
+    usual_steps = pick(between, made.choice.scale, made.options.hours).best.full_steps
     for name, one in recipes().items():
         if name in PLANNED or (only is not None and name != only):
             continue
-        if why := _without_price(one):
+        if why := "one worker sends nothing" if made.workers == 1 else _without_price(one):
             unpriced[name] = why
             continue
-        fixed, tried = one.settings.get("run.local_steps"), [*MEASURED.get(name, [max(2, made.best.full_steps)])]
-        if thorough:
-            tried = sorted({*made.options.local_steps, *MEASURED.get(name, ())})
-        for steps in tried if fixed is None else [fixed]:
-            try:
-                own = teams if name == USUAL else [()]
-                candidates += [_candidate(name, steps, made, layout, left_out) for left_out in own]
-            except ConfigError as error:
-                unpriced[name] = str(error)
-                break
+        fixed, tried = one.settings.get("run.local_steps"), [max(2, usual_steps)]
+        if fixed is not None:
+            tried = [fixed]
+        elif thorough or (few and name in SEVERAL):
+            tried = sorted({*made.options.local_steps})
+        elif name in MEASURED and name not in SEVERAL:
+            tried = [*MEASURED[name]]
+        codecs: Iterable[str | None] = (
+            made.options.codecs if name in SEVERAL and "codec.name" not in one.settings else [None]
+        )
+        try:
+            candidates += [
+                _candidate(name, steps, made, layout, left_out, codec)
+                for steps in tried
+                for codec in codecs
+                for left_out in (teams if name == USUAL else [()])
+            ]
+        except ConfigError as error:
+            unpriced[name] = str(error)
     return Priced(tuple(candidates), unpriced)
 
 
@@ -102,13 +119,16 @@ def choose_among(made: RunPlan, priced: Priced, method: str | None = None) -> Pi
     """
     scale, hours = made.choice.scale, made.options.hours
     if method is None:
-        return pick([*made.candidates, *(one for one in priced.candidates if one.method == USUAL)], scale, hours)
+        usual = [one for one in priced.candidates if one.method == USUAL]
+        return pick(choosable([*made.candidates, *usual], made.options), scale, hours)
     if method in priced.unpriced:
         raise ConfigError(f"method '{method}' has no price here: {priced.unpriced[method]}; choose another --method")
     label = PLANNED.get(method, method)
     own = [one for one in [*made.candidates, *priced.candidates] if one.method == label]
     if not own:
-        raise ConfigError(f"{label} is not planned for {made.workers} workers; choose another --method")
+        raise ConfigError(
+            f"{label} is not planned for {made.workers} worker{'s' * (made.workers > 1)}; choose another --method"
+        )
     return pick(own, scale, hours)
 
 
@@ -118,7 +138,8 @@ def recipe_toml(made: RunPlan, chosen: Candidate, *, name: str, run: Mapping[str
     Args: `run` are further keys of its `[run]` table.
     """
     rounds = made.rounds_of(chosen)
-    document = _document(chosen.method, chosen.full_steps, made, rounds, chosen.left_out)
+    codec = (chosen.codec, chosen.back) if chosen.method in SEVERAL else None
+    document = _document(chosen.method, chosen.full_steps, made, rounds, chosen.left_out, codec)
     document["run"] |= run
     head = (
         f"# {chosen.method} with {chosen.full_steps} local steps, planned for {made.parameters:,} parameters: "
@@ -143,18 +164,64 @@ def drafted(
     return with_tables(document, tables)
 
 
-def _document(method: str, local_steps: int, made: RunPlan, rounds: int, left_out: Sequence[int]) -> dict[str, Any]:
-    """The run file of a method, without some workers."""
+def _document(
+    method: str,
+    local_steps: int,
+    made: RunPlan,
+    rounds: int,
+    left_out: Sequence[int],
+    codec: tuple[str, str | None] | None = None,
+) -> dict[str, Any]:
+    """The run file of a method, without some workers, with its own codec unless given one."""
     run = {"steps": rounds * local_steps, "local_steps": local_steps}
     network = network_without(made.network, made.workers, left_out)
-    tables = {"run": run, "network": {"planned": to_options(network)}}
+    if recipe(method).settings.get("inner.optimizer") in _MUONS:
+        network = _with_muon(network, made)
+    tables: dict[str, Mapping[str, Any]] = {"run": run, "network": {"planned": to_options(network)}}
+    if codec is not None:
+        there, back = codec
+        tables["codec"] = {"name": there, **({"back": back} if back else {})}
     document = drafted(method, made.workers - len(left_out), made.model, made.options, tables)
     return with_tables(document, made.replica)
 
 
-def _candidate(method: str, local_steps: int, made: RunPlan, layout: Layout, left_out: tuple[int, ...]) -> Candidate:
-    """The price of a method with these local steps. Raises ConfigError where it cannot run, or its network has no price."""
-    config = parse(_document(method, local_steps, made, made.options.rounds, left_out))
+_MUONS = ("muon", "spectral_muon")
+_ORTHOGONALISED = 5
+"""Newton-Schulz iterations of a step of Muon."""
+
+
+def _with_muon(network: Network, made: RunPlan) -> Network:
+    """The network with the seconds of a step of Muon: those of AdamW and of what it multiplies besides, at the same FLOP/s.
+
+    An iteration on a matrix of m by n numbers, m <= n, is two products of m² n and one of m³ multiplications; the six FLOPs of a
+    parameter and token are the step without them.
+    """
+    hidden = (sorted(leaf.shape) for leaf in layout_for(made.model, made.options.vocab_size).leaves if _is_hidden(leaf))
+    flops = sum(_ORTHOGONALISED * (4 * m * m * n + 2 * m**3) for m, n in hidden)
+    factor = 1 + flops / (6 * made.parameters * made.options.step_tokens)
+    step_s = network.step_s
+    assert step_s is not None, "a plan knows them"
+    return replace(network, step_s=tuple(factor * s for s in step_s) if isinstance(step_s, tuple) else factor * step_s)
+
+
+def _is_hidden(leaf: Leaf) -> bool:
+    """Whether Muon updates this leaf, as `gossamer.run.planning.check.inner_copies` counts."""
+    return len(leaf.shape) == 2 and leaf.name.startswith("model.layers.")
+
+
+def _candidate(
+    method: str, local_steps: int, made: RunPlan, layout: Layout, left_out: tuple[int, ...], sent_in: str | None
+) -> Candidate:
+    """The price of a method with these local steps. Raises ConfigError where it cannot run, or its network has no price.
+
+    Args: `sent_in` is a codec in place of its own.
+    """
+    both = (
+        None
+        if sent_in is None
+        else (sent_in, back_of(made.options.codecs[sent_in], sent_in, made.workers - len(left_out)))
+    )
+    config = parse(_document(method, local_steps, made, made.options.rounds, left_out, both))
     run = resolve(config)
     sent_bytes, _, _, (priced,), _ = counted(run, layout, _ROUNDS)
     if priced.round_s is None or priced.utilisation is None or priced.between_stages is None:

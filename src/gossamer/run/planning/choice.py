@@ -20,7 +20,9 @@ _HOPELESS = 0.1
 """Nats."""
 _IN_PAIRS = ("GASLoC 1-Peer", "noloco", "gossip", "gasloc_drift", "fgd_pairs")
 """Measured with eight workers, all of whom have a partner."""
-_PARTS = {"data parallel": 0, "DiLoCo": 1, "GASLoC 2-Peer": 2, "GASLoC 1-Peer": 2}
+ALONE, SITE_ALONE = "one machine alone", "one site alone"
+"""Data parallelism of one worker, which sends nothing, and of the workers of one site."""
+_PARTS = {ALONE: -2, "data parallel": 0, SITE_ALONE: 0, "DiLoCo": 1, "GASLoC 2-Peer": 2, "GASLoC 1-Peer": 2}
 
 
 class Candidate(NamedTuple):
@@ -44,6 +46,19 @@ class Candidate(NamedTuple):
     """Share of the time in which the stages of a worker wait for each other, mean over the workers."""
     left_out: tuple[int, ...] = ()
     """Workers of the network that take no part; `local_steps` has those of the others."""
+    collective: str = ""
+    """How data parallelism carries its all-reduce, which is the quickest way: "owners", "ring" or "tree"; else empty."""
+    unhidden_round_s: float | None = None
+    """Of data parallelism, the seconds as `gossamer train` sends: as the network says, after the step and not during backward."""
+
+    site: int = 1
+    """Workers of the network that train as one, in data parallelism or FSDP2 inside of their site: those of each entry of
+    `local_steps`, which are then sites."""
+
+    @property
+    def taken(self) -> int:
+        """Inner steps of all workers of the network together in a round."""
+        return self.site * sum(self.local_steps)
 
     @property
     def full_steps(self) -> int:
@@ -56,6 +71,11 @@ class Candidate(NamedTuple):
         return 1 - sum(self.local_steps) / (len(self.local_steps) * self.full_steps)
 
     @property
+    def trained_as(self) -> str:
+        """The method whose rule it has, and whose losses."""
+        return "data parallel" if self.method in (ALONE, SITE_ALONE) else self.method
+
+    @property
     def parts(self) -> int:
         """How much there is that can go wrong."""
         return _PARTS.get(self.method, 3) + (self.codec not in EXACT_CODECS) + bool(self.left_out) + (self.missing > 0)
@@ -63,13 +83,14 @@ class Candidate(NamedTuple):
     @property
     def family(self) -> tuple[str, bool]:
         """The method, whether its slow workers take fewer local steps where it can do without, and if anyone is left out."""
-        return self.method + (" uneven" if self.missing and self.method == "DiLoCo" else ""), bool(self.left_out)
+        uneven = " uneven" if self.missing and self.method == "DiLoCo" else ""
+        return f"{self.method}{uneven}{' of sites' if self.site > 1 else ''}", bool(self.left_out)
 
     @property
     def name(self) -> str:
         """The same in words, and who is left out."""
         words = [self.family[0]]
-        if self.left_out:
+        if self.left_out and self.trained_as == self.method:
             words.append(f"less {self.left_out[0] if len(self.left_out) == 1 else f'{len(self.left_out)} workers'}")
         return " ".join(words)
 
@@ -97,9 +118,11 @@ class Candidate(NamedTuple):
             return None  # in each round one has no partner and trains alone, which costs more than anything else in a few rounds
         # The workers of a mean drift as far as their own steps take them: races bear that out, and not for gossip (ADR 44).
         steps = round(fmean(self.local_steps)) if self.method == "DiLoCo" else self.full_steps
+        if self.site > 1:
+            scale = scale._replace(workers=len(self.local_steps))
         if scale.seconds is not None:
             scale = scale._replace(steps=scale.seconds * self.full_steps / self.round_s)
-        return penalty(scale, self.method, steps, self.codec, self.missing)
+        return penalty(scale, self.trained_as, steps, self.codec, self.missing)
 
 
 class Pick(NamedTuple):
@@ -164,6 +187,17 @@ class Pick(NamedTuple):
         return None if own is None or best is None else _apart(self.scale, (one, own), (self.best, best))
 
 
+def more_steps_would_help(choice: Pick, one: Candidate) -> bool:
+    """Whether twice as many local steps are expected to end lower in the time, by more than 0.005 nats."""
+    twice = one._replace(local_steps=tuple(2 * steps for steps in one.local_steps), round_s=2 * one.round_s)
+    own, more = one.penalty(choice.scale), twice.penalty(choice.scale)
+    if own is None or more is None or one.full_steps == 1:
+        return False
+    busy = one.utilisation + one.between_stages
+    saved = -math.log(busy + (1 - busy) / 2)  # a round sends as much, in twice the steps
+    return choice.scale.per_e_fold * saved - (more.nats - own.nats) > _AS_LOW
+
+
 _Known = tuple[Candidate, Penalty]
 
 
@@ -171,8 +205,9 @@ def pick(candidates: Iterable[Candidate], scale: LossScale, hours: float | None 
     """The candidate with the lowest expected loss in the time, or of those that are as low, within 0.005 nats, the fastest.
 
     Within 5 % of the least time, the one with the fewest parts is taken, then the one with the fewest local steps. So it is where
-    no loss is known. What ends no round in the time, or with the tokens, is taken only if nothing does. Undecided are those that
-    are expected to end 0.02 nats above the lowest at most, and the interval of whose difference holds zero.
+    no loss is known. What ends no round in the time, or with the tokens, is taken only if nothing does. One machine alone is
+    taken wherever it is as low, within 0.005 nats, as nothing is simpler. Undecided are those that are expected to end 0.02 nats
+    above the lowest at most, and the interval of whose difference holds zero.
 
     Args: `hours` is the time; unless given, what the choice needs for the tokens of the scale.
     """
@@ -180,12 +215,19 @@ def pick(candidates: Iterable[Candidate], scale: LossScale, hours: float | None 
     candidates = [one for one in candidates if _fits(one, scale, hours)] or candidates
     known = [(one, own) for one in candidates if (own := one.penalty(scale)) is not None]
     alike = undecided = candidates
+
+    def in_time(pair: _Known) -> float:
+        return pair[1].nats + scale.per_e_fold * math.log(pair[0].seconds_per_token)
+
+    alone = list[Candidate]()
     if known:
-        lowest = min(known, key=lambda pair: pair[1].nats + scale.per_e_fold * math.log(pair[0].seconds_per_token))
+        lowest = min(known, key=in_time)
+        alone = [pair[0] for pair in known if pair[0].method == ALONE and in_time(pair) <= in_time(lowest) + _AS_LOW]
         apart = [(pair[0], _apart(scale, pair, lowest)) for pair in known if pair is not lowest]
         open_ = [(one, above.nats) for one, above in apart if above.open and above.nats <= _MARGIN]
         undecided = [lowest[0], *(one for one, _ in open_)]
         alike = [lowest[0], *(one for one, nats in open_ if nats <= _AS_LOW)]
+    alike = alone or alike
     fastest = min(one.seconds_per_token for one in alike)
     near = [one for one in alike if one.seconds_per_token <= _AS_FAST * fastest]
     best = min(near, key=lambda one: (one.parts, one.full_steps, one.seconds_per_token))
@@ -239,8 +281,29 @@ def shortlist(choice: Pick, candidates: Iterable[Candidate], most: int = 6) -> l
     return [one for one in found if one is best or above(one).nats - above(one).half <= _HOPELESS][:most]
 
 
-PLAN_HEADINGS = ("method", "codec", "steps", "computing", "hours", "tokens", "loss in time", "above the choice")
+PLAN_HEADINGS = (
+    "method",
+    "codec there, back",
+    "local steps",
+    "computing",
+    "hours",
+    "tokens",
+    "loss (nats)",
+    "above the choice (nats)",
+)
 """Of the columns of `plan_rows`."""
+
+
+def codec_words(one: Candidate) -> str:
+    """The codec of each direction: of what goes to the owners of a mean, and of their sums; one where each message is whole.
+
+    >>> codec_words(Candidate("DiLoCo", "fp4", "bf16", (30,) * 8, 1.0, 1.0, 0.9, 1.0))
+    'fp4, bf16'
+    """
+    if one.method == ALONE:
+        return "none"
+    whole = one.back is None and (one.codec not in EXACT_CODECS or one.method.startswith("GASLoC"))
+    return one.codec if whole else f"{one.codec}, {one.back or one.codec}"
 
 
 def plan_rows(choice: Pick, candidates: Iterable[Candidate]) -> list[tuple[str, ...]]:
@@ -249,21 +312,42 @@ def plan_rows(choice: Pick, candidates: Iterable[Candidate]) -> list[tuple[str, 
     for one in candidates:
         most, fewest = one.full_steps, min(one.local_steps)
         loss, above = choice.loss(one), choice.above_best(one)
-        stands = "" if above is None else str(above)
-        if one == choice.best or one in choice.undecided:
-            stands = "chosen" if one == choice.best else "not decided"
+        stands = "" if above is None else "cannot tell apart" if above.open else str(above)
+        if one == choice.best:
+            stands = "chosen"
         elif not choice.whole_round(one):
             stands = "no whole round"
         rows.append(
             (
                 one.name,
-                one.codec,
+                codec_words(one),
                 str(most) if fewest == most else f"{fewest}-{most}",
                 f"{one.utilisation:.1%}",
                 digits_text(choice.hours_of(one)),
                 f"{choice.tokens_of(one):.3g}",
-                "not measured" if loss is None else f"{'~' if choice.outside(one) else ''}{loss}",
+                "not measured" if loss is None else f"{loss.nats:+z.3f}",
                 stands,
             )
         )
     return rows
+
+
+def leading(choice: Pick, candidates: Sequence[Candidate], most: int = 8) -> list[Candidate]:
+    """The rows that are shown: of each family the best, in the order of their expected loss, the choice first.
+
+    Of more than `most` the highest are left out, but none of data parallelism with all workers, of one machine and of one site.
+    """
+    found = list(best_of_each(choice, candidates))
+
+    def stands(one: Candidate) -> tuple[bool, float]:
+        above = choice.above_best(one)
+        return one != choice.best, math.inf if above is None else above.nats
+
+    found.sort(key=stands)
+    kept = [one for one in found if one == choice.best or one.family in _ALWAYS or one.method in (ALONE, SITE_ALONE)]
+    kept += [one for one in found if one not in kept][: most - len(kept)]
+    return [one for one in found if one in kept]
+
+
+_ALWAYS = (("data parallel", False),)
+"""Families that are shown in any case."""

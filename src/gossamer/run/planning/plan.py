@@ -20,13 +20,13 @@ from gossamer.errors import ConfigError, choose
 from gossamer.models.sizes import ModelConfig, parameter_count
 from gossamer.network.estimates.goodput import ensure
 from gossamer.network.estimates.utilisation import step_seconds
-from gossamer.network.links import Links, Network, PerWorker, links_of, to_options
+from gossamer.network.links import Links, MeanKind, Network, PerWorker, links_of, to_options
 from gossamer.network.pacing import Pace, cycle_s, fitting_steps, uplinks_bps, whole_steps
 from gossamer.network.pricing import price, price_everyone, price_together
 from gossamer.network.timeline import Timeline, utilisation_in_words
 from gossamer.record.logs.trace import Integers, Trace, from_targets
 from gossamer.report.table import digits_text
-from gossamer.run.planning.choice import Candidate, Pick, pick
+from gossamer.run.planning.choice import ALONE, SITE_ALONE, Candidate, Pick, pick
 from gossamer.run.planning.expected_loss import EXACT_CODECS, TOKENS_PER_PARAMETER, Law, LossScale
 from gossamer.run.planning.measured_losses import (
     CODECS_MEASURED,
@@ -34,6 +34,14 @@ from gossamer.run.planning.measured_losses import (
     MEASURED_WORKERS,
     measured_schedule,
     nearest_measured,
+)
+from gossamer.run.planning.teams import (
+    MOST_COUNTED,
+    machines,
+    network_without,
+    site_teams,
+    sites_as_workers,
+    slow_teams,
 )
 from gossamer.settings.options import Positive, Share, bounded
 from gossamer.topologies.sequences import random_matchings
@@ -51,14 +59,16 @@ _METHODS: dict[str, tuple[str, int | None]] = {
 }
 """Rule and peers of each method (None for everyone), ordered from most mixing to least."""
 
+BACKWARD = 2 / 3
+"""The share of an inner step that backward takes, and DDP hides an all-reduce behind: two of its six FLOPs a parameter are
+forward."""
+COLLECTIVES: tuple[MeanKind, ...] = ("owners", "ring", "tree")
+"""Ways to carry an all-reduce, of which data parallelism takes the quickest."""
 _BACK_BITS = 16.0
 """Per parameter of the sum of a lossy mean, in bf16."""
-_STEPS = (1, 30, 480)
-"""Inner steps of the rounds that say who is slow."""
-_INSTANT_S = 1e-12
 _LARGEST = 10**12
 _LIMIT_WORKERS = 100_000
-_LIMIT_LISTED = 64
+_LIMIT_LISTED = MOST_COUNTED
 """Workers among whom all messages of a mean are listed; of more they are priced at once, where no links are shared."""
 _LIMIT_SHARED = 2000
 """Workers where links are shared or change, as every message is then replayed."""
@@ -177,11 +187,11 @@ class RunPlan(NamedTuple):
     def rounds_of(self, one: Candidate) -> int:
         """Whole rounds of a run of a candidate, as many as the tokens or the hours pay for; at least one."""
         tokens = self.choice.scale.tokens if self.options.hours is None else self.choice.tokens_of(one)
-        return max(1, math.floor(tokens / (self.options.step_tokens * sum(one.local_steps)) * (1 + 1e-9)))
+        return max(1, math.floor(tokens / (self.options.step_tokens * one.taken) * (1 + 1e-9)))
 
     def length_of(self, one: Candidate, rounds: int) -> str:
         """Comments of a run file with so many rounds: how long they take, and whose vocabulary the text needs."""
-        tokens = rounds * self.options.step_tokens * sum(one.local_steps)
+        tokens = rounds * self.options.step_tokens * one.taken
         some = f"{rounds:,} round{'s' if rounds > 1 else ''}"
         length = (
             f"# {some}, {digits_text(rounds * one.round_s / 3600)} h: {tokens:.4g} tokens of all workers together.\n"
@@ -199,6 +209,9 @@ def plan(
 ) -> RunPlan:
     """Prices data parallelism, DiLoCo and GASLoC with one and two peers, with all workers and without slow ones, and chooses.
 
+    One machine alone, of each kind, and each site alone in data parallelism are among the candidates; the former is a plan for
+    one worker.
+
     DiLoCo is tried with each of `options.local_steps`. GASLoC takes these as the steps of its fastest worker; the others take
     as many as let them be ready in time (`matched_steps`), and so does DiLoCo once more, where that are fewer. The sums of a
     lossy mean come back in bf16 where that is less to send; otherwise its payloads go to everyone whole. `slow_teams` says who
@@ -211,11 +224,11 @@ def plan(
     """
     listed = network.shares or network.loses
     n, most = workers_of(network, options), _LIMIT_SHARED if listed else _LIMIT_WORKERS
-    if not 2 <= n <= most:
+    if not 1 <= n <= most:
         of_links = " where links are shared or change" if network.shares else " where packets are lost"
         shared = of_links if listed else ""
         raise ConfigError(
-            f"a plan for {n} workers was asked for but it needs from 2 to {most}{shared}; choose another number"
+            f"a plan for {n} workers was asked for but it needs from 1 to {most}{shared}; choose another number"
         )
     parameters = parameter_count(model, options.vocab_size)
     network = stepped(network, parameters, options)
@@ -223,10 +236,16 @@ def plan(
     if not options.keep_all:
         teams += [(left_out, 1.0) for left_out in slow_teams(network, n, parameters)]
     candidates = list[Candidate]()
+    sites = site_teams(network, n)
     for without, part in teams:
         team = network_without(network, n, without)
-        for one in _all_priced(_sketches(n - len(without), options), team, parameters, options, part):
+        sketches = [
+            one for one in _sketches(n - len(without), options) if one.method != "data parallel" or without not in sites
+        ]
+        for one in _all_priced(sketches, team, parameters, options, part):
             candidates.append(one._replace(left_out=without))
+    candidates += _alone(network, n, parameters, options, computing)
+    candidates += _of_sites(network, parameters, options, candidates)
     tokens, seconds = options.tokens or TOKENS_PER_PARAMETER * parameters, None
     if options.hours is not None:
         seconds = 3600 * options.hours
@@ -234,70 +253,43 @@ def plan(
     per_e_fold = None if options.law is None else options.law.per_e_fold(tokens)
     steps = tokens / (options.step_tokens * n)
     scale = LossScale(parameters, n, tokens, options.vocab_size, per_e_fold, steps=steps, seconds=seconds)
-    return RunPlan(tuple(candidates), pick(candidates, scale, options.hours), network, model, parameters, options)
+    chosen = pick(choosable(candidates, options), scale, options.hours)
+    return RunPlan(tuple(candidates), chosen, network, model, parameters, options)
 
 
-def quicker_collective(plan: RunPlan) -> tuple[str, float] | None:
-    """ "ring" or "tree" and the hours that data parallelism takes by it, where that saves a tenth; else None.
-
-    A mean goes as the network says, by default through owners of chunks, which is how Gossamer's own runs carry it. NCCL
-    sends along rings and trees: where sites share a link, fewer of their legs cross it.
-    """
-    team, options = network_without(plan.network, plan.workers, ()), plan.options
-    if plan.workers > _LIMIT_LISTED:
-        return None
-    ours = min(
-        (one for one in plan.candidates if one.method == "data parallel" and not one.left_out),
-        key=lambda one: one.seconds_per_token,
-    )
-    sketch = next(
-        one for one in _sketches(plan.workers, options) if (one.method, one.codec) == ("data parallel", ours.codec)
-    )
-    hours = dict[str, float]()
-    for kind in ("ring", "tree"):
-        (other,) = _all_priced([sketch], replace(team, mean=kind), plan.parameters, options, 1.0)
-        hours[kind] = plan.choice.hours_of(other)
-    kind = min(hours, key=hours.__getitem__)
-    return (kind, hours[kind]) if hours[kind] < 0.9 * plan.choice.hours_of(ours) else None
+def choosable(candidates: Iterable[Candidate], options: PlanSettings) -> list[Candidate]:
+    """The candidates that may be taken: without those that leave somebody out, where everybody is to stay."""
+    return [one for one in candidates if not (options.keep_all and one.left_out)]
 
 
-def slow_teams(network: Network, n: int, parameters: int) -> list[tuple[int, ...]]:
-    """Sets of workers that hold all others up: without them the others read more text in a second than all do, in like rounds.
-
-    A round is some inner steps and one model sent in fp32. Who is slow depends on how many steps these are: with one the links
-    count, with many the steps. Beside the set without which most is read, where it has several workers, come those with fewer of
-    them, as the rest may take fewer local steps. All are less than half of the workers, and two at least stay. Nobody is left out
-    where sites, routes or changes name workers, or stages have links.
-
-    >>> slow = Network(uplink_bps=(25e6, 25e6, 25e6, 2.5e6), downlink_bps=25e6, step_s=(0.5, 0.5, 0.5, 1.0))
-    >>> slow_teams(slow, 4, 192_960)
-    [(3,)]
-    """
-    if network.sites or network.routes or network.changes or network.stages:
-        return []
-    links, found = links_of(network, n), set[tuple[int, ...]]()
-    assert links.step_s is not None
-    sent_s = links.latency_s + 8 * 4 * parameters / np.minimum(links.uplink_bps, links.downlink_bps)
-    staying = np.arange(n, max(2, n // 2 + 1) - 1, -1)
-    for steps in _STEPS:
-        seconds = steps * links.step_s + sent_s
-        order = np.argsort(-seconds, kind="stable")
-        most = int(np.argmax(staying / np.maximum(seconds[order[: len(staying)]], _INSTANT_S)))
-        counts = {1, (most + 1) // 2, most} if most > 0 and n <= _LIMIT_LISTED else {most}
-        found |= {tuple(sorted(map(int, order[:count]))) for count in counts}
-    return sorted(found - {()})
-
-
-def network_without(network: Network, n: int, left_out: Sequence[int]) -> Network:
-    """The network without what it says of some workers."""
-    gone = set(left_out)
-    kept = [i for i in range(n) if i not in gone]
-    each = {
-        name: tuple(value[i] for i in kept)
-        for name in ("uplink_bps", "downlink_bps", "latency_s", "loss", "step_s")
-        if left_out and isinstance(value := getattr(network, name), tuple)
-    }
-    return replace(network, **each)
+def _alone(
+    network: Network, n: int, parameters: int, options: PlanSettings, computing: PerWorker
+) -> Iterator[Candidate]:
+    """One machine of each kind, and the workers of each site, in data parallelism."""
+    share = np.broadcast_to(np.asarray(computing, float), n)
+    for worker, step_s in machines(network, n):
+        if not step_s > 0:
+            raise ConfigError(
+                f"step_s of worker {worker} is {step_s} but must be above 0 to plan by it; give seconds of a step"
+            )
+        own = float(share[worker])
+        yield Candidate(
+            method=ALONE,
+            codec="exact",
+            back=None,
+            local_steps=(1,),
+            round_s=step_s,
+            round_bytes=0.0,
+            utilisation=own,
+            seconds_per_token=step_s / options.step_tokens,
+            between_stages=1 - own,
+            left_out=tuple(i for i in range(n) if i != worker),
+        )
+    for left_out in site_teams(network, n):
+        team, part = network_without(network, n, left_out), tuple(np.delete(share, left_out))
+        sketches = [one for one in _sketches(n - len(left_out), options) if one.method == "data parallel"]
+        for one in _all_priced(sketches, team, parameters, options, part):
+            yield one._replace(method=SITE_ALONE, left_out=left_out)
 
 
 def workers_of(network: Network, options: PlanSettings) -> int:
@@ -309,6 +301,39 @@ def workers_of(network: Network, options: PlanSettings) -> int:
             f"{sorted(to_options(network))}; give the number of workers (--workers)"
         )
     return n
+
+
+def _of_sites(
+    network: Network, parameters: int, options: PlanSettings, candidates: Sequence[Candidate]
+) -> Iterator[Candidate]:
+    """Methods between sites, each of which is one worker with the batches of all its workers."""
+    coarse = _with_sites_as_workers(network, candidates)
+    if coarse is None or network.stages:
+        return
+    site = len(next(iter(network.sites.values())).workers)
+    whole = replace(options, batch_size=site * options.batch_size, workers=None)
+    sketches = [one for one in _sketches(len(network.sites), whole) if one.method != "data parallel"]
+    for one in _all_priced(sketches, coarse, parameters, whole, 1.0):
+        yield one._replace(site=site)
+
+
+def _with_sites_as_workers(network: Network, candidates: Iterable[Candidate]) -> Network | None:
+    """The network whose workers are the sites, with their seconds of a step in data parallelism; None where they cannot be."""
+    step_s = dict[str, float]()
+    for one in candidates:
+        if one.method == SITE_ALONE:
+            (name,) = [name for name, site in network.sites.items() if not {*site.workers} & {*one.left_out}]
+            step_s[name] = min(one.round_s, step_s.get(name, math.inf))
+    return sites_as_workers(network, step_s) if step_s.keys() == network.sites.keys() else None
+
+
+def network_of(plan: RunPlan, one: Candidate) -> Network:
+    """The network of those that take part in a candidate, as its run file has it."""
+    if one.site == 1:
+        return network_without(plan.network, plan.workers, one.left_out)
+    coarse = _with_sites_as_workers(plan.network, plan.candidates)
+    assert coarse is not None, "it was priced there"
+    return coarse
 
 
 def stepped(network: Network, parameters: int, options: PlanSettings) -> Network:
@@ -346,7 +371,7 @@ def _sketches(n: int, options: PlanSettings) -> Iterator[_Sketch]:
     for method, (rule, peers) in _METHODS.items():
         alone = rule == "data_parallel"  # one local step, and gradients as they are or cast
         exact = {name: bits for name, bits in options.codecs.items() if name in EXACT_CODECS} or EXACT
-        if peers is None or peers < n:
+        if n > 1 and (peers is None or peers < n):
             for steps in (1,) if alone else sorted(set(options.local_steps)):
                 for codec, bits in (exact if alone else options.codecs).items():
                     for matched in (False, True) if peers is None and not alone else (not alone,):
@@ -391,18 +416,54 @@ def _priced_mean(
 ) -> Candidate:
     """The price of a sketch in which everyone sends to everyone."""
     n, codec, bits = sketch.n, sketch.codec, sketch.bits
-    back = "bf16" if codec not in EXACT and (bits + _BACK_BITS) / n < bits else None
+    back = back_of(bits, codec, n)
     kind, message_bytes = "exchange", payload_bytes
     if back or codec in EXACT:
         mean_bytes = math.ceil(parameters * (bits + _BACK_BITS) / 8) if back else 2 * payload_bytes
         kind, message_bytes = "mean", round(mean_bytes / n)
     rounds = _rounds_of_means(network, n, options.rounds)
-    if network.shares or network.loses or n <= _LIMIT_LISTED:
-        timeline = price(from_targets(_everyone(n, rounds), message_bytes, own, kind=kind), network, computing)
-    else:
-        steps = np.broadcast_to(np.array(own), (rounds, n))
-        timeline = price_everyone(steps, message_bytes, network, kind=kind, computing=computing)
-    return _candidate(sketch, own, back, float((n - 1) * message_bytes), timeline, options)
+    sent_bytes = float((n - 1) * message_bytes)
+
+    def carried_by(how: MeanKind) -> Candidate:
+        carrying = replace(network, mean=how)
+        if network.shares or network.loses or n <= _LIMIT_LISTED:
+            timeline = price(from_targets(_everyone(n, rounds), message_bytes, own, kind=kind), carrying, computing)
+        else:
+            steps = np.broadcast_to(np.array(own), (rounds, n))
+            timeline = price_everyone(steps, message_bytes, carrying, kind=kind, computing=computing)
+        one = _candidate(sketch, own, back, sent_bytes, timeline, options)
+        return _behind_backward(one, timeline, how) if sketch.method == "data parallel" else one
+
+    if sketch.method != "data parallel":
+        return carried_by(network.mean)
+    as_sent = carried_by(network.mean)
+    others = [how for how in COLLECTIVES if how != network.mean and n <= _LIMIT_LISTED]
+    quickest = min((as_sent, *map(carried_by, others)), key=lambda one: one.round_s)
+    return quickest._replace(unhidden_round_s=as_sent.unhidden_round_s)
+
+
+def back_of(bits: float, codec: str, n: int) -> str | None:
+    """The codec in which the sums of a lossy mean come back, where that is less to send than whole payloads to everyone."""
+    return "bf16" if codec not in EXACT and (bits + _BACK_BITS) / n < bits else None
+
+
+def _behind_backward(one: Candidate, timeline: Timeline, collective: MeanKind) -> Candidate:
+    """Data parallelism as DDP runs it: of its all-reduce only that part takes time which lasts longer than backward.
+
+    Buckets leave as soon as their gradients are there, so all but the last is under way during backward, which is
+    `BACKWARD` of an inner step; here that of the slowest worker, whose gradients come last.
+    """
+    step_s = float(timeline.compute_s.max(axis=1).mean())
+    hidden_s = min(max(0.0, one.round_s - step_s), BACKWARD * step_s)
+    share = 1 - hidden_s / one.round_s
+    return one._replace(
+        round_s=one.round_s * share,
+        seconds_per_token=one.seconds_per_token * share,
+        utilisation=one.utilisation / share,
+        between_stages=one.between_stages / share,
+        collective=collective,
+        unhidden_round_s=one.round_s,
+    )
 
 
 def _candidate(
@@ -489,7 +550,7 @@ def run_toml(
     """
     chosen = plan.best if candidate is None else candidate
     parts = method_tables(chosen)
-    measured_at, tuned = nearest_measured(chosen.method, chosen.full_steps)
+    measured_at, tuned = nearest_measured(chosen.trained_as, chosen.full_steps)
     goes_with = ", with the lr and momentum of [rule]" if {"lr", "momentum"} & parts["rule"].keys() else ""
     own, rounds = chosen.local_steps, plan.rounds_of(chosen) if steps is None else -(-steps // chosen.full_steps)
     document: dict[str, Any] = {
@@ -500,7 +561,12 @@ def run_toml(
         "model": {
             key: value for key in ModelConfig.__dataclass_fields__ if (value := getattr(plan.model, key)) is not None
         },
-        "data": {"source": plan.options.source, "seq_len": plan.options.seq_len, "batch_size": plan.options.batch_size},
+        "data": {
+            "source": plan.options.source,
+            "seq_len": plan.options.seq_len,
+            "batch_size": plan.options.batch_size,
+            **({"accumulate": chosen.site} if chosen.site > 1 else {}),
+        },
         "inner": measured_schedule(rounds * chosen.full_steps),
         "run": {
             "steps": rounds * chosen.full_steps,
@@ -508,14 +574,14 @@ def run_toml(
             **({"adapt": True} if adapt and chosen.full_steps > 1 else {}),
             **({"weigh_steps": True} if weigh_steps and chosen.method != "data parallel" else {}),
         },
-        "network": {"planned": to_options(network_without(plan.network, plan.workers, chosen.left_out))},
+        "network": {"planned": to_options(network_of(plan, chosen))},
     }
     document = with_tables(document, plan.replica)
     head = (
         f"# {chosen.method} with {chosen.full_steps} local steps, planned for {plan.parameters:,} parameters: "
         f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, "
         f"{utilisation_in_words(chosen.utilisation, chosen.between_stages)}.\n"
-        f"{without_text(chosen)}{_uneven(chosen)}"
+        f"{without_text(chosen)}{_uneven(chosen)}{_sites_text(chosen)}"
         f"# Best at {measured_at} local step{'s' if measured_at > 1 else ''}, for {MEASURED_PARAMETERS:,} parameters and "
         f"{MEASURED_WORKERS} workers: inner.lr = {tuned.inner_lr:g}"
         f"{goes_with}. gossamer tune searches for your model.\n"
@@ -535,10 +601,10 @@ def with_tables(document: Mapping[str, Any], tables: Mapping[str, Mapping[str, A
 
 def method_tables(chosen: Candidate) -> dict[str, dict[str, Any]]:
     """The tables `rule`, `topology` and `codec` of a run file for a candidate of `plan`, at the best measured settings."""
-    rule, peers = _METHODS[chosen.method]
+    rule, peers = _METHODS[chosen.trained_as]
     if peers is not None and chosen.codec not in (*EXACT_CODECS, *CODECS_MEASURED.get(chosen.method, ())):
         rule = "anchored_gasloc"  # the same bytes, but of differences
-    _, tuned = nearest_measured(chosen.method, chosen.full_steps)
+    _, tuned = nearest_measured(chosen.trained_as, chosen.full_steps)
     return {
         "rule": {
             "name": rule,
@@ -554,6 +620,16 @@ def _uneven(chosen: Candidate) -> str:
     if not chosen.fewer:
         return ""
     return f"# {chosen.fewer[0].upper()}{chosen.fewer[1:]} of {chosen.full_steps} local steps, which count less.\n"
+
+
+def _sites_text(chosen: Candidate) -> str:
+    """A comment of the run file where each of its workers is a site; else empty."""
+    if chosen.site == 1:
+        return ""
+    return (
+        f"# Each worker is a site of {chosen.site} processes, which take a micro-batch each: gossamer train --shards "
+        f"{chosen.site} (FSDP2).\n"
+    )
 
 
 def without_text(chosen: Candidate) -> str:

@@ -113,6 +113,8 @@ class Worker:
         """The segments of a round, one for each stop."""
         if self.loop.method.rule.adapted is not None:
             self.set_local_steps(self.loop.adapted(self.config.local_steps_of(self.index)))
+        if self.config.run.last_local_steps is not None and round + 1 == self.config.rounds:
+            self.set_local_steps(self.config.last_steps_of(self.index))
         start = 0
         self.loop.begin_round(round)
         if self.loop.sharing is not None:

@@ -1,0 +1,152 @@
+"""Who takes part in a plan: all workers, those that are left without slow ones, the workers of a site, or one machine."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from gossamer.network.links import Change, Floats, Links, Network, links_of
+from gossamer.network.pacing import uplinks_bps
+
+MOST_COUNTED = 64
+"""Workers of whom not only the best set to leave out is tried, but smaller ones, and those of whole sites."""
+_FEW_SHARING = 8
+"""The same where links are shared, as every message of each candidate is then replayed."""
+_STEPS = (1, 30, 480)
+"""Inner steps of the rounds that say who is slow."""
+_INSTANT_S = 1e-12
+
+
+def slow_teams(network: Network, n: int, parameters: int) -> list[tuple[int, ...]]:
+    """Sets of workers that hold all others up: without them the others read more text in a second than all do, in like rounds.
+
+    A round is some inner steps and one model sent in fp32. Who is slow depends on how many steps these are: with one the links
+    count, with many the steps. Beside the set without which most is read, where it has several workers, come those with fewer of
+    them, as the rest may take fewer local steps. Two workers at least stay; each of them alone is a candidate anyhow.
+    Where there are sites, those with the slowest links to others are left out as a whole too, down to one of several workers.
+    Nobody is left out where stages have links.
+
+    >>> slow = Network(uplink_bps=(25e6, 25e6, 25e6, 2.5e6), downlink_bps=25e6, step_s=(0.5, 0.5, 0.5, 1.0))
+    >>> slow_teams(slow, 4, 192_960)
+    [(3,)]
+    """
+    if network.stages or n < 3:
+        return []
+    links, found = links_of(network, n), set[tuple[int, ...]]()
+    assert links.step_s is not None
+    rates_bps = np.minimum(uplinks_bps(links), links.downlink_bps)
+    sent_s = links.latency_s + 8 * 4 * parameters / rates_bps
+    staying = np.arange(n, 1, -1)
+    for steps in _STEPS:
+        seconds = steps * links.step_s + sent_s
+        order = np.argsort(-seconds, kind="stable")
+        most = int(np.argmax(staying / np.maximum(seconds[order[: len(staying)]], _INSTANT_S)))
+        several = n <= (_FEW_SHARING if network.shares else MOST_COUNTED)
+        counts = {1, (most + 1) // 2, most} if most > 0 and several else {most}
+        found |= {tuple(sorted(map(int, order[:count]))) for count in counts}
+    if n <= MOST_COUNTED:
+        found |= set(_without_sites(network, n, links))
+    return sorted(found - {()})
+
+
+def _without_sites(network: Network, n: int, links: Links) -> Iterable[tuple[int, ...]]:
+    """Sets of whole sites, those with the slowest links first; of equally fast ones the later first."""
+    names = list(network.sites)
+
+    def rate_bps(site: int) -> float:
+        others = [links.route_bps[site, other] for other in range(len(names)) if other != site]
+        shared = min(float(links.site_uplink_bps[site]), float(links.site_downlink_bps[site]), max(others))
+        return min(shared / len(network.sites[names[site]].workers), _fastest_bps(links, site))
+
+    if len(names) > 1:
+        order = sorted(range(len(names)), key=lambda site: (rate_bps(site), -site))
+        for count in range(1, len(names)):
+            gone = tuple(sorted(i for site in order[:count] for i in network.sites[names[site]].workers))
+            if n - len(gone) > 1:
+                yield gone
+
+
+def _fastest_bps(links: Links, site: int) -> float:
+    return float(links.uplink_bps[links.site == site].max())
+
+
+def site_teams(network: Network, n: int) -> list[tuple[int, ...]]:
+    """Of each site with several workers, all others; none where there is but one site."""
+    some = [one.workers for one in network.sites.values() if 1 < len(one.workers) < n]
+    return [tuple(i for i in range(n) if i not in {*workers}) for workers in some]
+
+
+def sites_as_workers(network: Network, step_s: Mapping[str, float]) -> Network | None:
+    """The network on which each site is one worker, of these seconds a step; None where sites differ in size, or have one worker.
+
+    Its processes send a shard each, so a site sends and receives as fast as all its workers together.
+    """
+    sizes = {len(site.workers) for site in network.sites.values()}
+    if (
+        len(network.sites) < 2
+        or len(sizes) > 1
+        or sizes == {1}
+        or any(one.worker is not None for one in network.changes)
+    ):
+        return None
+    links = links_of(network, sum(len(site.workers) for site in network.sites.values()))
+
+    def each(values: Floats, how: Callable[[Floats], Any]) -> tuple[float, ...]:
+        return tuple(float(how(values[list(site.workers)])) for site in network.sites.values())
+
+    return replace(
+        network,
+        uplink_bps=each(links.uplink_bps, np.sum),
+        downlink_bps=each(links.downlink_bps, np.sum),
+        latency_s=each(links.latency_s, np.max),
+        loss=each(links.loss, np.max),
+        step_s=tuple(step_s[name] for name in network.sites),
+        sites={name: replace(site, workers=(k,)) for k, (name, site) in enumerate(network.sites.items())},
+    )
+
+
+def machines(network: Network, n: int) -> list[tuple[int, float]]:
+    """The first worker of each kind, and its seconds of an inner step, the fastest first; of many workers the fastest alone.
+
+    >>> machines(Network(uplink_bps=1e9, downlink_bps=1e9, step_s=(1.0, 0.5, 1.0)), 3)
+    [(1, 0.5), (0, 1.0)]
+    """
+    step_s = np.broadcast_to(np.asarray(network.step_s, float), n)
+    kinds, first = np.unique(step_s, return_index=True)
+    return list(zip(first.tolist(), kinds.tolist(), strict=True))[: None if n <= MOST_COUNTED else 1]
+
+
+def network_without(network: Network, n: int, left_out: Sequence[int]) -> Network:
+    """The network without what it says of some workers, the others renumbered; of one site that is left, nothing is shared."""
+    if not left_out:
+        return network
+    gone = {*left_out}
+    number = {i: k for k, i in enumerate(i for i in range(n) if i not in gone)}
+    each = {
+        name: tuple(value[i] for i in number)
+        for name in ("uplink_bps", "downlink_bps", "latency_s", "loss", "step_s")
+        if isinstance(value := getattr(network, name), tuple)
+    }
+    sites = {
+        name: replace(site, workers=own)
+        for name, site in network.sites.items()
+        if (own := tuple(number[i] for i in site.workers if i in number))
+    }
+    if len(sites) < 2:
+        sites = {}
+    changes = (_renumbered(change, number) for change in network.changes)
+    return replace(
+        network,
+        **each,
+        sites=sites,
+        routes=tuple(route for route in network.routes if all(name in sites for name in route.between)),
+        changes=tuple(one for one in changes if one is not None and (one.site is None or one.site in sites)),
+    )
+
+
+def _renumbered(change: Change, number: dict[int, int]) -> Change | None:
+    """A change with the new number of its worker; None where that is gone."""
+    if change.worker is None:
+        return change
+    return replace(change, worker=number[change.worker]) if change.worker in number else None
