@@ -324,14 +324,18 @@ def _reach_table(results: Sequence[PointResult], target: str) -> str:
     return "\n".join(parts)
 
 
-def _draw_curves(results: Sequence[PointResult], figure: Figure) -> Any:
+def _canvas(width: float, height: float) -> Any:
     from matplotlib.figure import Figure as Canvas
 
+    return Canvas(figsize=(width, height), layout="constrained")
+
+
+def _draw_curves(results: Sequence[PointResult], figure: Figure) -> Any:
     losses = _losses(results, figure)
     x_values = list(dict.fromkeys(x for _, x, _ in losses))
     numeric = all(isinstance(x, int | float) for x in x_values)
     place_of: Callable[[Any], float] = float if numeric else lambda x: float(x_values.index(x))
-    canvas = Canvas(figsize=(6.4, 4.0), layout="constrained")
+    canvas = _canvas(6.4, 4.0)
     axes = canvas.add_subplot()
     methods = list(dict.fromkeys(name for name, _, _ in losses))
     for place, method in enumerate(methods):
@@ -366,14 +370,12 @@ def _draw_points(axes: Any, points: Mapping[float, Sequence[float]], label: str,
 
 
 def _draw_maps(results: Sequence[PointResult], figure: Figure) -> Any:
-    from matplotlib.figure import Figure as Canvas
-
     losses = {key: statistics.fmean(own) for key, own in _losses(results, figure).items() if own}
     methods = list(dict.fromkeys(name for name, _, _ in losses))
     low = min(losses.values(), default=0.0)
     # A run that diverged would leave one colour for all others.
     high = min(max(losses.values(), default=1.0), low + 1.0)
-    canvas = Canvas(figsize=(1.2 + 4.4 * len(methods), 3.9), layout="constrained")
+    canvas = _canvas(1.2 + 4.4 * len(methods), 3.9)
     for place, method in enumerate(methods):
         axes = canvas.add_subplot(1, len(methods), place + 1)
         mine = {(x, y): loss for (name, x, y), loss in losses.items() if name == method}
@@ -401,14 +403,12 @@ def _draw_maps(results: Sequence[PointResult], figure: Figure) -> Any:
 
 
 def _draw_reach(results: Sequence[PointResult], figure: Figure) -> Any:
-    from matplotlib.figure import Figure as Canvas
-
     found = reach(results, figure.target, paired=figure.paired)
     curves = [curves_of(run, paired=figure.paired) for run in results]
     networks = list(dict.fromkeys(one.network for one in found))
     methods = dict.fromkeys(one.method for one in found)
     styles = {name: line_style(place) for place, name in enumerate(methods)}
-    canvas = Canvas(figsize=(1.0 + 5.0 * len(networks), 4.0), layout="constrained")
+    canvas = _canvas(1.0 + 5.0 * len(networks), 4.0)
     panels = canvas.subplots(1, len(networks), squeeze=False)[0]
     for axes, network in zip(panels, networks, strict=True):
         ends = {r.seed: own[network][-1] for r, own in zip(results, curves, strict=True) if r.method == figure.target}
@@ -438,11 +438,9 @@ def _draw_reach(results: Sequence[PointResult], figure: Figure) -> Any:
 
 
 def _draw_ends(results: Sequence[PointResult], figure: Figure) -> Any:
-    from matplotlib.figure import Figure as Canvas
-
     found = ends(results, figure.target)
     methods = [*dict.fromkeys(one.method for one in found)]
-    canvas = Canvas(figsize=(6.0, 1.0 + 0.3 * len(methods)), layout="constrained")
+    canvas = _canvas(6.0, 1.0 + 0.3 * len(methods))
     axes = canvas.subplots()
     for place, method in enumerate(methods):
         pairs = [(one.behind, one.target_loss) for one in found if one.method == method and one.behind is not None]

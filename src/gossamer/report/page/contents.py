@@ -64,7 +64,7 @@ def row_of_view(view: Mapping[str, Any]) -> dict[str, Any]:
     wall_s = {name or "its own clock": end_s for name, end_s in view.get("ends_s", {}).items()}
     return {
         "method": view["label"],
-        **{metric.name: _known(last, key) for key, metric in _METRICS.items() if metric.kind == "eval"},
+        **{one.name: _known(last, one.key) for one in METRICS if one.curve or one.reduction == "newest"},
         "loss_of_workers": _known(of_workers, trained) if trained else None,
         "round": trained or None,
         "rounds": view.get("done", 0),

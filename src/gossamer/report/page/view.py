@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gossamer.errors import ConfigError, DataError
+from gossamer.errors import ConfigError
 from gossamer.network.links import Network, links_of
-from gossamer.record.lineage import described, read_branches
+from gossamer.record.lineage import described
 from gossamer.report.reading.follow import FollowedRun, figure_of
 from gossamer.report.reading.thinning import spread_out, thinned
 
@@ -159,9 +159,7 @@ def _curves(
 
 
 def _is_figure(key: str, value: object) -> bool:
-    return key not in _NOT_FIGURES and (
-        value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-    )
+    return key not in _NOT_FIGURES and (value is None or not math.isnan(figure_of(value)))
 
 
 def _training(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
@@ -195,11 +193,7 @@ def _spent(run: FollowedRun) -> dict[str, Any]:
 def _happenings(run: FollowedRun) -> list[tuple[int, str]]:
     """What happened, and who computes much longer than the others."""
     found = list(run.happenings)
-    if not (run.folder / "branches.json").is_symlink():
-        try:
-            found += [(one["round"], f"settings changed {described(one)}") for one in read_branches(run.folder)]
-        except (DataError, OSError) as error:
-            run.complain(f"{run.label}: {error}")
+    found += [(one["round"], f"settings changed {described(one)}") for one in run.branches]
     for name, seconds in run.spent_s.items():
         compute_s = [float(row[0]) for row in seconds if row[0] > 0]
         usual, where = statistics.median(compute_s) if len(compute_s) > 2 else math.inf, f" on {name}" if name else ""

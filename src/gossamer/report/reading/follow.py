@@ -54,7 +54,8 @@ class FollowedRun:
         self.marks = defaultdict[tuple[str, str | None], Marks](Marks)
         """Where rounds begin, by file and, in a file of seconds, by network."""
         self.complaints: dict[str, None] = {}
-        self._branches: list[Branch] = []
+        self.branches: list[Branch] = []
+        """Its changes of settings."""
         self._forget()
 
     def _forget(self) -> None:
@@ -154,7 +155,8 @@ class FollowedRun:
         if not self._look_at_run_file():
             return False
         try:
-            self._branches = read_branches(self.folder)
+            if not (self.folder / "branches.json").is_symlink():
+                self.branches = read_branches(self.folder)
         except (DataError, OSError) as error:
             self.complain(f"{self.label}: {error}")
         return True
@@ -270,7 +272,7 @@ class FollowedRun:
             self.untrained[worker] = figure_of(line.get("loss"))
         elif line["kind"] == "validation" and worker is not None:
             self.validations.put(round, worker, figure_of(line.get("loss")))
-        elif line["kind"] == "eval" and worker is None and is_of_its_branch(line, self._branches):
+        elif line["kind"] == "eval" and worker is None and is_of_its_branch(line, self.branches):
             # Of the workers only the worst is shown, and a run of many workers has many numbers.
             own, shown = line.get("worker_losses"), {k: v for k, v in line.items() if k != "worker_losses"}
             if isinstance(own, list) and own:
