@@ -9,14 +9,8 @@ from collections.abc import Callable
 
 from gossamer.errors import PairingError, choose
 from gossamer.rounds.compatibility import lossy_codecs as coding
-from gossamer.rounds.compatibility.adaptive_steps import ADAPTING
-from gossamer.rounds.compatibility.batched_replicas import BATCHED
 from gossamer.rounds.compatibility.combination import INSTEAD, Combination, Incompatibility
-from gossamer.rounds.compatibility.elastic_runs import ELASTIC
-from gossamer.rounds.compatibility.expert_models import EXPERTS
-from gossamer.rounds.compatibility.foreign_loops import OWN_LOOP
-from gossamer.rounds.compatibility.sharded_workers import SHARDS
-from gossamer.rounds.compatibility.staged_models import STAGES
+from gossamer.rounds.compatibility.modes import MODES
 from gossamer.topologies.mixing import pull
 
 
@@ -440,14 +434,8 @@ _ASYNCHRONOUS = (
 
 INCOMPATIBILITIES: tuple[Incompatibility, ...] = (
     *_TABLES,
-    *OWN_LOOP,
+    *MODES,
     *_ASYNCHRONOUS,
-    *ELASTIC,
-    *STAGES,
-    *SHARDS,
-    *BATCHED,
-    *EXPERTS,
-    *ADAPTING,
     *_SCHEDULE,
     *_RULES,
 )
