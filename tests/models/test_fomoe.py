@@ -301,10 +301,10 @@ def test_a_mixture_that_cannot_be_is_refused_with_a_sentence(settings, sentence)
         ({"rule": "choco", "topology": "ring"}, "rule 'choco' looks at whole tensors, at fixed peers"),
         ({"rule": "dilocox"}, "rule 'dilocox'"),
         ({"schedule__fragments": 2}, "[schedule]"),
-        ({"inner__averaging": "gpa"}, "inner.averaging = 'gpa'"),
-        ({"run__reduction": "all_reduce"}, "run.reduction = 'all_reduce'"),
-        ({"run__elastic": True}, "run.elastic = true"),
-        ({"rule": "gasloc", "topology": "random", "run__wait": False}, "no rounds"),
+        ({"inner__averaging": "gpa"}, "inner.averaging is 'gpa'"),
+        ({"run__reduction": "all_reduce"}, "run.reduction is 'all_reduce'"),
+        ({"run__elastic": True}, "run.elastic is true"),
+        ({"rule": "gasloc", "topology": "random", "run__wait": False}, "runs asynchronously"),
     ],
 )
 def test_what_needs_whole_vectors_or_all_workers_is_refused_by_name(settings, sentence):

@@ -14,8 +14,11 @@ from gossamer.codecs import CODECS, Codec, bf16, both_ways, exact, fp4, int8, ma
 from gossamer.errors import ConfigError, PairingError
 from gossamer.rounds.compatibility import incompatibilities
 from gossamer.rounds.compatibility.combination import Combination
+from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.exchange import begin, initial_state
 from gossamer.rounds.kernel import PLAIN, Kernel, compiled, outer_update
+from gossamer.rounds.loop import Membership, OuterLoop
+from gossamer.rounds.schedule import Schedule
 from gossamer.rounds.setup import Part, Setup
 from gossamer.rounds.together import Sizes, Together
 from gossamer.rules import (
@@ -26,6 +29,7 @@ from gossamer.rules import (
     error_feedback,
     fedopt,
     gasloc,
+    gossip,
     jacobi,
     local_sgd,
     noloco,
@@ -354,3 +358,36 @@ def test_only_the_exchange_calls_rules_and_only_messages_go_through_codecs():
                 name = next((allowed for allowed in callers if module.startswith(allowed)), module)
                 found[owner, functions].add(name)
     assert found == {calls: set(callers) for calls, callers in CALLERS.items()}
+
+
+def test_a_loop_asks_who_takes_part_in_a_round_that_it_announces_and_in_none_before():
+    asked, network = [], MemoryNetwork(3)
+
+    def participants(round: int, fragment: int) -> frozenset[int]:
+        asked.append((round, fragment))
+        return frozenset({0, 2})
+
+    m = Method(gossip(), make_topology("complete", 3), exact(), Schedule(), PLAIN)
+    xs = {i: torch.full((4,), float(i)) for i in (0, 2)}
+    loops = [
+        OuterLoop(
+            m,
+            network.transport(i),
+            [(x, layout(4))],
+            local_steps=1,
+            full_steps=1,
+            seed=0,
+            membership=Membership(participants),
+        )
+        for i, x in xs.items()
+    ]
+    assert asked == []
+    for loop in loops:
+        loop.begin_round(5)
+        loop.announce(5, loop.stops(5)[0])
+    for loop in loops:
+        loop.post(5, loop.stops(5)[0])
+    for loop in loops:
+        loop.receive(5, loop.stops(5)[0])
+    assert {*asked} == {(5, 0)} and loops[0].peers_in(5, frozenset({0, 2})) == (2,)
+    assert xs[0].tolist() == xs[2].tolist() == [1.0] * 4

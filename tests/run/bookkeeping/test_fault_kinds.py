@@ -11,8 +11,12 @@ from commands import run
 from gossamer.errors import CheckpointError, PeerError
 from gossamer.record import checkpoint
 from gossamer.record.fault import FaultKind
-from gossamer.run.bookkeeping.resume import history, lineage
+from gossamer.run.bookkeeping.resume import history, lineage, resumed
 from gossamer.run.bookkeeping.which_round import (
+    Agreement,
+    KeptRounds,
+    Start,
+    begin_or_resume,
     choose_round,
     faults_heard,
     heard,
@@ -20,11 +24,20 @@ from gossamer.run.bookkeeping.which_round import (
     newest_of_all,
     newest_of_own,
     said,
-    to_go_on,
 )
-from gossamer.run.config.resolve import settings_in
+from gossamer.run.config.resolve import resolve, settings_in
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.stages.checkpoints import Store
+from gossamer.run.worker.task import task_of
+from tiny import tiny
+
+
+def started(store: Store, kept: dict[int, KeptRounds]) -> Start:
+    """Where a run begins or goes on whose owners have kept this."""
+    past = resumed(store.config, store.folder, "auto")
+    task = task_of(resolve(tiny()))  # whose text is compared where a round counts
+    return begin_or_resume(store, task, past, Agreement(kept, lambda round: {}))
+
 
 FAULTS = {
     "nothing": FaultKind.ABSENT,
@@ -88,10 +101,10 @@ def test_a_fault_of_the_only_checkpoint_is_of_its_kind_here_and_for_the_others_a
         FaultKind.ABSENT,
         FaultKind.UNFINISHED,
     ):  # it may have been stopped while it saved
-        assert to_go_on(past, store, {owner: theirs}, lambda round: {}, auto=True).round == 0
+        assert started(store, {owner: theirs}).round == 0
         return
     with pytest.raises(CheckpointError) as refused:
-        to_go_on(past, store, {owner: theirs}, lambda round: {}, auto=True, pick=newest_of_all)
+        started(store, {owner: theirs})
     assert ("another --out" in str(refused.value)) == (FAULTS[fault] != FaultKind.FOREIGN), "no run is to be given up"
     assert f"worker-{owner:03}" in str(refused.value) or fault == "nothing"
     assert (refused.value.kind == FaultKind.FOREIGN) == (FAULTS[fault] == FaultKind.FOREIGN)
@@ -116,7 +129,7 @@ def test_a_checkpoint_of_another_method_is_refused_by_the_field_that_differs(
     else:
         kept = kept_by(Store(config, folder), config.owners, config.line)
         with pytest.raises(CheckpointError) as refused:
-            to_go_on(history(config, folder), Store(config, folder), kept, lambda round: {}, auto=True)
+            started(Store(config, folder), kept)
         output = str(refused.value)
     assert "has local steps 3 but needs 2" in output, output
     assert "could not be compared" not in caplog.text

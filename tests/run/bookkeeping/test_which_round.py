@@ -1,6 +1,7 @@
 """Which round counts: damaged checkpoints are never taken for none, in any kind of run, and going back is told."""
 
 import hashlib
+import itertools
 import json
 import re
 import shutil
@@ -17,9 +18,19 @@ from gossamer.errors import CheckpointError, ConfigError
 from gossamer.record import checkpoint
 from gossamer.record.fault import Fault, FaultKind
 from gossamer.record.folder import read_metrics
+from gossamer.record.lineage import Lineage
 from gossamer.record.logs.outcomes import Begun, OutcomeWriter, RoundOutcome
 from gossamer.run.bookkeeping.evaluate import evaluate
-from gossamer.run.bookkeeping.which_round import KeptRounds, choose_round, kept_by, newest_of_all, to_resume
+from gossamer.run.bookkeeping.resume import resumed
+from gossamer.run.bookkeeping.which_round import (
+    ChosenRound,
+    KeptRounds,
+    Start,
+    choose_round,
+    kept_by,
+    newest_of_all,
+    to_resume,
+)
 from gossamer.run.config.resolve import settings_of
 from gossamer.run.config.run_file import RunConfig, dump
 from gossamer.run.simulated.simulate import simulate
@@ -234,3 +245,26 @@ def test_who_has_only_taken_over_the_state_of_a_round_says_nothing_of_who_took_p
             checkpoint.save(store.path, round, slot, {"x": 1}, digest=config.digest)
     kept = kept_by(store, range(4), config.line)
     assert to_resume({slot: one.whole for slot, one in kept.items()}) == 6
+
+
+def test_nothing_newer_goes_before_all_owners_are_restored(tmp_path: Path) -> None:
+    config = settings_of(tiny())
+    store, past = Store(config, tmp_path), resumed(config, tmp_path, True)
+    for round, owner in itertools.product((2, 4), (0, 1)):
+        checkpoint.save(store.path, round, owner, {"x": round}, digest=config.digest)
+    start, restored = Start(store, past, ChosenRound(2, {}, {})), list[int]()
+
+    def restore(owner: int, line: Lineage) -> None:
+        if owner and len(restored) == 1:
+            raise CheckpointError("it does not fit")
+        restored.append(checkpoint.load(store.path, 2, owner, line)["x"])
+
+    def left() -> list[list[int]]:
+        return [checkpoint.rounds(store.path, owner, config.line) for owner in (0, 1)]
+
+    with pytest.raises(CheckpointError, match="it does not fit"):
+        start.go_on((0, 1), restore)
+    assert (restored, left()) == ([2], [[2, 4], [2, 4]])
+    restored.clear()
+    assert start.go_on((1, 0), restore) == config.line
+    assert (restored, left()) == ([2, 2], [[2], [2]])

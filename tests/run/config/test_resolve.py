@@ -65,7 +65,7 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         Combination(rule=data_parallel(), topology=complete(4), schedule=Schedule(fragments=2)),
         ["[schedule]", "fragments=2"],
     ),
-    "asynchronous in somebody else's loop": (GOSSIP._replace(driver="library"), ["'gasloc'", "in rounds"]),
+    "Outer and asynchronous": (GOSSIP._replace(driver="library"), ["'gasloc'", "in rounds"]),
     "shards and rule": (
         Combination(driver="library", rule=dilocox(), topology=complete(4), shards=2),
         ["a mesh of 2 processes", "'dilocox'", "'gasloc'"],
@@ -87,7 +87,7 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         )
         for name, given, said in (
             ("stages", {"stages": 2}, "pipeline.stages is 2"),
-            ("asynchronous", {"kind": "no waiting"}, "has no rounds"),
+            ("asynchronous", {"kind": "no waiting"}, "without rounds"),
             ("elastic", {"elastic": True}, "run.elastic is true"),
             ("adapt", {"adapt": True, "local_steps": 4}, "run.adapt is True"),
             ("hashes", {"hashes": True}, "record.hash is true"),
@@ -99,8 +99,8 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
             ("moments", {"schedule": Schedule(inner_every=(2, 3))}, "[2, 3]"),
         )
     },
-    "averaging in somebody else's loop": (Combination(driver="library", averaging="gpa"), ["'gpa'", "gossamer.GPA"]),
-    "adapt in somebody else's loop": (Combination(driver="library", adapt=True), ["run.adapt is True", "local_steps"]),
+    "Outer and averaging": (Combination(driver="library", averaging="gpa"), ["'gpa'", "gossamer.GPA"]),
+    "Outer and adapt": (Combination(driver="library", adapt=True), ["run.adapt is True", "local_steps"]),
     "chosen fragments and rule": (
         Combination(rule=gasloc(), topology=random(4), schedule=Schedule(fragments=2, sends=3)),
         ["schedule.sends is 3", "'gasloc'", "'diloco'"],
@@ -125,11 +125,11 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         ),
         ["run.last_local_steps is (2, 1)", "2 parts of the model"],
     ),
-    "a rule that adapts in somebody else's loop": (
+    "Outer and rule that adapts": (
         Combination(driver="library", rule=dilocox(adapt_every=2), topology=complete(4)),
         ["'dilocox' with adapt_every = 2", "Outer"],
     ),
-    "gradients in somebody else's loop": (
+    "Outer and gradients": (
         Combination(driver="library", rule=data_parallel(), topology=complete(4)),
         ["'data_parallel'", "DistributedDataParallel"],
     ),
@@ -158,7 +158,7 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         Combination(optimizer="sgd", schedule=Schedule(inner_every=(1, 1))),
         ["inner.optimizer = 'sgd'", "schedule.inner_every"],
     ),
-    "moments in somebody else's loop": (
+    "Outer and moments": (
         Combination(driver="library", schedule=Schedule(inner_every=(1, 2))),
         ["inner_every is [1, 2]", "your inner optimizer"],
     ),
@@ -170,7 +170,7 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         Combination(rule=diloco(), topology=complete(4), codec=topk(), reduction="all_reduce"),
         ["'all_reduce'", "'diloco'", "'topk'"],
     ),
-    "pipeline and adapting steps": (
+    "pipeline and adapt": (
         Combination(stages=2, driver="train", adapt=True),
         ["pipeline.stages is 2", "run.adapt is True"],
     ),
@@ -200,18 +200,21 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     ),
     "lost stages and inner optimizer": (
         Combination(stages=3, lost=frozenset({True}), averaging="gpa", topology=random(4)),
-        ["inner.averaging = 'gpa'", "begins anew"],
+        ["inner.averaging = 'gpa'", "empty moments"],
     ),
-    "pipeline and asynchronous": (GOSSIP._replace(stages=2), ["pipeline.stages is 2", "set run.wait to true"]),
+    "pipeline and asynchronous": (GOSSIP._replace(stages=2), ["pipeline.stages is 2", "run.wait = true"]),
     "pipeline and elastic": (Combination(stages=2, elastic=True), ["pipeline.stages is 2", "run.elastic is true"]),
-    "pipeline and rule": (Combination(stages=2, rule=RULES["sparta"](), topology=random(4)), ["'sparta'", "'diloco'"]),
+    "pipeline and whole tensors": (
+        Combination(stages=2, rule=RULES["sparta"](), topology=random(4)),
+        ["'sparta'", "'diloco'"],
+    ),
     "pipeline and codec": (
         Combination(stages=2, rule=diloco(), topology=complete(4), codec=both_ways(int8(), int8())),
         ["'int8'", "codec.back"],
     ),
     "batched and real processes": (Combination(batched=8, driver="train"), ["run.batched is 8", "gossamer train"]),
     "batched and asynchronous": (GOSSIP._replace(batched=8), ["run.batched is 8", "'gasloc'", "no waiting"]),
-    "batched and rule": (
+    "batched and rule that adapts": (
         Combination(batched=8, rule=dilocox(adapt_every=2), topology=complete(4)),
         ["run.batched is 8", "'dilocox'"],
     ),
@@ -219,15 +222,23 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         Combination(stages=2, driver="train", partly=True, averaging="gpa"),
         ["pipeline.workers", "each of 2 stages", "inner.averaging = 'gpa'"],
     ),
-    "pipeline and schedule": (
+    "pipeline and chosen fragments": (
         Combination(stages=2, schedule=Schedule(fragments=2, sends=3)),
-        ["pipeline.stages is 2", "schedule.sends = 3"],
+        ["pipeline.stages is 2", "schedule.sends is 3"],
     ),
-    "elastic and decisions of all": (
+    "pipeline and moments": (
+        Combination(stages=2, schedule=Schedule(inner_every=(2, 3))),
+        ["pipeline.stages is 2", "schedule.inner_every is [2, 3]"],
+    ),
+    "elastic and chosen fragments": (
         Combination(
             elastic=True, rule=diloco(), topology=complete(4), schedule=Schedule(fragments=2, sends=2), local_steps=4
         ),
         ["run.elastic is true", "schedule.sends is 2"],
+    ),
+    "elastic and rule that adapts": (
+        Combination(elastic=True, rule=dilocox(adapt_every=2), topology=complete(4)),
+        ["run.elastic is true", "'dilocox' with adapt_every = 2"],
     ),
     "adapt and one local step": (
         Combination(adapt=True, local_steps=1, networks={"a": LINK}),
@@ -271,7 +282,7 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         Combination(elastic=True, rule=relaysum(), topology=tree(3)),
         ["run.elastic", "'relaysum'", "'gasloc'"],
     ),
-    "elastic and site": (
+    "elastic and gradients": (
         Combination(elastic=True, rule=data_parallel(), topology=complete(3)),
         ["'data_parallel'", "gradients"],
     ),
@@ -299,9 +310,11 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         Combination(elastic=True, rule=diloco(), topology=complete(4), reduction="all_reduce"),
         ["run.reduction is 'all_reduce'", "'ordered'"],
     ),
-    "experts without rounds": (EXPERTS._replace(elastic=True), ["2 of 4 workers", "run.elastic = true"]),
+    "experts and elastic": (EXPERTS._replace(elastic=True), ["2 of 4 workers", "run.elastic is true"]),
+    "experts and asynchronous": (EXPERTS._replace(kind="no waiting"), ["2 of 4 workers", "runs asynchronously"]),
+    "experts and schedule": (EXPERTS._replace(schedule=Schedule(fragments=2)), ["2 of 4 workers", "[schedule] is"]),
     "experts and rule": (EXPERTS._replace(rule=eager()), ["2 of 4 workers", "'eager'", "'diloco'"]),
-    "experts and schedule": (EXPERTS._replace(averaging="gpa"), ["2 of 4 workers", "inner.averaging = 'gpa'"]),
+    "experts and averaging": (EXPERTS._replace(averaging="gpa"), ["2 of 4 workers", "inner.averaging is 'gpa'"]),
     "experts and all-reduce": (EXPERTS._replace(reduction="all_reduce"), ["2 of 4 workers", "'ordered'"]),
     "constant batch and deaths": (
         Combination(constant_batch=True),

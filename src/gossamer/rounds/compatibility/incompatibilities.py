@@ -9,14 +9,8 @@ from collections.abc import Callable
 
 from gossamer.errors import PairingError, choose
 from gossamer.rounds.compatibility import lossy_codecs as coding
-from gossamer.rounds.compatibility.adaptive_steps import ADAPTING
-from gossamer.rounds.compatibility.batched_replicas import BATCHED
 from gossamer.rounds.compatibility.combination import INSTEAD, Combination, Incompatibility
-from gossamer.rounds.compatibility.elastic_runs import ELASTIC
-from gossamer.rounds.compatibility.expert_models import EXPERTS
-from gossamer.rounds.compatibility.foreign_loops import OWN_LOOP
-from gossamer.rounds.compatibility.sharded_workers import SHARDS
-from gossamer.rounds.compatibility.staged_models import STAGES
+from gossamer.rounds.compatibility.modes import MODES
 from gossamer.topologies.mixing import pull
 
 
@@ -199,6 +193,29 @@ _RULES = (
 
 # When things are sent and received, and how many inner steps lie between.
 _SCHEDULE = (
+    Incompatibility(
+        "a last round of fewer steps",
+        lambda c: (
+            c.last_local_steps is not None
+            and (c.driver != "simulate" or c.asynchronous or c.elastic or bool(c.adapt) or c.rule.adapted is not None)
+        ),
+        lambda c: (
+            f"run.last_local_steps is {c.last_local_steps}, which a simulation in rounds has whose local steps are fixed; "
+            "remove it, and set run.steps to whole rounds"
+        ),
+    ),
+    Incompatibility(
+        "a last round without a step for each stop",
+        lambda c: (
+            c.last_local_steps is not None
+            and (min(c.last_local_steps) if isinstance(c.last_local_steps, tuple) else c.last_local_steps)
+            < max(c.schedule.fragments, c.schedule.sends)
+        ),
+        lambda c: (
+            f"run.last_local_steps is {c.last_local_steps}, and {max(c.schedule.fragments, c.schedule.sends)} parts of the "
+            "model are sent one after the other in each round; give each worker as many steps at least"
+        ),
+    ),
     Incompatibility(
         "fragments and local steps",
         lambda c: c.full_steps is not None and c.schedule.slots > c.full_steps,
@@ -440,14 +457,8 @@ _ASYNCHRONOUS = (
 
 INCOMPATIBILITIES: tuple[Incompatibility, ...] = (
     *_TABLES,
-    *OWN_LOOP,
+    *MODES,
     *_ASYNCHRONOUS,
-    *ELASTIC,
-    *STAGES,
-    *SHARDS,
-    *BATCHED,
-    *EXPERTS,
-    *ADAPTING,
     *_SCHEDULE,
     *_RULES,
 )

@@ -39,9 +39,10 @@ def saver(
     return save
 
 
-def saved_when_unreadable(error: DataError, finished: int, folder: Path) -> str:
-    """What a run says that ends in order as its stream cannot be read."""
-    return f"{error}; stopped after round {finished}, and saved; resume with --resume {folder}"
+def saved_when_unreadable(error: DataError, folder: Path, finished: int | None = None) -> str:
+    """What a run says that ends in order as its stream cannot be read; without a round, one of its workers alone."""
+    what = "this worker has saved and left" if finished is None else f"stopped after round {finished}, and saved"
+    return f"{error}; {what}; resume with --resume {folder}"
 
 
 class Journal:

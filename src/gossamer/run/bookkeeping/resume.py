@@ -32,6 +32,8 @@ class History(NamedTuple):
     branches: list[Branch]
     changes: dict[str, tuple[Any, Any]]
     """What the settings of the folder are changed to now."""
+    may_start: bool = False
+    """Whether the run may start again where it has no checkpoint."""
 
     @property
     def lineage(self) -> Lineage:
@@ -63,6 +65,11 @@ class History(NamedTuple):
             else ""
         )
         return f"; the learning rate goes on at {now:.3g}, where it would have been {was:.3g}{why}"
+
+
+def resumed(config: RunSettings, folder: Path, resume: Resume) -> History | None:
+    """The history of a run that is resumed; None for one that starts. Raises: as `history`."""
+    return history(config, folder)._replace(may_start=resume == "auto") if resume else None
 
 
 def history(config: RunSettings, folder: Path) -> History:

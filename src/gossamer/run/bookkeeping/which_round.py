@@ -20,19 +20,22 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gossamer.errors import CheckpointError, ConfigError, GossamerError, PeerError
+from gossamer.record import checkpoint
 from gossamer.record.fault import Fault, FaultKind, fault_heard
 from gossamer.record.folder import read_metrics
 from gossamer.record.jsonl import json_lines
 from gossamer.record.lineage import Lineage
 from gossamer.record.logs.outcomes import read_outcomes
+from gossamer.record.progress import say
 from gossamer.record.whole_files import worker_suffix
-from gossamer.run.bookkeeping.inputs import why_settings_differ
+from gossamer.run.bookkeeping.inputs import must_have_inputs, why_settings_differ
 from gossamer.run.bookkeeping.resume import History, history, lineage
 from gossamer.run.config.document import with_settings
 from gossamer.run.config.pipeline import LostStage, misfits
 from gossamer.run.config.resolve import resolve_document, settings_in
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.worker.stages.checkpoints import Store, partition_of
+from gossamer.run.worker.task import Task
 from gossamer.settings.schema import parse_toml
 
 log = logging.getLogger("gossamer")
@@ -342,35 +345,97 @@ def _took_part(held: Mapping[int, Held], round: int) -> set[int]:
 # --- going on ---------------------------------------------------------------------------------------------------------
 
 
-def to_go_on(
-    past: History,
-    store: Store,
-    kept: Mapping[int, KeptRounds],
-    read: Callable[[int], Mapping[int, Fault | None]],
-    *,
-    auto: bool,
-    pick: Callable[[Mapping[int, Held]], int] = newest_of_all,
-    speaks: bool = True,
-) -> ChosenRound:
-    """The round from which the run in a folder goes on; round 0 to start.
+class Agreement(NamedTuple):
+    """What decides with which round a run goes on, the same in all of its processes."""
 
-    Args:
-        kept: by owner, those on other machines too.
-        read: as of `choose_round`.
-        auto: whether the run may start where there is none.
-        speaks: whether this process says which rounds are skipped.
-    Raises: CheckpointError when there is none, ConfigError when the run would end before it, DataError for a spoilt record.
-    Cost: reads the logs of these owners.
+    kept: Mapping[int, KeptRounds]
+    """By owner, those on other machines too."""
+    read: Callable[[int], Mapping[int, Fault | None]]
+    """As of `choose_round`."""
+    pick: Callable[[Mapping[int, Held]], int] = newest_of_all
+    speaks: bool = True
+    """Whether this process says which rounds are skipped, and that the run has ended."""
+
+
+def alone(store: Store, past: History | None, owners: Sequence[int]) -> Agreement:
+    """That of a process which has the checkpoints of all owners, and asks nobody. Raises: as `kept_by`."""
+    if past is None:
+        return Agreement({}, lambda round: {})
+    kept = kept_by(store, owners, past.lineage, past.before)
+    return Agreement(kept, lambda round: {owner: store.fault(round, owner, past.lineage) for owner in owners})
+
+
+class Start(NamedTuple):
+    """Where a run begins or goes on."""
+
+    store: Store
+    past: History | None
+    """None for a run that starts."""
+    choice: ChosenRound
+
+    @property
+    def round(self) -> int:
+        """Rounds that are over; 0 at the start."""
+        return self.choice.round
+
+    @property
+    def cut(self) -> int | None:
+        """The first round of which nothing counts that is recorded; None where nothing may be there."""
+        return None if self.past is None else self.round
+
+    def go_on(
+        self,
+        owners: Iterable[int],
+        restore: Callable[[int, Lineage], None] = lambda owner, line: None,
+        *,
+        back_to: int | None = None,
+        rewinds: bool = True,
+    ) -> Lineage:
+        """Lets these owners go on from there, and returns whose checkpoints belong to the run from now on.
+
+        Args:
+            restore: restores an owner from its checkpoint of this round, whose lineage comes with it; not called at the start.
+            back_to: the newest round that they keep, where it is not this one.
+            rewinds: whether this process drops what they have of newer ones.
+        Raises: OSError; as `restore`.
+        """
+        if self.past is None:
+            return self.store.config.line
+        # In this order, as a process may be killed at any line and the next start must find one history: the state is here, and
+        # a checkpoint of it under this digest, before anything newer goes. That goes before the branch is written, or it would
+        # be taken for a part of it.
+        owners, last = [*owners], self.round if back_to is None else back_to
+        for owner in owners if self.round else ():
+            restore(owner, self.past.lineage)
+        for owner in owners if rewinds else ():
+            checkpoint.rewind(self.store.path, last, owner, aside=self.choice._replace(round=last).damaged)
+        return self.past.go_on(self.store.folder, self.round)
+
+
+def begin_or_resume(store: Store, task: Task, past: History | None, agreement: Agreement) -> Start:
+    """Where a run begins, or goes on from its checkpoints: every driver calls it, and then `Start.go_on`.
+
+    Nothing has changed in its folder then.
+
+    Raises: CheckpointError where there is no checkpoint to resume from, ConfigError when the run would end before it, DataError
+        for a spoilt record or other text.
+    Cost: reads the logs of the owners, and their checkpoints of the round.
     """
-    _must_be_readable(store.folder, kept)
-    choice = choose_round(kept, pick, read)
-    if not choice.round and not (auto and _may_start(past.before, choice.kept)):
+    if past is None:
+        return Start(store, None, ChosenRound(0, agreement.kept, {}))
+    _must_be_readable(store.folder, agreement.kept)
+    choice = choose_round(agreement.kept, agreement.pick, agreement.read)
+    if not choice.round and not (past.may_start and _may_start(past.before, choice.kept)):
         raise _none_counts(store, choice)
     _must_reach(past.config, choice.round)
-    if speaks:
+    if agreement.speaks:
         choice.tell()
-        tell_unverified(store, choice.round, kept)
-    return choice
+        tell_unverified(store, choice.round, agreement.kept)
+    if choice.round:
+        must_have_inputs(store.config, task, store.folder, "resume")
+    if agreement.speaks and choice.round == store.config.rounds:
+        say(ended(store.folder, choice.round))
+    return Start(store, past, choice)
 
 
 def _must_reach(config: RunSettings, round: int) -> None:
@@ -384,7 +449,7 @@ def _must_reach(config: RunSettings, round: int) -> None:
 def must_end_later(config: RunSettings, folder: Path) -> None:
     """Refuses a `run.steps` below the round that a run goes on from, before processes are started that would each say so.
 
-    Raises: ConfigError, as `to_go_on` in each of them. Cost: none where no fewer steps are asked for than before.
+    Raises: ConfigError, as `begin_or_resume` in each of them. Cost: none where no fewer steps are asked for than before.
     """
     past, store = history(config, folder), Store(config, folder)
     if config.rounds >= past.before.rounds:

@@ -9,7 +9,7 @@ from gossamer.codecs import make_codec
 from gossamer.errors import PairingError
 from gossamer.library import OuterMethod
 from gossamer.rounds.compatibility.combination import Combination
-from gossamer.rounds.compatibility.foreign_loops import OWN_LOOP
+from gossamer.rounds.compatibility.modes import OUTER
 from gossamer.rules import make_rule
 from gossamer.run.config.document import flat, with_settings
 from gossamer.run.config.recipes import recipe
@@ -65,7 +65,7 @@ def method(
         averaging=config.inner.averaging,
         pair=PAIRS[config.pair.name](**config.pair.options) if config.pair else None,
     )
-    for row in OWN_LOOP:
+    for row in OUTER:
         if row.fails(facts):
             raise PairingError(f"method '{name}' cannot run in your own loop: {row.sentence(facts)}")
     if foreign := {key: value for key, value in own.items() if not key.startswith(_HONOURED)}:

@@ -25,10 +25,9 @@ from gossamer.record.packed import cold, frozen, unpacked
 from gossamer.record.progress import say
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
-from gossamer.run.bookkeeping.journal import Journal
+from gossamer.run.bookkeeping.journal import Journal, saved_when_unreadable
 from gossamer.run.bookkeeping.resume import Resume
 from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
-from gossamer.run.bookkeeping.which_round import ended
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import prepare, use_recorded_threads
 from gossamer.run.participant.seat import Brought, Seat, addresses_in, join_run, started
@@ -183,7 +182,7 @@ class Participant(ABC, Generic[Connections]):
                     self._tell_if_alone()
                 failed = False
                 if unreadable is not None:
-                    raise DataError(f"{unreadable}; this worker has saved and left; resume with --resume {self.folder}")
+                    raise DataError(saved_when_unreadable(unreadable, self.folder))
             except KeyboardInterrupt:
                 failed = not self.asked.is_set()  # the others need not wait for it, and it may come back
                 raise KeyboardInterrupt(self._ended_amid()) from None
@@ -410,10 +409,7 @@ def _take_part(
             use_recorded_threads(config, folder, seat.members.me)
         # Where nobody waits, those that have no checkpoint of the end take one from the others, and end too.
         if config.run.elastic and seat.after == config.rounds:
-            seat.endpoint.listener.close()
-            if seat.members.me == 0:
-                say(ended(folder, config.rounds))
-            return
+            return seat.endpoint.listener.close()
     else:
         must_have_inputs(config, task, folder, "resume")  # where it had a part in the run before
         seat = join_run(config, folder, key, join)

@@ -19,15 +19,22 @@ from shlex import quote
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from gossamer.errors import ConfigError, GossamerError, LostConnectionError, PeerError, first_line
-from gossamer.record import checkpoint
 from gossamer.record.addresses import Address, read_addresses, write_address
 from gossamer.record.fault import Fault
 from gossamer.record.lineage import Lineage
 from gossamer.record.locks import holding
 from gossamer.record.progress import say
-from gossamer.run.bookkeeping.inputs import must_have_inputs
-from gossamer.run.bookkeeping.resume import History, Resume, history, lineage
-from gossamer.run.bookkeeping.which_round import Held, KeptRounds, faults_heard, heard, newest_of_own, said, to_go_on
+from gossamer.run.bookkeeping.resume import History, Resume, lineage, resumed
+from gossamer.run.bookkeeping.which_round import (
+    Agreement,
+    Held,
+    KeptRounds,
+    begin_or_resume,
+    faults_heard,
+    heard,
+    newest_of_own,
+    said,
+)
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.participant.agreement import compare_first_batches, limits_of, run_settings
 from gossamer.run.worker.stages.checkpoints import Store
@@ -40,7 +47,7 @@ from gossamer.transport.elastic.members import (
     read_membership_update,
 )
 from gossamer.transport.elastic.newcomer import Applicant, ask
-from gossamer.transport.keys import keys_for
+from gossamer.transport.keys import Keys, keys_for
 from gossamer.transport.processes.interfaces import address_towards, announced_address
 from gossamer.transport.processes.launch import agree, join, part
 from gossamer.transport.secret import folder_secret
@@ -136,13 +143,7 @@ def started(
     Args: `open_` holds the lock of its slot in the run folder until it is closed.
     Raises: ConfigError, CheckpointError; PeerError when workers do not come or run another configuration.
     """
-    wait_s, store = config.run.timeout_s, Store(config, folder)
-    keys = keys_for(config.peers, config.workers)
-    if keys is not None and not is_loopback(host := os.environ.get("MASTER_ADDR", "127.0.0.1")) and host != "localhost":
-        raise ConfigError(
-            f"the run has [peers] and was started over machines by their numbers (MASTER_ADDR = '{host}'), which find each other "
-            "without encryption; start the first with --local 1 --listen HOST:PORT, and each other one with --join HOST:PORT"
-        )
+    wait_s, store, keys = config.run.timeout_s, Store(config, folder), _keys_of_machine(config)
     member = join(
         config.workers,
         backend="gloo",
@@ -153,7 +154,7 @@ def started(
     )
     me = member.worker
     open_.enter_context(holding(folder, me))  # before it reads what of the folder counts, and cuts the rest
-    past = history(config, folder) if resume else None
+    past = resumed(config, folder, resume)
     # Listens before it publishes its address: who reads it may connect at once.
     listener, address = _listening(os.environ["MASTER_ADDR"])
     nonce = secrets.randbits(NONCE_BITS)
@@ -161,33 +162,28 @@ def started(
     settings, common = run_settings(config, task), f"{run:016x} {brought.word}"
     stated = agree(member, common, [address, nonce, said(own.kept), own.more], settings=settings, timeout_s=wait_s)
     known = [fact_of(slot, value, brought) for slot, value in enumerate(stated)]
-    kept, line, after = {slot: one.kept for slot, one in enumerate(known)}, config.line, 0
 
     def read(round: int) -> dict[int, Fault | None]:
-        if not brought.one_round:  # each has read its own, and has said what is wrong with them
+        if past is None or not brought.one_round:  # each has read its own, and has said what is wrong with them
             return {}
-        found = store.fault(round, me, line if past is None else past.lineage) if round in own.kept.whole else None
+        found = store.fault(round, me, past.lineage) if round in own.kept.whole else None
         return dict(enumerate(faults_heard(agree(member, common, found and found.said, timeout_s=wait_s))))
 
     try:
         compare_first_batches(member, task, wait_s)
-        if past is not None:
-            speaks = brought.one_round and me == 0
-            choice = to_go_on(past, store, kept, read, auto=resume == "auto", pick=brought.pick, speaks=speaks)
-            after, kept = choice.round, choice.kept
-            if after:
-                must_have_inputs(config, task, folder, "resume")
-            last = after if brought.one_round else _own_round(own, kept[me], after)
-            # Later checkpoints go before the branch is written: one that is killed in between would take them for its own.
-            checkpoint.rewind(store.path, last, me, aside=choice._replace(round=last).damaged)
-            line = past.go_on(folder, after)
+        kept = {slot: one.kept for slot, one in enumerate(known)}
+        speaks = brought.one_round and me == 0
+        start = begin_or_resume(store, task, past, Agreement(kept, read, brought.pick, speaks))
+        after, kept = start.round, start.choice.kept
+        newest = _own_round(own, kept[me], after)
+        line = start.go_on([me], back_to=after if brought.one_round else newest)
     finally:  # also where all are refused: each shall say why, and not that the store is gone
         part(member, wait_s)
     warn_of_loopback(address, [one.address for one in known])
     held = {slot: one.whole for slot, one in kept.items()}
     # Of those that go on with their own rounds, one that is too far behind takes the newest, as one that joins does.
     oldest = max(0, after - config.run.rejoin_rounds)
-    has_own = after == 0 or (after in held[me] if brought.one_round else _own_round(own, kept[me], after) >= oldest)
+    has_own = after == 0 or (after in held[me] if brought.one_round else newest >= oldest)
     donor = me if has_own else next(slot for slot in held if after in held[slot])
     facts = [one.fact for one in known]
     how_far = [brought.progress(slot, facts, held, after) for slot in range(config.workers)]
@@ -195,6 +191,17 @@ def started(
     announce(folder, Address(me, address, run))
     members = Members(limits_of(config), me, _entries(known, how_far))
     return Seat(members, endpoint, line, after, donor, past is not None, own.content if has_own and after else None)
+
+
+def _keys_of_machine(config: RunSettings) -> Keys | None:
+    """Those of a run with [peers]. Raises: ConfigError where its processes would find each other over other machines."""
+    keys = keys_for(config.peers, config.workers)
+    if keys is not None and not is_loopback(host := os.environ.get("MASTER_ADDR", "127.0.0.1")) and host != "localhost":
+        raise ConfigError(
+            f"the run has [peers] and was started over machines by their numbers (MASTER_ADDR = '{host}'), which find each other "
+            "without encryption; start the first with --local 1 --listen HOST:PORT, and each other one with --join HOST:PORT"
+        )
+    return keys
 
 
 def _own_round(own: Own, kept: KeptRounds, after: int) -> int:

@@ -28,8 +28,8 @@ from gossamer.record.progress import say
 from gossamer.record.whole_files import worker_suffix
 from gossamer.rng import key as random_key
 from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
-from gossamer.run.bookkeeping.journal import log_phase
-from gossamer.run.bookkeeping.resume import History, Resume, history, lineage
+from gossamer.run.bookkeeping.journal import log_phase, saved_when_unreadable
+from gossamer.run.bookkeeping.resume import History, Resume, lineage, resumed
 from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
 from gossamer.run.bookkeeping.which_round import kept_by, must_lose_nothing, tell_unverified
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
@@ -202,7 +202,7 @@ def _work(config: ResolvedRun, folder: Path, host: str, port: int, worker: int, 
         must_have_inputs(config, task, folder, "resume")
     patience, device = Patience(config.run.timeout_s), device_of(config.run.device, worker)
     while True:
-        past = history(config, folder) if resume else None
+        past = resumed(config, folder, resume)
         # Made before the connection, as it takes seconds in which the server would wait for a word; and anew for each, as the
         # state of a phase that was cut is nobody's.
         served = ServedWorker(worker, config, folder, task, device, past and past.lineage)
@@ -324,9 +324,7 @@ def _train(
                 served.learner.read_ahead()
             except DataError as error:
                 served.save()
-                raise DataError(
-                    f"{error}; this worker has saved and left; resume with --resume {record.path}"
-                ) from error
+                raise DataError(saved_when_unreadable(error, record.path)) from error
         if terms.go and asked():
             served.save()
             return say(f"worker {served.index} has left after {terms.phases} local phases, as it was asked to")

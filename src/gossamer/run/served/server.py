@@ -24,19 +24,17 @@ from gossamer.codecs import fitted
 from gossamer.codecs.message import decode_received, payload_like
 from gossamer.errors import RefusedError, TransportError
 from gossamer.layout import arrange, layout_of
-from gossamer.record import checkpoint
 from gossamer.record.locks import holding
-from gossamer.record.progress import say
 from gossamer.run.bookkeeping.evaluate import Probe
-from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
-from gossamer.run.bookkeeping.resume import Resume, history
-from gossamer.run.bookkeeping.which_round import ended, kept_by, to_go_on
+from gossamer.run.bookkeeping.inputs import note_inputs
+from gossamer.run.bookkeeping.resume import Resume, resumed
+from gossamer.run.bookkeeping.which_round import alone, begin_or_resume
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import limits_of, run_key, run_settings, use_recorded_threads, use_threads
 from gossamer.run.served.protocol import HELLO_BYTES, Terms
 from gossamer.run.served.session import Pushed, Reply, open_session
 from gossamer.run.worker.stages.checkpoints import Store
-from gossamer.run.worker.task import Task, task_of, warn_of_equal_batches
+from gossamer.run.worker.task import task_of, warn_of_equal_batches
 from gossamer.stop_signals import leaving
 from gossamer.transport import wire
 from gossamer.transport.contract import Ticket
@@ -70,10 +68,12 @@ def serve(config: ResolvedRun, folder: Path, host: str, port: int, *, resume: Re
 
 
 def _serve(config: ResolvedRun, folder: Path, host: str, port: int, resume: Resume) -> None:
-    task = task_of(config)
-    probe, start = Probe(config, task, torch.device("cpu")), _first_round(config, task, folder, resume)
-    if start == config.rounds:
+    task, store = task_of(config), Store(config, folder)
+    probe, past = Probe(config, task, torch.device("cpu")), resumed(config, folder, resume)
+    start = begin_or_resume(store, task, past, alone(store, past, [config.workers]))
+    if start.round == config.rounds:
         return
+    start.go_on([config.workers])
     keys = keys_for(config.peers, config.workers)
     secret = folder_secret(folder, make=True) if keys is None else b""
     if keys is None and not environment_secret():
@@ -84,7 +84,7 @@ def _serve(config: ResolvedRun, folder: Path, host: str, port: int, resume: Resu
     key, settings = run_key(config, task), run_settings(config, task)
     with (
         leaving("the server is asked to save and to end after its round") as asked,
-        open_session(config, folder, probe, start) as session,
+        open_session(config, folder, probe, start.cut) as session,
         listener_at(host, port) as listener,
     ):
         note_inputs(config, task, folder, config.workers)
@@ -103,28 +103,6 @@ def _serve(config: ResolvedRun, folder: Path, host: str, port: int, resume: Resu
             protocol.compare_batches()  # also where some were too slow to come before the others had taken all steps
         finally:
             server.close()
-
-
-def _first_round(config: ResolvedRun, task: Task, folder: Path, resume: Resume) -> int | None:
-    """The rounds that are over where a server begins; None for a new run, and that of the end is said."""
-    if not resume:
-        return None
-    store, past, me = Store(config, folder), history(config, folder), config.workers
-    choice = to_go_on(
-        past,
-        store,
-        kept_by(store, [me], past.lineage, past.before),
-        auto=resume == "auto",
-        read=lambda round: {me: store.fault(round, me, past.lineage)},
-    )
-    if choice.round:
-        must_have_inputs(config, task, folder, "resume")
-    if choice.round == config.rounds:
-        say(ended(folder, choice.round))
-        return choice.round
-    checkpoint.rewind(store.path, choice.round, me, aside=choice.damaged)
-    past.go_on(folder, choice.round)
-    return choice.round
 
 
 class _WithWorkers:

@@ -26,17 +26,16 @@ from gossamer.record.lineage import Lineage
 from gossamer.record.logs.pipeline_work import write_pipeline
 from gossamer.record.logs.stage_seconds import STAGES_FILE, stage_lines
 from gossamer.record.logs.trace import read_trace
-from gossamer.record.progress import say
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.exchange import Each, finish_all
 from gossamer.rounds.loop import EVERYONE, Membership
 from gossamer.rounds.together import Together
 from gossamer.run.bookkeeping.evaluate import Assessment, Probe, Probes, Result, assess, mean_buffers, publish, union_of
-from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
+from gossamer.run.bookkeeping.inputs import note_inputs
 from gossamer.run.bookkeeping.journal import Journal, saved_when_unreadable
-from gossamer.run.bookkeeping.resume import Resume, history
+from gossamer.run.bookkeeping.resume import History, Resume, resumed
 from gossamer.run.bookkeeping.spent_seconds import priced
-from gossamer.run.bookkeeping.which_round import ended, kept_by, to_go_on
+from gossamer.run.bookkeeping.which_round import Start, alone, begin_or_resume
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.simulated.alignment import Alignment
 from gossamer.run.simulated.threads import Lanes
@@ -77,10 +76,8 @@ class Rounds:
         mailboxes, together = MemoryNetwork(config.workers), Together(config.workers)
         self.workers = crew(config, self.task, m, probe.x, mailboxes.transport, together)
         self._sends_per_round = m.sends_per_round
-        self.finished, line = 0, config.line
-        if resume:
-            self.finished, line = _restore(self.workers, config, folder, auto=resume == "auto")
-        self._cut = self.finished if resume else None
+        start, line = _started(self.workers, Store(config, folder), resumed(config, folder, resume))
+        self.finished, self._cut = start.round, start.cut
         self._lanes = Lanes(device, config, self._threads)
         self._train = Stacks(self.workers, config.run.batched).train if config.run.batched > 1 else train_each
         for worker in self.workers:
@@ -132,7 +129,7 @@ class Rounds:
             if self.finished == 0:
                 raise
             self.save()
-            raise DataError(saved_when_unreadable(error, self.finished, self.folder)) from error
+            raise DataError(saved_when_unreadable(error, self.folder, self.finished)) from error
         began, finished = time.perf_counter(), round + 1
         self._take_threads()
         reports = train_together(workers, round, self._lanes.each, self._train, self._alignment)
@@ -216,34 +213,19 @@ def _tokens(workers: Sequence[Worker]) -> int:
     return sum(worker.replica.steps_taken for worker in workers) * workers[0].config.step_tokens
 
 
-def _restore(workers: Sequence[Worker], config: RunSettings, folder: Path, *, auto: bool) -> tuple[int, Lineage]:
-    """Restores all workers from the newest sound round that all of them own; returns that round, and whose checkpoints count.
+def _started(workers: Sequence[Worker], store: Store, past: History | None) -> tuple[Start, Lineage]:
+    """Where all workers begin, with their state of it, and whose checkpoints count. Raises: as `begin_or_resume`."""
+    owners, task = store.config.owners, workers[0].replica.task
+    start = begin_or_resume(store, task, past, alone(store, past, owners))
 
-    Raises: CheckpointError, ConfigError.
-    """
-    store, past = Store(config, folder), history(config, folder)
-    line, new = past.lineage, config.line
-    choice = to_go_on(
-        past,
-        store,
-        kept_by(store, config.owners, line, past.before),
-        auto=auto,
-        read=lambda round: {owner: store.fault(round, owner, line) for owner in config.owners},
-    )
-    newest = choice.round
-    if newest:
-        must_have_inputs(config, workers[0].replica.task, folder, "resume")
-    if newest == config.rounds:
-        say(ended(folder, newest))
-    for worker in workers:
-        if newest:
-            worker.restore(store.load(worker.replica.task, newest, worker.index, line))
-            store.take_over(worker.index, newest, worker.state(), line, new)
-        checkpoint.rewind(store.path, newest, worker.index, aside=choice.damaged)
-    going_on = past.go_on(folder, newest)
-    for worker in workers:
-        store.forget_others(worker.index)
-    return newest, going_on
+    def restore(i: int, line: Lineage) -> None:
+        workers[i].restore(store.load(task, start.round, i, line))
+        store.take_over(i, start.round, workers[i].state(), line, store.config.line)
+
+    line = start.go_on(owners, restore)
+    for owner in owners if past is not None else ():
+        store.forget_others(owner)
+    return start, line
 
 
 def _save(workers: Sequence[Worker], folder: Path, finished: int, line: Lineage, each: Each) -> None:

@@ -26,14 +26,13 @@ from gossamer.record.folder import RunFolder
 from gossamer.record.lineage import Lineage
 from gossamer.record.logs.events import EventWriter
 from gossamer.record.machines import Threads
-from gossamer.record.progress import say
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.run.bookkeeping.evaluate import Probe, Probes, Result, assess, mean_buffers, mean_of, publish
-from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
+from gossamer.run.bookkeeping.inputs import note_inputs
 from gossamer.run.bookkeeping.journal import EventJournal, Journal, saver
-from gossamer.run.bookkeeping.resume import Resume, history
+from gossamer.run.bookkeeping.resume import History, Resume, resumed
 from gossamer.run.bookkeeping.spent_seconds import EventSeconds
-from gossamer.run.bookkeeping.which_round import ended, kept_by, to_go_on
+from gossamer.run.bookkeeping.which_round import Start, alone, begin_or_resume
 from gossamer.run.config.resolved import InPairs, ResolvedRun, RunSettings, WithServer
 from gossamer.run.simulated.threads import Lanes
 from gossamer.run.worker.numerics import threads_of
@@ -79,13 +78,11 @@ class Events:
         """Of all but the learners: a server computes and is scored on the host, as real ones are."""
         probe = Probe(config, self.task, self._device)
         self._pending: deque[Record] = deque()
-        newest, line, saved = (
-            _found(config, folder, self.task, auto=resume == "auto") if resume else (0, config.line, None)
-        )
+        start, line, saved = _started(Store(config, folder), self.task, resumed(config, folder, resume))
         save = saver(line, folder, lambda: _snapshots(self._run, config.workers, self._state()))
         self._journal = Journal(config, lambda: self._record, lambda: self._assessed(probe), save)
         self._events = EventJournal(self._journal, lambda: self._log, EventSeconds(config.workers, self._name))
-        self._busy_s, self.finished, self._cut = 0.0, newest, newest if resume else None
+        self._busy_s, self.finished, self._cut = 0.0, start.round, start.cut
         if saved is not None:
             self._restore(saved)
         self._tokens_before = self._events.tokens
@@ -191,38 +188,28 @@ _Loop = ServerRun | PairRun | GossipRun
 _RECORDS: dict[str, type[Record]] = {kind.__name__: kind for kind in (Absence, Phase, Transfer, Relay, Update)}
 
 
-def _found(config: RunSettings, folder: Path, task: Task, *, auto: bool) -> tuple[int, Lineage, Any]:
-    """The round to go on from, 0 to start, whose checkpoints count, and what that of the round holds; None at the start.
+def _started(store: Store, task: Task, past: History | None) -> tuple[Start, Lineage, Any]:
+    """Where the run begins, whose checkpoints count, and what that of the round holds; None at the start.
 
     Raises: CheckpointError and ConfigError.
     """
-    store, past = Store(config, folder), history(config, folder)
-    if "run.steps" in past.changes:
+    config, folder = store.config, store.folder
+    if past is not None and "run.steps" in past.changes:
         raise ConfigError(
             f"run.steps is {past.changes['run.steps'][0]} in '{folder}' and {config.run.steps} now, but an asynchronous run "
             "keeps it, as its workers have shared its steps out; set it back, or start again with another --out"
         )
-    choice = to_go_on(
-        past,
-        store,
-        kept_by(store, config.owners, past.lineage, past.before),
-        auto=auto,
-        read=lambda round: {owner: store.fault(round, owner, past.lineage) for owner in config.owners},
-    )
-    if choice.round:
-        must_have_inputs(config, task, folder, "resume")
-    if choice.round == config.rounds:
-        say(ended(folder, choice.round))
-    saved = checkpoint.load(store.path, choice.round, config.owners[0], past.lineage) if choice.round else None
-    # Before anything newer goes: real workers, each of which goes on from its own newest round, would miss it.
-    if saved is not None and "run" not in saved:
-        raise CheckpointError(
-            f"'{folder}' holds checkpoints of real processes, and an asynchronous simulation goes on from its own alone; go on "
-            f"with gossamer train --resume {folder}, or repeat it with --replay"
-        )
-    for each in config.owners:
-        checkpoint.rewind(store.path, choice.round, each, aside=choice.damaged)
-    return choice.round, past.go_on(folder, choice.round), saved
+    start = begin_or_resume(store, task, past, alone(store, past, config.owners))
+    saved = None
+    if past is not None and start.round:
+        saved = checkpoint.load(store.path, start.round, config.owners[0], past.lineage)
+        # Before anything newer goes: real workers, each of which goes on from its own newest round, would miss it.
+        if "run" not in saved:
+            raise CheckpointError(
+                f"'{folder}' holds checkpoints of real processes, and an asynchronous simulation goes on from its own alone; go "
+                f"on with gossamer train --resume {folder}, or repeat it with --replay"
+            )
+    return start, start.go_on(config.owners), saved
 
 
 def _reported(record: Record) -> Record:

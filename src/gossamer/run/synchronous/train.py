@@ -24,23 +24,23 @@ from gossamer.record.lineage import Lineage
 from gossamer.record.locks import holding
 from gossamer.record.logs.pipeline_work import PipelineWork, write_pipeline
 from gossamer.record.logs.stage_seconds import StageLog, end_logs_of_others, stage_log
-from gossamer.record.progress import echo, quieted, say
+from gossamer.record.progress import echo, quieted
 from gossamer.record.whole_files import atomic_write, make_folder
 from gossamer.rounds.setup import Setup, in_sides
 from gossamer.run.bookkeeping.evaluate import Probe
-from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
+from gossamer.run.bookkeeping.inputs import note_inputs
 from gossamer.run.bookkeeping.journal import Journal, Save, saved_when_unreadable
-from gossamer.run.bookkeeping.resume import History, Resume, history
+from gossamer.run.bookkeeping.resume import History, Resume, resumed
 from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
 from gossamer.run.bookkeeping.which_round import (
-    ChosenRound,
+    Agreement,
     KeptRounds,
-    ended,
+    Start,
+    begin_or_resume,
     faults_heard,
     heard,
     kept_by,
     said,
-    to_go_on,
     together,
 )
 from gossamer.run.config.layouts import layout_for
@@ -143,14 +143,17 @@ def train_member(
     task = task_of(config)
     # Every worker finds on its own how far the rule may step on its topology, as it finds the text and the user's code.
     found = {**{f"rule.{name}": value for name, value in m.rule.options.items()}, **found_by_each(task, config.parts)}
-    past = history(config, folder) if resume else None
+    past = resumed(config, folder, resume)
     # All shards read the checkpoints of their worker, which the first of them writes.
     store = Store(config, folder, partition_of(config, member.worker), member.part if config.run.shards == 1 else 0)
-    choice = _agreed_round(store, member, task, found, past, auto=resume == "auto")
-    if choice is not None and choice.round == config.rounds:
+    agreement = _agreement(store, member, found, past)
+    try:
+        start = begin_or_resume(store, task, past, agreement)
+    except GossamerError:
+        part(member, min(config.run.timeout_s, 10.0))  # so that all can say why, and not that the store is gone
+        raise
+    if start.round == config.rounds:
         dist.barrier()  # whoever hosts the store must not leave while another still reads it
-        if member.rank == 0:
-            say(ended(folder, config.rounds))
         return
     compare_first_batches(member, task, config.run.timeout_s)
     with contextlib.ExitStack() as open_:
@@ -158,15 +161,15 @@ def train_member(
         if pipe is not None:
             open_.callback(pipe.close)
         open_.enter_context(quieted(member.part > 0))  # a worker speaks once
-        stopwatch = Stopwatch(member.worker, recorded_s(folder, member.worker, choice and choice.round))
+        stopwatch = Stopwatch(member.worker, recorded_s(folder, member.worker, start.cut))
         trainer = _trainer(config, task, member, pipe, stopwatch)
-        stopped, unreadable = _train_rounds(trainer, store, member, past, choice, asked or Asked(), open_)
+        stopped, unreadable = _train_rounds(trainer, start, member, asked or Asked(), open_)
     if stopped is not None:
         part(
             member, config.run.timeout_s
         )  # whoever hosts the store must not leave while another still reads when to stop
         if unreadable is not None:
-            raise DataError(saved_when_unreadable(unreadable, stopped, folder))
+            raise DataError(saved_when_unreadable(unreadable, folder, stopped))
         raise _Stopped(f"stopped after round {stopped} of {config.rounds}, and saved; resume with --resume {folder}")
 
 
@@ -210,26 +213,24 @@ def _trainer(config: ResolvedRun, task: Task, member: Member, pipe: Pipe | None,
 
 def _train_rounds(
     trainer: _Trainer,
-    store: Store,
+    start: Start,
     member: Member,
-    past: History | None,
-    choice: ChosenRound | None,
     asked: Asked,
     open_: contextlib.ExitStack,
 ) -> tuple[int | None, DataError | None]:
-    """Trains from the round that was chosen to the end, and records it, with files that `open_` closes.
+    """Trains from this start to the end, and records it, with files that `open_` closes.
 
     Returns: after how many rounds all were stopped, with what is there to go on from, None at the end of the run; and why the
         stream of this worker could not be read, where that was so.
     """
-    config, worker, stopwatch, newest = store.config, trainer.worker, trainer.stopwatch, choice and choice.round
-    line, first = config.line, newest or 0
-    if past is not None and choice is not None:
-        line = _restore(worker, past, store, member, choice)
+    store, worker, stopwatch, first = start.store, trainer.worker, trainer.stopwatch, start.round
+    config, line = store.config, _go_on(worker, start, member)
     board = Board(member.entries, member.rank, member.ranks, patience_s=min(2.0, config.run.timeout_s / 4))
-    record, log_of_stages = _record(store, member, worker, newest, open_), None
+    record, log_of_stages = _record(store, member, worker, start.cut, open_), None
     if trainer.stages is not None:
-        log_of_stages = open_.enter_context(stage_log(store.folder, member.worker, member.part, member.parts, newest))
+        log_of_stages = open_.enter_context(
+            stage_log(store.folder, member.worker, member.part, member.parts, start.cut)
+        )
     save = _saver(store.path, line, worker, board, first, writes=_writes(store, member))
     journal = Journal(config, lambda: record, _validator(config, trainer), save, kind="validation")
     if not first:
@@ -347,49 +348,42 @@ def _validator(config: RunSettings, trainer: _Trainer) -> Callable[[], Mapping[s
     return validate
 
 
-def _agreed_round(
-    store: Store, member: Member, task: Task, found: Mapping[str, Any], past: History | None, *, auto: bool
-) -> ChosenRound | None:
-    """The round to resume from, as all workers agree with one configuration; None for a run that starts.
+def _agreement(store: Store, member: Member, found: Mapping[str, Any], past: History | None) -> Agreement:
+    """What the checkpoints of all workers are, once all agree that they have one configuration.
 
     Args: `found` is what each worker finds on its own and all must have in common.
-    Raises: CheckpointError when there is none to resume from, PeerError when workers differ.
+    Raises: PeerError when workers differ.
     """
     config, me = store.config, member.worker
     common, timeout_s = f"{config.digest} {found}", config.run.timeout_s
     settings = short_settings({**config.decisive, **found})
     own = KeptRounds({}) if past is None else kept_by(store, [me], past.lineage, past.before)[me]
     facts = agree(member, common, said(own), settings=settings, timeout_s=timeout_s)
-    if past is None:
-        return None
-    owners = [
-        member.owner(rank) for rank in range(member.ranks)
-    ]  # of each process: those of a worker have a stage each
+    # Of each process: those of a worker have a stage each.
+    owners = [member.owner(rank) for rank in range(member.ranks)]
     kept = {i: together([heard(i, fact) for j, fact in zip(owners, facts, strict=True) if i == j]) for i in {*owners}}
 
     def read(round: int) -> dict[int, Fault | None]:
-        mine = store.fault(round, me, past.lineage)
+        mine = None if past is None else store.fault(round, me, past.lineage)
         faults = faults_heard(agree(member, common, mine and mine.said, timeout_s=timeout_s))
         found: dict[int, Fault | None] = dict.fromkeys(kept)
         return found | {i: fault for i, fault in zip(owners, faults, strict=True) if fault is not None}
 
-    try:
-        choice = to_go_on(past, store, kept, read, auto=auto, speaks=member.rank == 0)
-        if choice.round:
-            must_have_inputs(config, task, store.folder, "resume")
-        return choice
-    except GossamerError:
-        part(member, min(timeout_s, 10.0))  # so that all can say why, and not that the store is gone
-        raise
+    return Agreement(kept, read, speaks=member.rank == 0)
 
 
-def _restore(worker: Worker, past: History, store: Store, member: Member, choice: ChosenRound) -> Lineage:
-    """Restores a worker from its checkpoint of this round, zero being the start; returns whose checkpoints count from now on."""
-    me, line, config, round = worker.index, past.lineage, store.config, choice.round
-    writes = _writes(store, member)
-    # In this order, as this process may be killed at any line and the next start must find one history: the state is here, and
-    # a checkpoint of it under this digest, before anything newer goes and the branch is written.
-    if round and store.begins_without(round, me, line):
+def _go_on(worker: Worker, start: Start, member: Member) -> Lineage:
+    """Lets a worker go on from its checkpoint of a round, zero being the start; returns whose checkpoints count from now on."""
+    store, me, round = start.store, worker.index, start.round
+    config, writes = store.config, _writes(store, member)
+
+    def restore(me: int, line: Lineage) -> None:
+        if not store.begins_without(round, me, line):
+            worker.restore(store.load(worker.replica.task, round, me, line))
+            state = worker.state()  # of shards: all of them are restored once one has it
+            if writes:
+                store.take_over(me, round, state, line, config.line)
+            return
         # All else it takes from others before it trains. Nothing is saved until then: killed meanwhile, it does so again.
         worker.replica.steps_taken = round * config.local_steps_of(me)
         if "streams" in worker.replica.task.data.state():
@@ -398,21 +392,17 @@ def _restore(worker: Worker, past: History, store: Store, member: Member, choice
                 f"'{config.data.source}' is lost, which is read as it comes; bring its checkpoint back, or start again with "
                 "another --out"
             )
-    elif round:
-        worker.restore(store.load(worker.replica.task, round, me, line))
-        state = worker.state()  # of shards: all of them are restored once one has it
-        if writes:
-            store.take_over(me, round, state, line, config.line)
-    if writes:
-        checkpoint.rewind(store.path, round, me, aside=choice.damaged)
-    going_on = past.go_on(store.folder, round)
+
+    line = start.go_on([me], restore, rewinds=writes)
+    if start.past is None:
+        return line
     # Where stages were laid out otherwise before, a process reads files that another one forgets next.
     agree(member, "all have taken over what other stages have saved", timeout_s=config.run.timeout_s)
     if writes:
         store.forget_others(me)
     if member.part == 0:
         end_logs_of_others(store.folder, me, member.parts, round)
-    return going_on
+    return line
 
 
 def _timed_all_reduce(timeout_s: float, stopwatch: Stopwatch) -> Reduce:

@@ -1,0 +1,492 @@
+"""Ways to run that cannot do everything, and what each of them cannot do: rows for the table.
+
+Most rows are a mode and a feature, and why they do not go together. What is left needs a sentence by itself.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from gossamer.codecs import Codec
+from gossamer.rounds.compatibility.combination import Combination, Incompatibility
+from gossamer.rounds.updates import topology_of_updates
+from gossamer.settings.user_code import is_code
+
+_INNER = ("adamw", "accum_adamw", "sgd")
+"""The inner optimizers that treat each number of a tensor alike, and so a shard as a whole."""
+
+
+class _Given(NamedTuple):
+    """A mode or a feature: whether a run has it, and what gives it that, in words."""
+
+    on: Callable[[Combination], bool]
+    words: Callable[[Combination], str]
+    off: str = ""
+    """How to do without a feature."""
+
+
+def _elastic_key(c: Combination) -> str:
+    """What is set, in a run file or in `Outer(elastic=True)`."""
+    return "elastic" if c.driver == "library" else "run.elastic"
+
+
+_FEATURES = {
+    "asynchronous": _Given(
+        lambda c: c.asynchronous,
+        lambda c: f"{c.who} runs asynchronously ({c.kind})",
+        "use a method in rounds such as 'gasloc', with run.wait = true",
+    ),
+    "elastic": _Given(lambda c: c.elastic, lambda c: f"{_elastic_key(c)} is true", "set it to false"),
+    "adapt": _Given(lambda c: bool(c.adapt), lambda c: f"run.adapt is {c.adapt!r}", "set it to false"),
+    "all-reduce": _Given(
+        lambda c: c.reduction == "all_reduce",
+        lambda c: f"{'' if c.driver == 'library' else 'run.'}reduction is 'all_reduce'",
+        "set it to 'ordered'",
+    ),
+    "hashes": _Given(lambda c: c.hashes, lambda c: "record.hash is true", "set it to false"),
+    "stages": _Given(lambda c: c.stages > 1, lambda c: f"pipeline.stages is {c.stages}", "set one of the two to 1"),
+    "experts": _Given(
+        lambda c: bool(c.holders),
+        lambda c: "model.experts.holders leaves workers without some experts",
+        "remove one of the two",
+    ),
+    "schedule": _Given(lambda c: not c.schedule.plain, lambda c: f"[schedule] is {c.schedule}", "remove it"),
+    "chosen fragments": _Given(
+        lambda c: c.schedule.sends > 0, lambda c: f"schedule.sends is {c.schedule.sends}", "remove schedule.sends"
+    ),
+    "moments": _Given(
+        lambda c: bool(c.schedule.inner_every),
+        lambda c: f"schedule.inner_every is {[*c.schedule.inner_every]}",
+        "remove schedule.inner_every",
+    ),
+    "averaging": _Given(
+        lambda c: c.averaging is not None, lambda c: f"inner.averaging is '{c.averaging}'", "remove inner.averaging"
+    ),
+    "gradients": _Given(
+        lambda c: c.rule.site == "gradients",
+        lambda c: f"rule '{c.rule.name}' acts on gradients in every inner step",
+        "use a rule with a local phase such as 'diloco'",
+    ),
+    "rule that adapts": _Given(
+        lambda c: c.rule.adapted is not None,
+        lambda c: (
+            f"rule '{c.rule.name}' with adapt_every = {c.rule.options.get('adapt_every')} decides on the local steps"
+        ),
+        "set adapt_every = 0",
+    ),
+    "whole tensors": _Given(
+        lambda c: not c.rule.elementwise,
+        lambda c: f"rule '{c.rule.name}' looks at whole tensors or at all of them",
+        "use an elementwise rule such as 'gasloc' or 'diloco'",
+    ),
+    "an optimizer of yours": _Given(
+        lambda c: is_code(c.optimizer),
+        lambda c: f"inner.optimizer is '{c.optimizer}'",
+        "use one of Gossamer's, such as 'adamw' or 'muon'",
+    ),
+    "real processes": _Given(lambda c: c.driver == "train", lambda c: "the run is one of gossamer train"),
+}
+
+_OUTER = _Given(lambda c: c.driver == "library", lambda c: "")
+_ELASTIC = _Given(lambda c: c.elastic, lambda c: f"{_elastic_key(c)} is true")
+_STAGES = _Given(lambda c: c.stages > 1, lambda c: f"pipeline.stages is {c.stages}")
+_STAGE_PROCESSES = _STAGES._replace(on=lambda c: c.stages > 1 and c.driver == "train")
+_SHARDS = _Given(lambda c: c.shards > 1, lambda c: f"each worker is a mesh of {c.shards} processes")
+_OWN_SHARDS = _Given(lambda c: c.shards > 1 and c.driver == "train", lambda c: f"run.shards is {c.shards}")
+_BATCHED = _Given(lambda c: c.batched > 1, lambda c: f"run.batched is {c.batched}")
+_EXPERTS = _Given(
+    lambda c: bool(c.holders),
+    lambda c: f"each expert lies on {len(c.holders[-1])} of {len(c.holders[0])} workers (model.experts.holders)",
+)
+
+_OWN_SECONDS = "but each process of a worker would measure its own seconds"
+_NO_WHOLE_WORKER = "but a hash is of a whole worker, which no process has"
+_GONE = "but a worker of several processes is gone when one of them is"
+_OF_ALL = "which follows from what all workers have received since the start; remove one of the two"
+
+
+def _rows(name: str, mode: _Given, refused: Mapping[str, str]) -> Iterator[Incompatibility]:
+    """Those of a mode: for each feature why it has none of it, and after a semicolon what to do, where that is not `off`."""
+    for feature, why in refused.items():
+        given = _FEATURES[feature]
+
+        def fails(c: Combination, given: _Given = given) -> bool:
+            return mode.on(c) and given.on(c)
+
+        def sentence(c: Combination, given: _Given = given, why: str = why) -> str:
+            both = " and ".join(filter(None, (mode.words(c), given.words(c))))
+            return ", ".join(filter(None, (both, why))) + ("" if ";" in why else f"; {given.off}")
+
+        yield Incompatibility(f"{name} and {feature}", fails, sentence)
+
+
+def _mean_of_updates(c: Combination) -> bool:
+    updates = topology_of_updates(c.rule, c.topology.n, seed=0)
+    return updates is not None and (updates.everyone or not updates.symmetric)
+
+
+def _elementwise(codec: Codec) -> bool:
+    return codec.exact or codec.blockwise == 1
+
+
+def _of_fixed_peers(c: Combination) -> bool:
+    """Whether the rule keeps something of each peer or sums over fixed neighbours."""
+    return c.rule.needs not in ("connected", "everyone") or c.rule.copies_per_peer > 0
+
+
+def _late(c: Combination) -> bool:
+    """Whether messages are in flight between two rounds."""
+    return c.schedule.overlap_steps > 0 or c.rule.delay_rounds > 0
+
+
+_GOSSIP_OR_MEAN = "use a rule that gossips on parameters such as 'gasloc', or a mean over everyone such as 'diloco'"
+
+OUTER = tuple(
+    _rows(
+        "Outer",
+        _OUTER,
+        {
+            "asynchronous": (
+                "and Outer exchanges in rounds, for which workers wait; use gossamer simulate or gossamer train, or a method in "
+                "rounds such as 'gasloc'"
+            ),
+            "gradients": (
+                "between backward and the inner optimizer, where Outer has no access; use torch's DistributedDataParallel, or "
+                "a rule on parameters such as 'diloco'"
+            ),
+            "moments": "but Outer has no access to the moments of your inner optimizer",
+            "averaging": (
+                "whose iterate and average are exchanged in place of the parameters, and Outer exchanges parameters; use "
+                "gossamer train, or gossamer.GPA as the optimizer of one worker without Outer"
+            ),
+            "adapt": (
+                "which changes the local steps between rounds, and Outer counts the same number in each; use gossamer train, or "
+                "give each worker its own local_steps"
+            ),
+            "rule that adapts": "and Outer counts the same number in each round; set adapt_every = 0, or use gossamer train",
+        },
+    )
+)
+"""Conditions of `gossamer.Outer`, which cannot know what the loop does between two calls."""
+
+MODES: tuple[Incompatibility, ...] = (
+    *OUTER,
+    *_rows(
+        "elastic",
+        _ELASTIC,
+        {
+            "asynchronous": "where nobody waits for a worker that is gone; remove run.elastic",
+            "gradients": "",
+            "adapt": "for which all workers publish their pace; remove one of the two",
+            "all-reduce": "a barrier that ends with the first worker that dies",
+            "chosen fragments": _OF_ALL,
+            "rule that adapts": _OF_ALL,
+        },
+    ),
+    *_rows(
+        "pipeline",
+        _STAGE_PROCESSES,
+        {
+            "adapt": _OWN_SECONDS,
+            "all-reduce": "which sums over all processes, and each stage exchanges with the same stage of its peers",
+            "an optimizer of yours": "which each process would make for its own layers alone",
+            "hashes": _NO_WHOLE_WORKER,
+        },
+    ),
+    *_rows(
+        "pipeline",
+        _STAGES,
+        {
+            "asynchronous": "but a pipeline exchanges in rounds",
+            "elastic": _GONE,
+            "whole tensors": "while each stage exchanges its own part",
+            "chosen fragments": "but stages would choose fragments by what each of them sees",
+            "moments": "but each stage keeps its own moments",
+        },
+    ),
+    *_rows(
+        "shards",
+        _OWN_SHARDS,
+        {
+            "stages": "and a stage is one process",
+            "asynchronous": "without rounds, in which its processes would meet",
+            "elastic": f"{_GONE}; set it to false, or train sites that come and go with gossamer.Outer(site=..., elastic=True)",
+            "adapt": _OWN_SECONDS,
+            "hashes": _NO_WHOLE_WORKER,
+            "gradients": "which FSDP2 keeps",
+            "experts": "",
+            "averaging": "whose averages are of whole workers",
+            "moments": "for moments of whole workers",
+        },
+    ),
+    *_rows(
+        "shards",
+        _SHARDS,
+        {
+            "all-reduce": "which overwrites one shard before its siblings know that theirs came too",
+            "chosen fragments": "but processes would choose fragments by what each of them sees",
+        },
+    ),
+    *_rows(
+        "batched",
+        _BATCHED,
+        {
+            "real processes": "where each process has its own replica; set run.batched to 1, or use gossamer simulate",
+            "asynchronous": "so that replicas do not train at the same time; set run.batched to 1",
+            "rule that adapts": "which replicas in one computation have in common; set run.batched to 1",
+        },
+    ),
+    *_rows(
+        "experts",
+        _EXPERTS,
+        {
+            "asynchronous": "but an expert needs its own workers in every round",
+            "elastic": "but an expert needs its own workers in every round",
+            "schedule": "but experts are exchanged with all other parameters at the end of a round",
+            "averaging": "but experts are exchanged as all other parameters are",
+            "all-reduce": "which sums over all workers",
+        },
+    ),
+    Incompatibility(
+        "elastic sites and overlap",
+        lambda c: c.driver == "library" and c.elastic and (_late(c) or c.schedule.sends > 0),
+        lambda c: (
+            f"elastic is true, and {c.who} has exchanges under way between rounds or chooses fragments by them "
+            f"(schedule.overlap_steps = {c.schedule.overlap_steps}, sends = {c.schedule.sends}), which a site that comes back "
+            "does not have; use a schedule without, and a rule without delay such as 'gasloc', or sites of a fixed number"
+        ),
+    ),
+    Incompatibility(
+        "peers and rounds",
+        lambda c: c.peers and c.driver == "train" and c.kind == "rounds" and not c.elastic,
+        lambda c: (
+            f"the run has [peers] and run.elastic is {c.elastic}, so its workers exchange over gloo, which cannot encrypt; set "
+            "run.elastic = true, or remove [peers]"
+        ),
+    ),
+    Incompatibility(
+        "elastic and rule",
+        lambda c: c.elastic and _of_fixed_peers(c),
+        lambda c: (
+            f"{_elastic_key(c)} is true, and rule '{c.rule.name}' keeps something of each peer or sums over fixed neighbours, "
+            f"which a worker that dies would spoil; {_GOSSIP_OR_MEAN}"
+        ),
+    ),
+    Incompatibility(
+        "elastic and topology",
+        lambda c: c.elastic and not c.topology.symmetric,
+        lambda c: (
+            f"{_elastic_key(c)} is true, and the weights of topology '{c.topology.name}' are not symmetric: both ends of an "
+            "exchange that fails must keep the same weight; use a symmetric topology such as 'random'"
+        ),
+    ),
+    Incompatibility(
+        "elastic and overlap",
+        lambda c: c.elastic and c.rule.needs == "everyone" and _late(c),
+        lambda c: (
+            f"{_elastic_key(c)} is true, and rule '{c.rule.name}' takes the mean of all while they train on: one is under way "
+            "where a newcomer takes a state over, which would differ from the others' for good; set schedule.overlap_steps = 0 "
+            "and use a rule without delay such as 'diloco', or one that gossips such as 'gasloc'"
+        ),
+    ),
+    Incompatibility(
+        "elastic and delay",
+        lambda c: c.elastic and c.rule.needs != "everyone" and c.rule.delay_rounds > 0 and not c.rule.sends_ahead,
+        lambda c: (
+            f"{_elastic_key(c)} is true, and rule '{c.rule.name}' receives in each round what was sent in the one before, which "
+            "a newcomer cannot take over; use a rule without delay such as 'gasloc', or 'fgd', which sends when a round begins"
+        ),
+    ),
+    Incompatibility(
+        "elastic and mixed updates",
+        lambda c: c.elastic and _mean_of_updates(c),
+        lambda c: (
+            f"{_elastic_key(c)} is true, and rule '{c.rule.name}' takes the mean of all updates in addition to its gossip; set "
+            "rule.mix_updates to 'none' or to a topology of pairs such as 'random'"
+        ),
+    ),
+    Incompatibility(
+        "constant batch and deaths",
+        lambda c: c.constant_batch and not c.elastic,
+        lambda c: (
+            f"data.constant_batch is true and run.elastic is {str(c.elastic).lower()}, so that a run ends when a worker "
+            "dies and nobody can take its batches over; set run.elastic = true, or remove data.constant_batch"
+        ),
+    ),
+    Incompatibility(
+        "constant batch and rule",
+        lambda c: c.constant_batch and c.elastic and not (c.rule.averages and c.rule.identical),
+        lambda c: (
+            f"data.constant_batch is true, and with {c.who} workers may disagree on who is dead, or differ in their parameters: "
+            "two could train the same batches; use a rule that takes one mean of all such as 'diloco', or remove "
+            "data.constant_batch"
+        ),
+    ),
+    Incompatibility(
+        "constant batch and error feedback",
+        lambda c: c.constant_batch and c.rule.feeds_back,
+        lambda c: (
+            f"data.constant_batch is true, and rule '{c.rule.name}' sends the error of a message later, when its worker may "
+            "count for more slots or fewer; use a rule without error feedback such as 'diloco', or remove data.constant_batch"
+        ),
+    ),
+    Incompatibility(
+        "constant batch and local steps",
+        lambda c: c.constant_batch and isinstance(c.local_steps, tuple) and len(set(c.local_steps)) > 1,
+        lambda c: (
+            f"data.constant_batch is true and run.local_steps is {c.local_steps}, but all workers share the batches of one step; "
+            "give one number of local steps"
+        ),
+    ),
+    Incompatibility(
+        "ghosts and newcomers",
+        lambda c: c.ghost_rounds > 0 and not c.elastic,
+        lambda c: (
+            f"run.ghost_rounds is {c.ghost_rounds} and run.elastic is false, so that nobody joins the run while it goes on; set "
+            "run.elastic = true, or remove run.ghost_rounds"
+        ),
+    ),
+    Incompatibility(
+        "ghosts and inner optimizer",
+        lambda c: c.ghost_rounds > 0 and (c.averaging is not None or bool(c.schedule.inner_every)),
+        lambda c: (
+            f"run.ghost_rounds is {c.ghost_rounds}, and the workers exchange what their inner optimizers keep "
+            f"(inner.averaging = {c.averaging!r}, schedule.inner_every = {list(c.schedule.inner_every)}), which a ghost does not "
+            "take over; set run.ghost_rounds = 0"
+        ),
+    ),
+    Incompatibility(
+        "pipeline and codec",
+        lambda c: (
+            c.stages > 1 and c.codec.back is not None and not (_elementwise(c.codec) and _elementwise(c.codec.back))
+        ),
+        lambda c: (
+            f"pipeline.stages is {c.stages}, and codec '{c.codec.name}' has a back leg, for chunks whose owners sum them, and "
+            "chunks of a stage are others than those of a whole worker; remove codec.back"
+        ),
+    ),
+    Incompatibility(
+        "scattered stages of some workers",
+        lambda c: c.stages > 1 and c.driver == "train" and c.partly and (c.scattered or c.averaging is not None),
+        lambda c: (
+            f"pipeline.workers leaves some replicas whole, which send each of {c.stages} stages its tensors as a slice, and with "
+            + (
+                "pipeline.chunks or the cuts of model.bottleneck"
+                if c.scattered
+                else f"inner.averaging = '{c.averaging}'"
+            )
+            + " these do not follow each other; remove one of the two, or use gossamer simulate"
+        ),
+    ),
+    Incompatibility(
+        "lost stages and rule",
+        lambda c: bool(c.lost) and (_of_fixed_peers(c) or c.rule.site == "gradients"),
+        lambda c: (
+            f"pipeline.lost names stages, and rule '{c.rule.name}' "
+            + (
+                "exchanges gradients in every inner step"
+                if c.rule.site == "gradients"
+                else "keeps something of each peer or sums over fixed neighbours"
+            )
+            + f", which a stage that goes on from what others have would spoil; {_GOSSIP_OR_MEAN}"
+        ),
+    ),
+    Incompatibility(
+        "lost stages and overlap",
+        lambda c: bool(c.lost) and _late(c),
+        lambda c: (
+            f"pipeline.lost names stages, and with schedule.overlap_steps = {c.schedule.overlap_steps} and rule '{c.rule.name}' "
+            "messages are under way between two rounds, which are lost with a stage; set schedule.overlap_steps = 0 and use a "
+            "rule without delay such as 'diloco' or 'gasloc'"
+        ),
+    ),
+    Incompatibility(
+        "lost stages and neighbours",
+        lambda c: False in c.lost and c.topology.n > 1 and c.rule.identical,
+        lambda c: (
+            f"pipeline.lost has a stage that goes on from its neighbours, and rule '{c.rule.name}' adds the same to equal "
+            "parameters of all workers, so that this one would differ from the others for good; take source = 'peer'"
+        ),
+    ),
+    Incompatibility(
+        "lost stages and inner optimizer",
+        lambda c: bool(c.lost) and (c.averaging is not None or is_code(c.optimizer)),
+        lambda c: (
+            f"pipeline.lost names stages, whose inner optimizer begins with empty moments, and with inner.optimizer = "
+            f"'{c.optimizer}' and inner.averaging = {c.averaging!r} what it keeps would be missing; use one of Gossamer's, "
+            "without an average"
+        ),
+    ),
+    Incompatibility(
+        "shards and rule",
+        lambda c: c.shards > 1 and not (c.rule.elementwise or c.rule.sums_over_shards),
+        lambda c: (
+            f"{_SHARDS.words(c)}, and rule '{c.rule.name}' looks at whole tensors or at all of them, of which each process has "
+            "its shard, for more than sums over them; use an elementwise rule such as 'gasloc' or 'diloco'"
+        ),
+    ),
+    Incompatibility(
+        "shards and codec",
+        lambda c: (
+            _OWN_SHARDS.on(c)
+            and (not (c.codec.exact or (c.codec.blockwise == 1 and not c.codec.draws)) or c.codec.back is not None)
+        ),
+        lambda c: (
+            f"run.shards is {c.shards} and codec '{c.codec.name}' would cut or draw in each shard otherwise than in a whole "
+            "worker, so that the simulation were no oracle; use 'exact', 'bf16' or 'fp16'"
+        ),
+    ),
+    Incompatibility(
+        "shards and inner optimizer",
+        lambda c: _OWN_SHARDS.on(c) and c.optimizer not in _INNER,
+        lambda c: (
+            f"run.shards is {c.shards} and inner.optimizer is '{c.optimizer}', which may look at whole tensors; use one of "
+            f"{', '.join(_INNER)}"
+        ),
+    ),
+    Incompatibility(
+        "experts and rule",
+        lambda c: (
+            bool(c.holders)
+            and c.kind == "rounds"
+            and (_of_fixed_peers(c) or not c.rule.elementwise or c.rule.delay_rounds > 0 or bool(c.rule.mixes_updates))
+        ),
+        lambda c: (
+            f"{_EXPERTS.words(c)}, and rule '{c.rule.name}' looks at whole tensors, at fixed peers, or at messages of another "
+            "round; use a rule such as 'diloco', 'local_sgd' or 'gasloc'"
+        ),
+    ),
+    Incompatibility(
+        "adapt and a rule that adapts",
+        lambda c: c.rule.adapted is not None and (bool(c.adapt) or c.weigh_steps),
+        lambda c: (
+            f"{_FEATURES['rule that adapts'].words(c)} of all workers, and {'run.adapt' if c.adapt else 'run.weigh_steps'} is "
+            f"set, which {'decides on them too' if c.adapt else 'would scale what they trained back up'}; remove one of the two"
+        ),
+    ),
+    Incompatibility(
+        "chosen fragments and rule",
+        lambda c: (
+            c.schedule.sends > 0
+            and (not c.rule.identical or c.rule.start is None or c.rule.delay_rounds > 0 or not c.topology.everyone)
+        ),
+        lambda c: (
+            f"schedule.sends is {c.schedule.sends}, for which all workers must choose the same fragment, by how far its updates "
+            f"have led, and {c.where} does not lead all of them to the same point in the same round; use one such as 'diloco', "
+            "or remove schedule.sends"
+        ),
+    ),
+    Incompatibility(
+        "chosen fragments and overlap",
+        lambda c: (
+            c.schedule.sends > 0
+            and c.full_steps is not None
+            and c.schedule.overlap_steps >= c.schedule.fragments * max(1, c.full_steps // c.schedule.sends)
+        ),
+        lambda c: (
+            f"schedule.overlap_steps is {c.schedule.overlap_steps}, so all {c.schedule.fragments} fragments may be in flight "
+            f"when one of {c.schedule.sends} sends in {c.full_steps} inner steps is due; lower schedule.overlap_steps or "
+            "schedule.sends"
+        ),
+    ),
+)
+"""Conditions of stages, shards, replicas in one computation, experts, elastic runs and `gossamer.Outer`."""
