@@ -23,7 +23,7 @@ from gossamer.run.config.run_file import parse
 from gossamer.run.planning.check import counted
 from gossamer.run.planning.choice import Candidate, Pick, pick
 from gossamer.run.planning.measured_losses import MEASURED
-from gossamer.run.planning.plan import PlanSettings, RunPlan, back_of, choosable, with_tables, without_text
+from gossamer.run.planning.plan import PlanSettings, RunPlan, back_of, choosable, optima_of, with_tables, without_text
 from gossamer.run.planning.teams import network_without
 from gossamer.settings.schema import toml_value
 
@@ -141,11 +141,14 @@ def recipe_toml(made: RunPlan, chosen: Candidate, *, name: str, run: Mapping[str
     codec = (chosen.codec, chosen.back) if chosen.method in SEVERAL else None
     document = _document(chosen.method, chosen.full_steps, made, rounds, chosen.left_out, codec)
     document["run"] |= run
+    muon = recipe(chosen.method).settings.get("inner.optimizer") in _MUONS
+    best = optima_of(made, chosen, rounds, muon=muon)
+    document = with_tables(document, {"inner": best.inner, **({"rule": best.rule} if best.rule else {})})
     head = (
         f"# {chosen.method} with {chosen.full_steps} local steps, planned for {made.parameters:,} parameters: "
         f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, "
         f"{utilisation_in_words(chosen.utilisation, chosen.between_stages)}.\n"
-        f"{without_text(chosen)}{made.length_of(chosen, rounds)}"
+        f"{without_text(chosen)}{best.source}{made.length_of(chosen, rounds)}"
     )
     return head + tomli_w.dumps({"name": name, **document})
 
@@ -159,7 +162,12 @@ def drafted(
         "workers": workers,
         "seed": options.seed,
         "model": toml_value(model),
-        "data": {"source": options.source, "seq_len": options.seq_len, "batch_size": options.batch_size},
+        "data": {
+            "source": options.source,
+            "seq_len": options.seq_len,
+            "batch_size": options.batch_size,
+            **({"tokenizer": options.tokenizer} if options.tokenizer else {}),
+        },
     }
     return with_tables(document, tables)
 
@@ -238,5 +246,6 @@ def _candidate(
         utilisation=priced.utilisation,
         seconds_per_token=priced.round_s / (made.options.step_tokens * sum(own)),
         between_stages=priced.between_stages,
+        spread_s=priced.spread_s,
         left_out=left_out,
     )
