@@ -5,8 +5,10 @@ speed. Here every method is resolved as its run file is, a few of its rounds are
 their trace is priced. All workers take the same local steps, unless the method chooses them.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import tomli_w
@@ -41,6 +43,8 @@ SEVERAL = (USUAL, "muloco", "sparseloco")
 
 _ROUNDS = 4
 """Rounds that are played for a price."""
+_DRAWS, _T_OF_THREE = 4, 3.18
+"""Draws of jitter that are priced, and Student's t of their 95 % interval."""
 _FEW = 16
 """Workers among whom a price takes less than a second; it takes several among 64."""
 
@@ -229,11 +233,20 @@ def _candidate(
         if sent_in is None
         else (sent_in, back_of(made.options.codecs[sent_in], sent_in, made.workers - len(left_out)))
     )
-    config = parse(_document(method, local_steps, made, made.options.rounds, left_out, both))
+    document = _document(method, local_steps, made, made.options.rounds, left_out, both)
+    networks = document["network"]
+    if made.network.jitter:
+        seeds = range(1, _DRAWS)
+        networks |= {f"draw-{k}": {**networks["planned"], "seed": made.network.seed + k} for k in seeds}
+    config = parse(document)
     run = resolve(config)
-    sent_bytes, _, _, (priced,), _ = counted(run, layout, _ROUNDS)
+    sent_bytes, _, _, draws, _ = counted(run, layout, _ROUNDS)
+    priced = draws[0]
     if priced.round_s is None or priced.utilisation is None or priced.between_stages is None:
         raise ConfigError(f"{priced.name} gives it no price: {priced.note}")
+    round_s = [one.round_s for one in draws if one.round_s is not None]
+    spread_s = _T_OF_THREE * stdev(round_s) / math.sqrt(len(round_s)) if len(round_s) > 1 else 0.0
+    shorter = priced.round_s / fmean(round_s)
     codec = run.method.codec
     own = tuple(config.local_steps_of(i) for i in range(config.workers))
     return Candidate(
@@ -241,11 +254,11 @@ def _candidate(
         codec=codec.name,
         back=codec.back.name if codec.back else None,
         local_steps=own,
-        round_s=priced.round_s,
+        round_s=fmean(round_s),
         round_bytes=sent_bytes,
-        utilisation=priced.utilisation,
-        seconds_per_token=priced.round_s / (made.options.step_tokens * sum(own)),
-        between_stages=priced.between_stages,
-        spread_s=priced.spread_s,
+        utilisation=priced.utilisation * shorter,
+        seconds_per_token=fmean(round_s) / (made.options.step_tokens * sum(own)),
+        between_stages=priced.between_stages * shorter,
+        spread_s=spread_s,
         left_out=left_out,
     )

@@ -520,8 +520,8 @@ def _rounds(config: RunSettings, m: Method, some: int) -> int:
     period = period_of(config, m)
     some = 1 if config.workers > _MANY_WORKERS else some
     drawn = any(network.jitter for network in config.networks.values()) or m.topology.name == "random"
-    if drawn and config.networks and config.workers <= _FEW_WORKERS:
-        some = max(some, _DRAWN_ROUNDS)
+    if drawn and some == _ROUNDS and config.networks and config.workers <= _FEW_WORKERS:
+        some = _DRAWN_ROUNDS
     return min(config.rounds, period * -(-some // period))
 
 
