@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=  # tests start many processes, each of which w
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile | expand -t 10
 
-demo: .venv/.installed  ## compare the methods on a small model, and write one report
+demo: .venv/.demo  ## compare the methods on a small model, and write one report
 	$(BIN)/gossamer demo
 
 test: .venv/.installed  ## lint, format, types, tests and doctests: what CI runs
@@ -25,7 +25,7 @@ types: .venv/.installed
 tests: .venv/.installed
 	$(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder --hypothesis-profile=repeatable --randomly-seed=27
 
-WITH_FULL := run/synchronous/test_parity transport/test_faults transport/test_elastic_fuzz run/elastic/test_liars rounds/test_exchange rules/test_rules rounds/test_lossy_codecs docs/test_experiments run/simulated/test_simulate boundaries/test_boundary_product
+WITH_FULL := run/synchronous/test_parity transport/test_faults transport/test_elastic_fuzz rounds/test_exchange rules/test_rules rounds/test_lossy_codecs docs/test_experiments run/simulated/test_simulate boundaries/test_boundary_product
 
 parity: .venv/.installed  ## simulator against real processes, bit for bit, over every allowed pairing; and all else that CI samples; WITH_FULL=FILE: a part
 	$(BIN)/pytest $(WITH_FULL:%=tests/%.py) --full
@@ -83,13 +83,30 @@ release: .venv/.installed  ## build and check what would be published, in an env
 	build/release/bin/pip install --quiet --no-compile --constraint constraints.txt torch dist/*.whl
 	cd build/release && bin/gossamer init configs && bin/gossamer check configs/gasloc.toml
 	cd build/release && timeout 60 bin/gossamer demo || test $$? -eq 124  # its first minute
-	@echo 'left for a person: read CHANGELOG.md, tag v'$$($(BIN)/gossamer --version)', push the tag, and upload dist/ with twine'
+	grep -q "^## \[$$($(BIN)/gossamer --version)\] - 20" CHANGELOG.md || { echo "name the release and its day in CHANGELOG.md, as in: ## [1.0.0] - 2027-01-31"; exit 1; }
+	git tag --annotate "v$$($(BIN)/gossamer --version)" --message "Gossamer $$($(BIN)/gossamer --version)"
+	@echo 'left for a person: push the tag, and upload dist/ with twine'
+
+# An old Python ends here, before there is an environment; one that an old Python has made is made again.
+VENV = $(PYTHON) -c '$(NEW_ENOUGH)' && { $(BIN)/python -c '$(NEW_ENOUGH)' 2>/dev/null || $(PYTHON) -m venv --clear .venv; }
+NEW_ENOUGH := import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"Gossamer needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}; name another: make PYTHON=python3.12")
+
+# The build without CUDA, unless there is a GPU, a system whose builds have none, or an index of packages that somebody has chosen.
+TORCH = torch $$(test "$$(uname)" != Linux || test -e /dev/nvidiactl || env | grep -q "^PIP_.*\(INDEX\|LINKS\)" || \
+	$(BIN)/pip config list | grep -q "index\|find-links" || echo --index-url https://download.pytorch.org/whl/cpu)
+
+# What a user installs, which is what the demo needs; pip shows how far it is.
+.venv/.demo: pyproject.toml constraints.txt
+	@$(VENV)
+	test -e .venv/.installed || $(BIN)/pip install --no-compile --constraint constraints.txt $(TORCH)
+	test -e .venv/.installed || $(BIN)/pip install --no-compile --constraint constraints.txt --editable .
+	touch $@
 
 # torch comes first and on its own, so that the build pip is configured for (CPU or CUDA) is settled before anything asks for it.
 # Python compiles the few modules that are used when it first imports them: pip would compile all, on one core, for a minute.
 .venv/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt torch
+	@$(VENV)
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt $(TORCH)
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/python -c 'import gossamer.cli.train, torch._dynamo, transformers'
 	touch $@

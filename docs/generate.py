@@ -74,6 +74,15 @@ EXPERIMENTS = [
 ]
 
 
+_PAGE_OF_SOURCE = {
+    r"(?:rules|asynchronous)/(\w+)\.py": r"methods/\2.md",
+    r"(codecs|topologies|boundaries)/__init__\.py": r"\2.md",
+    r"run/config/run_file\.py": "reference/run-file.md",
+    r"__init__\.py": "reference/python.md",
+}
+"""Pages link to source, which any reader of the repository has; the site has a page of each in its place."""
+
+
 def write(folder: Path) -> None:
     """Writes the source of the site into a folder, which is emptied first."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -115,13 +124,18 @@ def _made() -> Iterator[tuple[str, str]]:
     for name, page in (("README", "index"), ("CHANGELOG", "changelog"), ("CONTRIBUTING", "contributing")):
         text = (ROOT / f"{name}.md").read_text(encoding="utf-8")
         text = re.sub(r"\]\(docs/", "](", text)  # from the root to this folder
-        yield f"{page}.md", re.sub(r"\[([^\]]*)\]\((?!https?:|#)[^)]*\.(?:py|toml|ipynb)\)", r"\1", text)
+        yield f"{page}.md", re.sub(r"\[([^\]]*)\]\((?!https?:|#)[^)]*\.(?:py|toml|ipynb|cff)\)", r"\1", text)
 
 
 def _relinked(text: str) -> str:
-    """Lets a link to a folder lead to its first page, and one to a page of the root to its copy."""
+    """Lets a link to a folder lead to its first page, one to a page of the root to its copy, and one to source to its page."""
     text = re.sub(r"\]\(((?:[./]|\w)*(?:results/(?:paper|evidence)|adr))/?\)", r"](\1/index.md)", text)
-    return re.sub(r"\]\(((?:\.\./)*)(CHANGELOG|CONTRIBUTING)\.md", lambda at: f"]({at[1]}{at[2].lower()}.md", text)
+    text = re.sub(
+        r"\]\((?:\.\./)?((?:\.\./)*)(CHANGELOG|CONTRIBUTING)\.md", lambda at: f"]({at[1]}{at[2].lower()}.md", text
+    )
+    for source, page in _PAGE_OF_SOURCE.items():
+        text = re.sub(rf"\]\(\.\./((?:\.\./)*)src/gossamer/{source}\)", rf"](\1{page})", text)
+    return text.replace("](film.jsonl)", "](film.html)")
 
 
 def _lists() -> dict[str, list[Any]]:

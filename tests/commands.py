@@ -25,6 +25,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
+from unittest import mock
 
 import pytest
 import torch
@@ -50,7 +51,8 @@ def run(*words: object) -> tuple[int, str]:
     if "--local" in words:
         start_forking()
     output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+    # A command sets variables for the workers it starts, which later commands shall not find.
+    with mock.patch.dict(os.environ), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         code = main([*map(str, words)])
     return code, output.getvalue()
 

@@ -1,10 +1,13 @@
 """Members of a run that lie, each as `gossamer` with a few lines changed; they hold a listed key, or know the secret.
 
-A liar that starts a run is `started_by` its launcher. The others join, and are commands themselves.
+A liar that starts a run is `started_by` its launcher. The others join, and are commands themselves. Any of them, and an honest
+member, can be `held` before a round, so that what a test is about happens in the same rounds on busy cores too.
 """
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch import Tensor
 
 import gossamer.cli
 from gossamer.cli import main
+from gossamer.run.elastic.elastic_rounds import ElasticRounds
 from gossamer.run.participant.life import Participant
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic import ask
@@ -25,16 +29,23 @@ LIAR = 2
 """The worker that sends what cannot be decoded."""
 
 
-def ahead(argv: Sequence[str]) -> int:
-    """Says that it is two rounds further than it is, and shows whoever looks a view with half of a surrogate pair in it."""
+def ahead(lied: Path, argv: Sequence[str]) -> int:
+    """Says that it is two rounds further than it is, and shows whoever looks a view with half of a surrogate pair in it.
+
+    Args: `lied` is a file that it writes when it lies for at least the second time, a local phase after the first.
+    """
     own = Closing._own.fget
     assert own is not None
 
-    def lied(self: Closing) -> Any:
+    def lying(self: Closing) -> Any:
         report = own(self)
-        return report._replace(round=report.round + 2, last=None) if report.round >= FROM_ROUND else report
+        if report.round < FROM_ROUND:
+            return report
+        if report.round > FROM_ROUND and report.ready:
+            lied.touch()
+        return report._replace(round=report.round + 2, last=None)
 
-    Closing._own = property(lied)  # type: ignore[assignment]
+    Closing._own = property(lying)  # type: ignore[assignment]
     ask.membership_update = lambda entries: SimpleNamespace(decode=lambda: "\ud800")
     return main(argv)
 
@@ -76,6 +87,19 @@ def bytes_of_ones(argv: Sequence[str]) -> int:
     if int(os.environ.get("RANK", "-1")) == LIAR:
         GroupTransport.post = posted  # type: ignore[method-assign, assignment]
     return main(argv)
+
+
+def held(until: Mapping[int, Path], work: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """A member that does not begin the local phase of a round before there is a file, and is `work` otherwise."""
+    phase = ElasticRounds.phase
+
+    def held_phase(self: ElasticRounds) -> None:
+        while self.round in until and not until[self.round].exists() and not self.asked.is_set():
+            time.sleep(0.02)
+        phase(self)
+
+    ElasticRounds.phase = held_phase
+    return work(argv)
 
 
 def started_by(liar: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:

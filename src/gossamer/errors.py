@@ -104,8 +104,14 @@ def choose(what: str, got: str, allowed: Iterable[str]) -> str:
 
 
 def nearest(got: str, names: Iterable[str]) -> str | None:
-    """The name that is most like the given one, whatever its case; None where none is."""
+    """The name that is most like the given one, whatever its case, or is its last word; None where none is.
+
+    >>> nearest("outer_lr", ["lr", "momentum"])
+    'lr'
+    """
     folded = {name.casefold(): name for name in names}
+    if (last := got.casefold().rpartition("_")[2]) in folded:
+        return folded[last]
     near = difflib.get_close_matches(got.casefold(), folded, n=1, cutoff=0.5)
     return folded[near[0]] if near else None
 

@@ -459,14 +459,32 @@ def test_the_commands_of_the_readme_work_as_written(tmp_path, monkeypatch):
     assert Path("runs/real/model").is_dir() and Path("network.toml").is_file()
 
 
-def test_the_plan_of_the_readme_is_what_the_command_prints(monkeypatch, capsys):
+def test_the_plan_of_a_page_is_what_the_command_prints(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    ((command, shown),) = re.findall(r"^\$ gossamer (plan [^\n]+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    page = (ROOT / "docs" / "how-to" / "which-method.md").read_text(encoding="utf-8")
+    ((command, shown),) = re.findall(r"^\$ gossamer (plan [^\n]+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert main(shlex.split(command)) == 0
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     rows = [line.split() for line in shown.splitlines() if line != "..."]
     assert rows[1][:2] == ["data", "parallel"] and rows[-1][0] == "chosen:"
     assert all(row in printed for row in rows)
+
+
+def test_relative_links_of_committed_pages_lead_to_committed_files():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.split()
+    committed = {ROOT / name for name in listed}
+    committed |= {folder for path in committed for folder in path.parents}
+    assert len(committed) > 500
+    for page in (path for path in committed if path.suffix == ".md"):
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for link in re.findall(r"\]\((?![a-z]+:|#)([^)#\s]+)", text):
+            assert (page.parent / link).resolve() in committed, f"{page.relative_to(ROOT)} links to {link}"
+
+
+def test_no_command_of_the_readme_is_wider_than_its_reader_shows():
+    blocks = re.findall(r"^```.*?\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 4 and max(len(line) for block in blocks for line in block.splitlines()) <= 95
+    assert len(README.splitlines()) <= 105
 
 
 def test_the_targets_of_make_that_the_readme_names_exist():
@@ -475,6 +493,22 @@ def test_the_targets_of_make_that_the_readme_names_exist():
     for target in named:
         done = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+
+
+def test_a_python_that_is_too_old_is_named_before_an_environment_is_made(tmp_path):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    old = tmp_path / "python3.9"
+    old.write_text(
+        f"#!/bin/sh\nexec {sys.executable} -c 'import sys; sys.version_info = (3, 9, 2); exec(sys.argv[1])' \"$2\"\n"
+    )
+    old.chmod(0o755)
+    for target in ("demo", "test"):
+        done = subprocess.run(
+            ["make", target, f"PYTHON={old}"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+        assert f"Gossamer needs Python 3.11 or newer, and {old} is 3.9; name another: make PYTHON=" in done.stderr
+        assert done.returncode and not (tmp_path / ".venv").exists()
 
 
 LOOPS = """

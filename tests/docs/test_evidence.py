@@ -1,6 +1,7 @@
 """The registered experiments: settings that were tuned, what their pages make of outcomes, and the verdicts on claims."""
 
 import itertools
+import json
 import math
 import re
 import statistics
@@ -935,3 +936,35 @@ def test_the_fresh_seeds_chose_no_setting_and_their_settings_are_those_that_were
     for stem in ("tuned_again", "averaging_tuned"):
         for run in points(load_document(CONFIGS / f"{stem}.toml")):
             assert ours[run.method] == given(run), run.method
+
+
+RACED = [
+    (
+        "even_10m",
+        "134m",
+        "DiLoCo 480 fp4",
+        "GASLoC 1-Peer 480 int8",
+        "ended {m} [{low}, {high}] below DiLoCo with the rounds of 85M",
+    ),
+    ("slow_in_turn", "1m", "DiLoCo 5 fp4", "GASLoC 1-Peer 5 int8", "it ended {m} [{low}, {high}] below DiLoCo, both"),
+    ("slow_in_turn", "134m", "DiLoCo 480 fp4", "GASLoC 1-Peer 480 int8", "and {m} [{low}, {high}] with those of 85M"),
+    ("even_10m", "134m", "GASLoC 2-Peer 480 bf16", "GASLoC 1-Peer 480 bf16", "to {m} above one"),
+    ("slow_in_turn", "134m", "GASLoC 2-Peer 480 bf16", "GASLoC 1-Peer 480 bf16", "two ended {m} to"),
+    ("two_sites", "134m", "GASLoC 2-Peer 480 bf16", "GASLoC 1-Peer 480 bf16", "two ended {m} to"),
+]
+"""Two candidates of a race, the worse one first, and what the answers say of their difference."""
+
+
+@pytest.mark.parametrize(("network", "size", "above", "below", "sentence"), RACED)
+def test_answers_in_equal_time_are_those_of_the_races(network, size, above, below, sentence) -> None:
+    lines = (ROOT / "docs" / "results" / "races" / "outcomes.jsonl").read_text(encoding="utf-8").splitlines()
+    cell = [ended for line in lines if (ended := json.loads(line))["network"] == network and ended["size"] == size]
+    losses = {label: {one["seed"]: one["loss"] for one in cell if one["label"] == label} for label in (above, below)}
+    differences = [
+        losses[above][seed] - losses[below][seed] for seed in sorted(losses[above].keys() & losses[below].keys())
+    ]
+    mean = statistics.fmean(differences)
+    half = scipy.stats.t.ppf(0.975, len(differences) - 1) * statistics.stdev(differences) / math.sqrt(len(differences))
+    numbers = {"m": f"{mean:.3f}", "low": f"{mean - half:.3f}", "high": f"{mean + half:.3f}"}
+    assert len(differences) == 5
+    assert sentence.format(**numbers) in page_of_evidence()

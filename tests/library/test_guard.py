@@ -57,6 +57,7 @@ def odd(tensor: torch.Tensor) -> nn.Module:
         ({"timeout_s": 0}, "timeout_s = 0"),
         ({"rest": "copy"}, "rest = 'copy', which must be one of compare, broadcast, own"),
         ({"rule": "gaslok"}, "did you mean 'gasloc'"),
+        ({"rule": "streaming_diloco"}, r"if it is a method, give gossamer.method\('streaming_diloco'\)"),
         ({"rule": gossamer.gasloc}, "a 'gasloc' that was not called as rule"),
         (
             {"rule": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)},
@@ -98,6 +99,14 @@ def test_the_words_of_others_lead_to_arguments_that_outer_has():
             assert name in inspect.signature(gossamer.Schedule).parameters
         for name in re.findall(r"^(\w+)=", ours):
             assert name in arguments
+
+
+def test_the_order_of_other_libraries_is_answered_in_a_sentence():
+    model = nn.Linear(2, 1)
+    with pytest.raises(
+        ConfigError, match=r"3 arguments without a name; it takes two, .* your optimizer stays in your own loop"
+    ):
+        gossamer.Outer(model, torch.optim.SGD(model.parameters(), lr=0.1), gossamer.diloco())  # pyright: ignore[reportCallIssue]
 
 
 def test_sparse_numbers_that_are_not_trained_are_compared():

@@ -75,6 +75,10 @@ def test_a_factory_keeps_its_signature_its_name_and_its_docstring() -> None:
     assert (inspect.getdoc(plain) or "").startswith("A rule.")
     with pytest.raises(ConfigError, match="rule 'plain' got an unknown option 'lrs'; did you mean 'lr'"):
         plain(2, lrs=0.5)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(ConfigError, match="unknown option 'outer_lr'; did you mean 'lr'"):
+        plain(2, outer_lr=0.5)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(ConfigError, match=r"'peers'; .*the number of peers is the topology's, as in random\(peers=2\)"):
+        plain(2, peers=2)  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError):
         plain()  # pyright: ignore[reportCallIssue]
 

@@ -3,6 +3,7 @@
 import json
 import random
 from collections import defaultdict
+from collections.abc import Callable
 
 import pytest
 
@@ -170,6 +171,7 @@ def test_without_faults_every_round_is_closed_over_everyone_at_the_first_attempt
     assert world.run(limit_s=60.0)
     assert {workers for named in world.histories.values() for _, workers in named} == {frozenset(range(4))}
     assert all(len(named) == 1 for named in world.histories.values())
+    assert not any(worker.unvouched for worker in world.workers), "nobody has said anything wrong"
 
 
 @pytest.mark.parametrize("per_round", [1, 2])
@@ -267,9 +269,9 @@ def test_a_leader_that_hangs_and_a_worker_that_hangs_before_it_is_ready_are_susp
 class Trio:
     """Three workers whose letters arrive at once, but those from or to whom is `cut` off."""
 
-    def __init__(self):
+    def __init__(self, beat_s=0.5):
         entries = [SlotEntry(i, 0, 100 + i, MemberStatus.ALIVE, 0) for i in range(3)]
-        self.workers = [Closing(Members(limits(3), i, entries), limit_s=3.0, beat_s=0.5) for i in range(3)]
+        self.workers = [Closing(Members(limits(3), i, entries), limit_s=3.0, beat_s=beat_s) for i in range(3)]
         self.cut, self.now = set(), 0.0
         for worker in self.workers:
             worker.enter(0)
@@ -361,10 +363,91 @@ def test_no_worker_gives_its_state_up_on_the_word_of_one_and_the_others_close_th
             trio.workers[i].heard(claim(liar), trio.now)
         trio.pass_s(0.1)
     assert not any(trio.workers[i].left_out for i in honest)
-    named = {one for i in honest for one in trio.workers[i].unvouched}
-    assert {(one.worker, one.waits) for one in named} == {(liar, False)}
     assert trio.close(*honest) == set(honest), "they do not wait for the liar"
     assert [trio.workers[i].round for i in honest] == [1, 1]
+
+
+def silent(worker: Closing, liar: int, now: float) -> None:
+    """Says nothing more, and is suspected for it in the next round."""
+    if worker.round:
+        worker.members.suspect(liar)
+
+
+def repeats_it(worker: Closing, liar: int, now: float) -> None:
+    """Says in each round that it is in a later one."""
+    worker.heard(lie(liar, worker.round + 2), now)
+
+
+def takes_it_back(worker: Closing, liar: int, now: float) -> None:
+    """Says that it is where the other worker is, and cannot be reached."""
+    worker.heard(lie(liar, worker.round, worker.line), now)
+    worker.members.suspect(liar)
+
+
+def leaves(worker: Closing, liar: int, now: float) -> None:
+    """Leaves the run."""
+    worker.members.entries[liar] = worker.members.entries[liar]._replace(status=MemberStatus.LEFT)
+
+
+@pytest.mark.parametrize("then", [silent, repeats_it, takes_it_back, leaves])
+@pytest.mark.parametrize("liar", [0, 1, 2])
+@pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
+def test_who_says_once_that_it_is_ahead_is_named_with_the_round_though_rounds_are_closed_within_a_beat(
+    claim: Callable[[int], Letter], liar: int, then: Callable[[Closing, int, float], None]
+) -> None:
+    trio = Trio(beat_s=1e6)
+    honest = [i for i in range(3) if i != liar]
+    trio.cut = {liar}
+    for i in honest:
+        trio.workers[i].heard(claim(liar), trio.now)
+    for _ in range(2):
+        for i in honest:
+            then(trio.workers[i], liar, trio.now)
+        assert trio.close(*honest) == {*honest}
+    for i in honest:
+        assert trio.workers[i].round == 2
+        first = trio.workers[i].unvouched[0]
+        assert (first.worker, first.here, first.waits) == (liar, 0, False) and first.round in (0, 1, 2)
+
+
+@pytest.mark.parametrize("round", [-1, 0, 1])
+def test_a_liar_that_joins_in_the_last_rounds_is_named_at_the_last(round: int) -> None:
+    trio = Trio(beat_s=1e6)
+    trio.cut = {2}
+    first = limits(3).rounds - 2
+    for worker in trio.workers:
+        worker.enter(first, line=7)
+    for k in range(2):
+        for i in range(2):
+            if k >= round:
+                trio.workers[i].heard(lie(2, min(first + 2, first + k + 2), line=9), trio.now)
+        if trio.close(0, 1) is None:  # who says nothing yet is waited for
+            trio.pass_s(3.0)
+            assert trio.close(0, 1) == {0, 1}
+    for i in range(2):
+        assert [(one.worker, one.here) for one in trio.workers[i].unvouched] == [(2, first + max(round, 0))]
+
+
+def test_one_that_learns_late_how_its_round_was_closed_names_nobody() -> None:
+    trio = Trio(beat_s=1e6)
+    leader, late, _ = trio.workers
+    for worker in (leader, late):
+        worker.members.suspect(2)
+        worker.ready(trio.now)
+    trio.cut = {2}
+    trio.pass_s(0.1)
+    for worker in (leader, late):
+        assert worker.proposed is not None
+        worker.hold(worker.proposed.attempt, trio.now)
+    leader.outbox.clear()
+    leader.heard(late.outbox.pop()[1], trio.now)
+    [(_, closed_letter)] = leader.outbox
+    leader.advance()
+    late.members.entries[2] = SlotEntry(2, 1, 200, MemberStatus.ALIVE, 1)
+    late.heard(lie(2, 1, leader.line), trio.now)  # it has the state of worker 0, whose letter is still under way
+    late.heard(closed_letter, trio.now)
+    late.advance()
+    assert (late.round, late.line) == (1, leader.line) and not late.unvouched
 
 
 def test_of_two_workers_neither_decides_for_the_other_and_each_names_the_other():

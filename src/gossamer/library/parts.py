@@ -121,6 +121,11 @@ def knows_its_words(init: Callable[P, None]) -> Callable[P, None]:
                     f"Outer has no argument '{name}', which is torchft's word or another's; give {_ELSEWHERE[name]}"
                 )
             raise ConfigError(choose("argument of Outer", name, OuterOptions.__annotations__) + "; correct the name")
+        if len(args) > 3:
+            raise ConfigError(
+                f"Outer got {len(args) - 1} arguments without a name; it takes two, the model and the rule, and your "
+                "optimizer stays in your own loop: give all else by name"
+            )
         with in_own_words():
             init(*args, **given)
 
@@ -174,7 +179,9 @@ def _rule(given: object) -> Rule:
         try:
             return make_rule(given)
         except ConfigError as error:
-            raise ConfigError(f"{error}, or give gossamer.method(...) for a method that is more than a rule") from None
+            raise ConfigError(
+                f"'{given}' is no rule; if it is a method, give gossamer.method('{given}'): {error}"
+            ) from None
     if not isinstance(given, Rule):
         raise ConfigError(
             f"Outer got {_kind(given)} as rule; it takes a rule, such as gossamer.gasloc(), or its name, and your optimizer "

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gossamer import rng
+from gossamer.errors import ConfigError
 from gossamer.models.bottleneck import ResidualBottleneck, Subspace
 from gossamer.models.experts import Experts, balance_of
 from gossamer.models.sizes import ExpertsConfig, ModelConfig, Shape, in_subspace, written
@@ -214,5 +215,10 @@ def loss(model: Callable[[Tensor], Any], batch: Tensor) -> Tensor:
 
 def logits_of(model: Callable[[Tensor], Any], batch: Tensor) -> Tensor:
     """The fp32 logits `[B, S, V]` of each next token, for int64 `[B, S + 1]`, of which the last column is a target only."""
-    output = model(batch[:, :-1])
-    return getattr(output, "logits", output).float()  # models of `transformers` return them in an object
+    output = getattr(made := model(batch[:, :-1]), "logits", made)
+    if not isinstance(output, Tensor):
+        raise ConfigError(
+            f"model.loss was not given, and the cross-entropy that stands for it needs logits, but the model returned a "
+            f"{type(made).__name__}; give loss(model, batch), or return the logits alone"
+        )
+    return output.float()  # models of `transformers` return them in an object

@@ -231,7 +231,8 @@ def unknown_options(owner: str, options: Iterable[str], allowed: Sequence[str]) 
     for option in options:
         if option not in allowed:
             known = choose("option", option, allowed) if allowed else f"unknown option '{option}'; it has none"
-            yield f"{owner} got an {known}; correct or remove it"
+            elsewhere = "; the number of peers is the topology's, as in random(peers=2)" if option == "peers" else ""
+            yield f"{owner} got an {known}{elsewhere}; correct or remove it"
 
 
 def check_option(owner: str, option: str, got: object, kind: Any) -> None:

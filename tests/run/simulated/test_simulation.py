@@ -458,6 +458,19 @@ def test_an_impossible_graph_is_refused(edges: Any, match: str):
 
 
 CALLS = iter(range(10**6))
+
+
+class Pair(nn.Module):
+    """Logits, and the loss that was not asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 4)
+
+    def forward(self, tokens):
+        return self.table(tokens), None
+
+
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "impure data": (
         {"data": lambda i, t: (torch.rand(6, 4), torch.ones(6, 1))},
@@ -474,7 +487,22 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no scalar": ({"loss": lambda model, given: model(given[0])}, ConfigError, r"shape \(6, 1\); return a scalar"),
     "no tensor": ({"loss": lambda model, given: 1.0}, ConfigError, "returned a float"),
     "no optimizer": ({"optimizer": lambda parameters: list(parameters)}, ConfigError, "returned a list"),
-    "an argument too few": ({"data": lambda worker: worker}, UserCodeError, "data.source"),
+    "an argument too few": ({"data": lambda worker: worker}, UserCodeError, "^data 'test_simulation:<lambda>' failed"),
+    "no scalar, by keyword": (
+        {"loss": lambda model, given: None},
+        ConfigError,
+        "^loss is '<lambda>', which returned a Non",
+    ),
+    "a rate for another's optimizer": (
+        {"settings": {"inner.lr": 1e-3, "inner.clip": 1.0}},
+        ConfigError,
+        r"settings has inner\.lr and optimizer is yours, .* where you make the optimizer",
+    ),
+    "a pair, and no loss": (
+        {"model": Pair, "data": lambda worker, step: torch.ones(2, 3, dtype=torch.int64), "loss": None},
+        ConfigError,
+        r"model.loss was not given, .* returned a tuple; give loss\(model, batch\)",
+    ),
     "an exception": ({"loss": lambda model, given: model(given[2])}, UserCodeError, "IndexError"),
     "a rule not called": ({"rule": gossamer.gasloc}, ConfigError, "'gasloc', which was not called"),
     "an unknown keyword": ({"worker": 3}, ConfigError, "did you mean 'workers'"),
@@ -526,6 +554,8 @@ def test_a_sweep_has_all_combinations_and_seeds_in_one_table(tmp_path: Path):
     assert "diloco" in found.report(tmp_path / "page.html").read_text()
     with pytest.raises(ConfigError, match="lists of values"):
         gossamer.sweep({"seed": 3}, **given)  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match=r"seeds is 3; give a list of whole numbers, such as \[0, 1, 2\]"):
+        gossamer.sweep(grid, seeds=3, **given)
 
 
 def test_a_run_of_a_sweep_that_diverges_is_a_result():

@@ -86,7 +86,8 @@ def sweep(
             "inner.lr": [1e-3, 2e-3]}`.
         run: the run that all of them vary, as in `simulate`.
         out: a folder for all run folders; None for a temporary one, which goes with the returned object.
-        seeds: run each combination with each of them.
+        seeds: run each combination with each of them. A seed decides the first parameters and what is drawn of pairs and
+            codecs; of a text also the order of the batches, but your own `data` gives the same batches for every seed.
         progress: show how each run goes, on stderr.
         given: as in `simulate`, the same for all runs.
     Raises: as `simulate`; a run that diverges is a result and ends nothing.
@@ -101,6 +102,8 @@ def sweep(
     lists = [isinstance(values, Sequence) and not isinstance(values, str) and values for values in grid.values()]
     if not lists or not all(lists):
         raise ConfigError(f"grid is {grid!r:.80}; give lists of values by name, such as {{'inner.lr': [1e-3, 2e-3]}}")
+    if not isinstance(seeds, Sequence) or not seeds or not all(type(seed) is int for seed in seeds):
+        raise ConfigError(f"seeds is {seeds!r:.80}; give a list of whole numbers, such as [0, 1, 2]")
     folder, runs = Path(mkdtemp(prefix="gossamer-") if out is None else out), list[SweptRun]()
     for values in itertools.product(*grid.values()):
         at = dict(zip(grid, values, strict=True))

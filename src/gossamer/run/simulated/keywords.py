@@ -1,7 +1,9 @@
 """What is given to `gossamer.simulate` by keyword: objects and settings, made into a run file and the user's own parts."""
 
+import contextlib
+import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 
 from gossamer.asynchronous import PAIRS, SERVERS, PairRule, ServerRule
 from gossamer.codecs import Codec
-from gossamer.errors import ConfigError, choose
+from gossamer.errors import ConfigError, GossamerError, choose
 from gossamer.network.links import Network, read_network, to_options
 from gossamer.optimizers import InnerOptimizer
 from gossamer.rounds.compatibility.combine import FITTING
@@ -38,7 +40,8 @@ class Keywords(TypedDict, total=False):
     loss: Callable[[nn.Module, Any], Tensor]
     """`loss(model, batch)` returns a scalar; by default the mean cross-entropy of the next token."""
     optimizer: Callable[[Iterable[nn.Parameter]], InnerOptimizer | torch.optim.Optimizer] | str
-    """`optimizer(parameters)` returns an optimizer, whose learning rate then stays as it is; or a name, as in inner.optimizer."""
+    """`optimizer(parameters)` returns an optimizer, whose learning rate stays as it is unless `inner.schedule` is set; or a
+    name, as in inner.optimizer."""
     validation: Callable[[int], Any]
     """`validation(k)` returns the k-th validation batch; by default the batches that would follow the last inner step."""
     method: str
@@ -77,6 +80,27 @@ _LENGTHS = {"steps", "tokens", "tokens_per_parameter"}
 Run = str | Path | Mapping[str, Any] | RunConfig | None
 
 
+@contextlib.contextmanager
+def in_keywords(given: Keywords) -> Iterator[None]:
+    """Lets errors name the keyword that a part was given by, where a run file has a key for it.
+
+    >>> with in_keywords({"loss": lambda model, batch: None}):
+    ...     raise ConfigError("model.loss is 'python:<lambda>.<locals>.<lambda>', which returned a NoneType")
+    Traceback (most recent call last):
+    gossamer.errors.ConfigError: loss is '<lambda>', which returned a NoneType
+    """
+    try:
+        yield
+    except GossamerError as error:
+        for kind in _FUNCTIONS:
+            if callable(given.get(kind)):
+                key = rf"\b{re.escape(KEYS[kind])}\b( is)? '(?:{GIVEN})?(?:[^' ]*<locals>\.)?"
+                error.args = tuple(
+                    re.sub(key, rf"{kind}\1 '", one) if isinstance(one, str) else one for one in error.args
+                )
+        raise
+
+
 def run_and_parts(run: Run, given: Keywords) -> tuple[RunConfig, UserParts]:
     """The run that is meant, and the parts that are the user's own; the code that a run file names is imported.
 
@@ -91,6 +115,11 @@ def run_and_parts(run: Run, given: Keywords) -> tuple[RunConfig, UserParts]:
         if (function := given.get(kind)) is not None:
             changes |= _function(kind, function, own)
     changes |= _combination(given, own) | _lengths(given) | dict(given.get("settings", {}))
+    if "optimizer" in own and (idle := sorted(_OPTIMIZERS & given.get("settings", {}).keys())):
+        raise ConfigError(
+            f"settings has {', '.join(idle)} and optimizer is yours, which is called with the parameters alone, so nothing "
+            "would take it; set it where you make the optimizer, as in lambda parameters: AdamW(parameters, lr=1e-3)"
+        )
     document = with_settings(_document(run), changes)
     if run is None:
         document = with_settings({"record": _QUIET, "run": {"eval_every": 1}}, {**flat(document)})
@@ -111,6 +140,11 @@ def run_and_parts(run: Run, given: Keywords) -> tuple[RunConfig, UserParts]:
     return config, UserParts({**imported.own, **own}, imported.codes)
 
 
+_OPTIMIZERS = {
+    f"inner.{name}"
+    for name in ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "moments_every", "options")
+}
+"""Settings of Gossamer's own optimizers."""
 _QUIET = {"tensorboard": False, "export": False}
 """Of what is recorded where there is no run file."""
 

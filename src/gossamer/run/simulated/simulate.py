@@ -29,7 +29,7 @@ from gossamer.run.config.resolve import resolve
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.config.run_file import RunConfig
 from gossamer.run.config.user_parts import KEYS, UserParts
-from gossamer.run.simulated.keywords import Keywords, run_and_parts
+from gossamer.run.simulated.keywords import Keywords, in_keywords, run_and_parts
 from gossamer.run.simulated.rounds import Rounds
 from gossamer.run.simulated.simulation import Engine, Simulation
 from gossamer.run.simulated.virtual_time import Events
@@ -82,21 +82,22 @@ def simulate(
     >>> run.rounds, len(run.training["loss"])
     (3, 6)
     """
-    config, parts = run_and_parts(run, given)
-    resolved, folder = resolve(config, parts), Path(mkdtemp(prefix="gossamer-")) if out is None else Path(out)
-    if resume:  # who gives objects by keyword has chosen them
-        changed_code(resolved, folder, "resume", allowed=bool(KEYS.keys() & given.keys()))
-    with ExitStack() as unless_ended, Terminal() if progress else nullcontext() as terminal, holding(folder, None):
-        if out is None:
-            unless_ended.callback(shutil.rmtree, folder, ignore_errors=True)
-        if terminal is not None:
-            terminal.follow(config.name, folder, config.record.print_every)
-        recorded = recorded_beside(run) if isinstance(run, str | Path) and not resume else None
-        engine = engine_of(resolved, folder, resume=resume, recorded=recorded)
-        simulation = Simulation(config, engine, temporary=out is None)
-        simulation.go_on(until, is_held=True)
-        unless_ended.pop_all()
-        return simulation
+    with in_keywords(given):
+        config, parts = run_and_parts(run, given)
+        resolved, folder = resolve(config, parts), Path(mkdtemp(prefix="gossamer-")) if out is None else Path(out)
+        if resume:  # who gives objects by keyword has chosen them
+            changed_code(resolved, folder, "resume", allowed=bool(KEYS.keys() & given.keys()))
+        with ExitStack() as unless_ended, Terminal() if progress else nullcontext() as terminal, holding(folder, None):
+            if out is None:
+                unless_ended.callback(shutil.rmtree, folder, ignore_errors=True)
+            if terminal is not None:
+                terminal.follow(config.name, folder, config.record.print_every)
+            recorded = recorded_beside(run) if isinstance(run, str | Path) and not resume else None
+            engine = engine_of(resolved, folder, resume=resume, recorded=recorded)
+            simulation = Simulation(config, engine, temporary=out is None)
+            simulation.go_on(until, is_held=True)
+            unless_ended.pop_all()
+            return simulation
 
 
 def simulate_until_asked(

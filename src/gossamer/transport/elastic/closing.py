@@ -13,8 +13,9 @@ takes another's state first.
 
 A worker whose round was closed without it (it was late, or cut off) is left out: it takes another's state. It gives its own up
 on the word of at least two others and of at least half of those that are alive, itself among them, and never on that of one:
-where another says that it is in a later round, or has other rounds behind it, a worker asks all where they are. Who says so alone
-is named, and nobody waits for it; of two workers neither decides for the other. The leader alone is believed by a worker that
+where another says that it is in a later round, or has other rounds behind it, a worker asks all where they are. Nobody waits for
+who says so alone, and the rounds that are closed next show that it was not so: then it is named, whatever it has said since. Of
+two workers neither decides for the other. The leader alone is believed by a worker that
 no other one answers, where there are more. A worker may also find that the state that it has
 just taken is ahead of what the others have: then it takes another one.
 
@@ -46,7 +47,7 @@ _JUMP = 1 << 16
 _AWAY_BEATS = 3
 """How long the last word of a worker counts that it is away."""
 _DISPUTE_BEATS = 2
-"""How long the others have to say the same, before a worker that says that it is ahead is named."""
+"""How long a worker says that it is ahead before it is named, where no round can be closed without it."""
 
 
 class LeftOutError(TransportError):
@@ -79,14 +80,26 @@ class _Place(NamedTuple):
     round: int
     line: int | None
     """None where it has not said it: whoever says that a round was closed is in the next one."""
+    closed: _Closed | None = None
+    """That round."""
+
+
+class _Claim(NamedTuple):
+    """Another worker's word that rounds were closed without this one."""
+
+    here: int
+    """The round that this worker was in when it read that."""
+    place: _Place
 
 
 class Unvouched(NamedTuple):
     """A worker that alone, or with fewer than it takes, says that it is somewhere else than this one."""
 
     worker: int
+    here: int
+    """The round that this worker was in when it read that."""
     round: int
-    """The one that it says it is in."""
+    """The one that the other says it is in."""
     waits: bool
     """Whether the others are too few to close a round without it."""
 
@@ -138,10 +151,13 @@ class Closing:
         self._places: dict[int, _Place] = {}
         """Where each was when it last said so."""
         self.unvouched: list[Unvouched] = []
-        """Those to be named, once for each round of this worker; whoever names them empties it."""
+        """Those to be named; whoever names them empties it."""
+        self._claims: dict[int, _Claim] = {}
+        """The first of each other worker that no closed round has shown to be so or not."""
         self._disputed_s: dict[int, float] = {}
         """Since when each of the others says something else than this worker's round and line."""
         self._named: set[int] = set()
+        """Those that are named already as this round cannot be closed without them."""
         self._spoke_s: dict[int, float] = {}
         """When each of the others last said anything about its round."""
         self._answered: dict[int, tuple[int, float]] = {}
@@ -159,6 +175,7 @@ class Closing:
         """Begins a round; `line` is that of another worker's state, if this worker has just taken one."""
         if line is not None:
             self.line, self._last, self._taken, self._behind_s = line, None, True, None
+            self._claims.clear()  # they were about the rounds that this worker has given up
         self.round, self.proposed, self._ready_s = round, None, None
         self._named.clear()
         was_away, self.closed, self.left_out = self.left_out, False, False
@@ -190,6 +207,22 @@ class Closing:
         self._misses, self._taken, self._behind_s = 0, False, None
         self.line = key(self.line, "closed", self.round, self.proposed.attempt, *sorted(self.proposed.workers))
         self.enter(self.round + 1)
+        self._judge_claims()
+
+    def _judge_claims(self) -> None:
+        """Names those whose word the round that was closed last has shown to be wrong.
+
+        Who says that `here` was closed may be right though this worker had not learned it, and then both have the same rounds
+        behind them. Who says that a later round was closed too says that this was without this worker, which shows to be wrong
+        once it is closed with it. Until then this worker may be late, and learn that from others.
+        """
+        for j, (here, place) in [*self._claims.items()]:
+            if self.round == here + 1 < place.round:
+                continue
+            del self._claims[j]
+            same = place.closed == self._last if place.line is None else place.line == self.line
+            if not (same and self.round == here + 1 == place.round):
+                self.unvouched.append(Unvouched(j, here, place.round, waits=False))
 
     def heard(self, letter: Letter, now: float) -> None:
         """Takes a letter in. Raises: RefusedError for one that says anything impossible, which changes nothing."""
@@ -316,7 +349,7 @@ class Closing:
         return place.round > self.round or (place.round == self.round and place.line not in (None, self.line))
 
     def _settle(self, now: float) -> None:
-        """Is left out where enough others say so; asks all where they are as long as fewer do, and names those."""
+        """Is left out where enough others say so; asks all where they are as long as fewer do."""
         if self.left_out or self.closed:
             return
         others = self._living - {self.members.me}
@@ -325,6 +358,8 @@ class Closing:
         if self._are_enough(against):
             self._leave_out(self._source_of(against))
             return
+        for j in against:
+            self._claims.setdefault(j, _Claim(self.round, self._places[j]))
         behind = set[int]()
         if self._taken:
             behind = {j for j in others - against if j in self._places and self._places[j].round < self.round}
@@ -341,11 +376,12 @@ class Closing:
         if self._hears_nobody_but(against, now):
             self._leave_out(min(against))
             return
-        waits = 2 * (len(others) + 1 - len(against)) <= self.members.slots
+        if 2 * (len(others) + 1 - len(against)) > self.members.slots:
+            return  # the round will be closed without them, which decides
         for j in sorted(against - self._named):
             if now >= self._disputed_s[j] + _DISPUTE_BEATS * self._beat_s:
                 self._named.add(j)
-                self.unvouched.append(Unvouched(j, self._places[j].round, waits))
+                self.unvouched.append(Unvouched(j, self.round, self._places[j].round, waits=True))
 
     def _hears_nobody_but(self, against: Collection[int], now: float) -> bool:
         """Whether it can ask nobody but the leader, which says so.
@@ -426,7 +462,7 @@ class Closing:
             self._say(sender, LetterKind.REPORT, _plain(self._own))  # it leads and has not heard of the later one
 
     def _heard_closed(self, sender: int, closed: _Closed, now: float) -> None:
-        self._places[sender] = _Place(closed.round + 1, None)
+        self._places[sender] = _Place(closed.round + 1, None, closed)
         self._close_what_is_held(closed)
         self._settle(now)
 

@@ -218,6 +218,7 @@ class ElasticTransport:
             if closing.closed:
                 # Steps count as held by this worker only now: those of a mean that was not taken are nobody's.
                 closing.advance()
+                self._name_unvouched(closing)  # now: after the last round nobody looks again
                 self._tried = -1
                 self.core.count_steps()
             return closing.round > before
@@ -670,7 +671,7 @@ class ElasticTransport:
             count = self.refusals.count(f"worker {one.worker}: ahead of the others")
             if count.bit_count() != 1:
                 continue
-            here, there = closing.round // closing.per_round + 1, one.round // closing.per_round + 1
+            here, there = one.here // closing.per_round + 1, one.round // closing.per_round + 1
             alone = f"round {here}: worker {one.worker} says that it is in round {there} or has other rounds behind it, alone"
             if one.waits:
                 log.warning(
@@ -680,7 +681,7 @@ class ElasticTransport:
                     self.worker,
                 )
             else:
-                log.warning("%s; the mean is taken without it, and worker %d keeps its own state", alone, self.worker)
+                log.warning("%s; worker %d keeps its own state, and does not wait for it", alone, self.worker)
 
     def _keep_house(self) -> None:
         """Looks at the time, and again and again for those that are suspected: they may have come back."""
