@@ -4,8 +4,10 @@ import logging
 import os
 import pty
 import re
+import subprocess
 import sys
 import threading
+import time
 from io import StringIO
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from test_follow import RUN_TOML, write_round
 from gossamer.cli import main
 from gossamer.record.folder import RunFolder, note_evaluation
 from gossamer.record.logs.seconds import RoundSeconds
-from gossamer.record.progress import note_trained, quieted, say
+from gossamer.record.progress import counting_children, note_trained, quieted, say, trained
 from gossamer.report import terminal as terminal_of_runs
 from gossamer.report.terminal import Terminal
 from tiny import document
@@ -84,6 +86,23 @@ def test_a_table_shows_steps_within_a_round_of_a_simulation(tmp_path: Path, monk
     rows = [line.split() for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).splitlines()]
     seen = {word for row in rows if "0/1" in row for word in row if word.endswith("/4")}
     assert len(seen) >= 3, rows
+
+
+def test_what_child_processes_train_is_counted_and_stays_so_when_they_have_ended() -> None:
+    program = "from gossamer.record.progress import note_trained\nfor _ in range(3):\n    note_trained(1, 32)\ninput()"
+    before = trained()
+    with counting_children() as environment:
+        children = [
+            subprocess.Popen([sys.executable, "-c", program], env=os.environ | environment(), stdin=subprocess.PIPE)
+            for _ in range(2)
+        ]
+        deadline = time.monotonic() + 60
+        while trained().inner_steps < before.inner_steps + 6 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        under_way = trained()
+        for child in children:
+            child.communicate(b"\n", timeout=60)
+    assert under_way == trained() == (before.inner_steps + 6, before.tokens + 192)
 
 
 def test_the_line_of_an_earlier_round_has_no_bytes_or_rates_of_a_later_one(tmp_path: Path) -> None:

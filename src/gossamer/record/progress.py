@@ -4,10 +4,16 @@ Strings of files, folders and peers are printed by `echo`, or through `printable
 """
 
 import contextlib
+import functools
+import itertools
+import mmap
+import os
+import struct
 import sys
+import tempfile
 import threading
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import IO, NamedTuple
 
@@ -16,24 +22,63 @@ _ESCAPED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 _QUIET = ContextVar("quiet", default=False)
 
 
-class Trained(NamedTuple):
-    """What the replicas of this process have trained since it began, whatever run they belong to."""
+class TrainedHere(NamedTuple):
+    """What replicas have trained since this process began, whatever run they belong to: its own, and those of its children."""
 
     inner_steps: int
     tokens: int
 
 
-_trained, _TRAINED_LOCK = Trained(0, 0), threading.Lock()
+_trained, _TRAINED_LOCK = TrainedHere(0, 0), threading.Lock()
+_COUNTS = "GOSSAMER_COUNTS"
+"""In the environment of a process: where in which file it counts for the one that has started it."""
+_COUNT, _MOST_CHILDREN = struct.Struct("=qq"), 4096
+_of_children: list[Callable[[], TrainedHere]] = []
 
 
 def note_trained(inner_steps: int, tokens: int) -> None:
     """Counts inner steps that have ended; any thread may call it."""
     global _trained
     with _TRAINED_LOCK:
-        _trained = Trained(_trained.inner_steps + inner_steps, _trained.tokens + tokens)
+        _trained = TrainedHere(_trained.inner_steps + inner_steps, _trained.tokens + tokens)
+        if _COUNTS in os.environ and (place := _place_of_count(os.environ[_COUNTS])) is not None:
+            _COUNT.pack_into(*place, *_trained)
 
 
-def trained() -> Trained:
+@functools.cache
+def _place_of_count(where: str) -> tuple[mmap.mmap, int] | None:
+    """The memory of the parent that this names, and the offset; None where it is gone, as progress must end no training."""
+    number, _, path = where.partition(":")
+    with contextlib.suppress(OSError, ValueError), open(path, "r+b") as file:
+        return mmap.mmap(file.fileno(), _MOST_CHILDREN * _COUNT.size), int(number) * _COUNT.size
+    return None
+
+
+@contextlib.contextmanager
+def counting_children() -> Iterator[Callable[[], dict[str, str]]]:
+    """In here `trained` includes what children train; gives a function for what the environment of each of them needs."""
+    numbers = itertools.count()
+    with tempfile.NamedTemporaryFile(prefix="gossamer-") as file:
+        file.truncate(_MOST_CHILDREN * _COUNT.size)
+        with mmap.mmap(file.fileno(), 0) as memory:
+
+            def total() -> TrainedHere:
+                steps, tokens = zip(*_COUNT.iter_unpack(memory[:]), strict=True)
+                return TrainedHere(sum(steps), sum(tokens))
+
+            def environment() -> dict[str, str]:
+                number = next(numbers)
+                return {_COUNTS: f"{number}:{file.name}"} if number < _MOST_CHILDREN else {}
+
+            _of_children.append(total)
+            try:
+                yield environment
+            finally:
+                _of_children.remove(total)
+                note_trained(*total())  # the count never falls
+
+
+def trained() -> TrainedHere:
     """The counts so far.
 
     >>> before = trained()
@@ -41,6 +86,9 @@ def trained() -> Trained:
     >>> trained().tokens - before.tokens
     64
     """
+    with contextlib.suppress(ValueError):  # the memory of children that have just ended
+        every = [_trained, *(total() for total in [*_of_children])]
+        return TrainedHere(sum(one.inner_steps for one in every), sum(one.tokens for one in every))
     return _trained
 
 

@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gossamer.record.progress import Trained, is_quiet, printable, trained
+from gossamer.record.progress import TrainedHere, is_quiet, printable, trained
 from gossamer.report.metrics import METRICS
 from gossamer.report.page.view import standings
 from gossamer.report.reading.follow import FollowedRun, figure_of
@@ -44,7 +44,8 @@ class Terminal:
     """Shows runs, one after the other or several at a time, on stderr; nothing inside `gossamer.record.progress.quieted`.
 
     On a terminal it is a table with a row for each run. Elsewhere there is a line for each evaluation, at the end of a run and at
-    least every 30 s; of a run that this process trains also within rounds, after a second and then every 5 s, later 30 s.
+    least every 30 s. Of a run that this process or its children train there are lines within rounds too: after a second, and then
+    every 5 s, later 30 s.
 
     Args:
         console: where to print.
@@ -199,7 +200,7 @@ class _Shown:
         """Only its row is needed from now on."""
         self._run = None
 
-    def look(self, patience_s: float, now_s: float, here: Trained | None) -> None:
+    def look(self, patience_s: float, now_s: float, here: TrainedHere | None) -> None:
         """Reads what is new, and makes its row.
 
         Args: `here` is what this process has trained so far, where all of it is of this run.
@@ -303,13 +304,13 @@ class _Here(NamedTuple):
 
     done: int
     """Rounds of the run that were over when it was first seen."""
-    first: Trained
+    first: TrainedHere
     """What this process had trained then."""
-    began: tuple[float, Trained] | None = None
+    began: tuple[float, TrainedHere] | None = None
     """When the first step since then had been seen, from which rates are counted, and what was trained."""
-    now: tuple[float, Trained] | None = None
+    now: tuple[float, TrainedHere] | None = None
 
-    def at(self, now_s: float, here: Trained | None) -> "_Here":
+    def at(self, now_s: float, here: TrainedHere | None) -> "_Here":
         if here is None or here == self.first:
             return self
         return self._replace(began=self.began or (now_s, here), now=(now_s, here))
@@ -318,7 +319,7 @@ class _Here(NamedTuple):
         """The inner steps of a worker, in the mean, and the speed once there are two looks to count from."""
         assert self.began is not None and self.now is not None
         (began_s, began), (now_s, now) = self.began, self.now
-        ahead, all_steps = now.inner_steps - self.first.inner_steps, file.rounds * file.steps_per_round
+        ahead, all_steps = max(0, now.inner_steps - self.first.inner_steps), file.rounds * file.steps_per_round
         steps = min(self.done * file.steps_per_round + ahead, all_steps)
         mean = steps * file.steps // all_steps
         past_s, trained = now_s - began_s, now.inner_steps - began.inner_steps

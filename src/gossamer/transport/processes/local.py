@@ -21,6 +21,7 @@ from typing import NamedTuple, TextIO
 
 import torch
 
+from gossamer.record.progress import counting_children
 from gossamer.stop_signals import deaf, has_launcher
 from gossamer.transport.processes.launch import intra_op_threads
 from gossamer.transport.processes.member import place_of, sizes_of_workers
@@ -256,14 +257,15 @@ def _children(n: int, work: Work, secret: bytes) -> Iterator[Callable[..., BaseP
         argv: Sequence[str], prefix: str, environment: Mapping[str, str], listener: socket.socket | None = None
     ) -> BaseProcess:
         pipes = [context.Pipe(duplex=False) for _ in range(2)]
+        name = prefix.strip("[] ")  # of several parts of a worker the first counts its steps
         process = context.Process(
             target=_enter,
-            name=prefix.strip("[] "),
+            name=name,
             args=(
                 work,
                 [*argv],
                 prefix,
-                {**common, **environment},
+                {**common, **(counting() if name.endswith(".0") or "." not in name else {}), **environment},
                 os.getcwd(),
                 *(inner for _, inner in pipes),
                 listener,
@@ -276,12 +278,13 @@ def _children(n: int, work: Work, secret: bytes) -> Iterator[Callable[..., BaseP
             pumps.append(_forward(outer, sink, prefix))
         return process
 
-    try:
-        yield start
-    finally:
-        _end(processes)
-        for pump in pumps:
-            pump.join(1.0)
+    with counting_children() as counting:
+        try:
+            yield start
+        finally:
+            _end(processes)
+            for pump in pumps:
+                pump.join(1.0)
 
 
 def end_with_parent() -> None:
