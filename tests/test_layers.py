@@ -86,6 +86,7 @@ LIGHT = [  # work without torch
     "network.replay",
     "network.pricing",
     "run.planning.teams",
+    "run.planning.optima",
     "run.planning.plan",
     "network.estimates.utilisation",
     "network.estimates.wall_clock",

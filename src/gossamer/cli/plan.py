@@ -2,6 +2,7 @@
 
 import math
 import sys
+import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,8 +37,8 @@ _MOST_E_FOLDS = math.log(10)
 class PlanOptions:
     """What is planned for, and what is tried."""
 
-    model: Annotated[str | None, Parameter(metavar="SIZE")] = None
-    """size of the model (default: the one that was probed, else 134m)"""
+    model: Annotated[str | None, Parameter(metavar="SIZE|RUN.toml")] = None
+    """size of the model, up to 70b, or the run file that has it (default: the one that was probed, else 134m)"""
     tokens: float | None = None
     """to train on (default: 20 for each parameter)"""
     hours: float | None = None
@@ -50,6 +51,8 @@ class PlanOptions:
     """file (TOML) with floor, scale and power of loss = floor + scale / tokens^power on your text, and the range of tokens"""
     data: str | None = None
     """text of the run file and of a race, as in data.source (default: stdlib)"""
+    tokenizer: str | None = None
+    """tokenizer of the run file, as in data.tokenizer, whose vocabulary is planned for (default: bytes)"""
     vocab: int | None = None
     """tokens of the vocabulary (default: as it was probed, else 256, for bytes)"""
     workers: int | None = None
@@ -94,9 +97,12 @@ def command(
     Args:
         network: network file (TOML), such as gossamer probe writes
     """
+    from gossamer.data.settings import MANY_PASSES, passes_warning
     from gossamer.models.sizes import parameter_count
     from gossamer.network.links import read_network
+    from gossamer.run.config.run_file import parse
     from gossamer.run.planning.candidates import USUAL, choose_among, price_recipes
+    from gossamer.run.planning.check import passes_of
     from gossamer.run.planning.plan import BYTES, plan
     from gossamer.run.planning.planned_stages import plan_in_stages
 
@@ -128,12 +134,15 @@ def command(
         usual = [one for one in priced.candidates if one.method == USUAL]
         found = race(made, choice, [*made.candidates, *usual], network, asked, output)
         best = found.candidates[found.taken]
-    text = None if options.out is None else _run_file(made, best, options, options.out)
+    text = _run_file(made, best, options, options.out or Path("planned.toml"))
+    passes = passes_of(parse(tomllib.loads(text)))
     if json:
-        print_json(_facts(made, cut, priced, choice, found, options))
+        print_json({**_facts(made, cut, priced, choice, found, options), "passes": passes})
     elif found is not None:
         print_race(found)
-    if options.out is not None and text is not None:
+    if not json and passes is not None and passes > MANY_PASSES:
+        print_sentence(passes_warning(passes))
+    if options.out is not None:
         from gossamer.record.whole_files import writing
 
         with writing(options.out):
@@ -141,7 +150,7 @@ def command(
         if not json:
             raced = ", of what the race found lowest" if best != choice.best else ""
             echo(f"run file: {options.out}{raced}")
-            if made.options.vocab_size != BYTES:
+            if made.options.vocab_size != BYTES and options.tokenizer is None:
                 echo(f"it reads bytes; give data.tokenizer one of {made.options.vocab_size:,} tokens, as was planned")
 
 
@@ -189,6 +198,7 @@ def _settings(options: PlanOptions, step: dict[str, int], parameters: int) -> "P
         peak_flops=options.peak_flops,
         mfu=options.mfu,
         source=options.data or "stdlib",
+        tokenizer=options.tokenizer,
         law=law,
     )
 
@@ -276,9 +286,9 @@ def _what(network: "Network", options: PlanOptions, file: Path) -> "tuple[Networ
     from gossamer.network.links import StepOf
 
     of = network.step_of or StepOf(model=ModelConfig(size="134m"))
-    asked = {"vocab_size": options.vocab, "seq_len": options.seq_len, "batch_size": options.batch_size}
+    asked = {"vocab_size": _vocabulary(options), "seq_len": options.seq_len, "batch_size": options.batch_size}
     step = {name: getattr(of, name) if value is None else value for name, value in asked.items()}
-    model = of.model if options.model is None else ModelConfig(size=options.model)
+    model = of.model if options.model is None else _model(options.model)
     same = model == of.model and all(getattr(of, name) == value for name, value in step.items())
     if network.step_of is None or same:
         _check_seconds(network, options, file)
@@ -296,6 +306,36 @@ def _what(network: "Network", options: PlanOptions, file: Path) -> "tuple[Networ
         )
         return replace(network, step_s=scaled), model, step
     return network, model, step
+
+
+def _model(named: str) -> "ModelConfig":
+    """The model of a size, or of a run file."""
+    from gossamer.models.sizes import LARGE, ModelConfig
+    from gossamer.run.config.document import load_document
+    from gossamer.run.config.run_file import parse
+
+    if named.endswith(".toml"):
+        return parse(load_document(Path(named))).model
+    return ModelConfig(size="1b", **LARGE[named]._asdict()) if named in LARGE else ModelConfig(size=named)
+
+
+def _vocabulary(options: PlanOptions) -> int | None:
+    """The vocabulary to plan for; None where nothing gives it. Raises ConfigError where options contradict each other."""
+    if options.tokenizer is None:
+        return options.vocab
+    from gossamer.data.tokenizer import vocabulary
+
+    own = vocabulary(options.tokenizer)
+    if own is None and options.vocab is None:
+        raise ConfigError(
+            f"--tokenizer is '{options.tokenizer}', which is not on this machine, so nothing says how many tokens it has; give "
+            "--vocab, or the path of its file"
+        )
+    if own is not None and options.vocab not in (None, own):
+        raise ConfigError(
+            f"--vocab is {options.vocab:,} and '{options.tokenizer}' has {own:,} tokens; leave --vocab out, or correct it"
+        )
+    return options.vocab if own is None else own
 
 
 def _check_seconds(network: "Network", options: PlanOptions, file: Path) -> None:
@@ -368,7 +408,7 @@ def _print(made: "RunPlan", cut: "StagePlan | None", priced: "Priced", choice: "
         _print_cut(cut)
     elif options.memory_bytes is not None:
         echo(f"a replica fits a process of {options.memory_bytes / 1e9:.4g} GB, without activations")
-    size, parameters, settings = made.model.size, made.parameters, made.options
+    size, parameters, settings = options.model or made.model.size, made.parameters, made.options
     default = settings.tokens is None and settings.hours is None
     print_sentence(
         f"{size} with a vocabulary of {settings.vocab_size:,} (--vocab): {parameters:,} parameters, {made.workers} "

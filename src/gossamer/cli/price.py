@@ -1,5 +1,6 @@
 """`gossamer price`: what a recorded run costs on a network."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,7 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
     from gossamer.run.config.layouts import layout_for
     from gossamer.run.config.resolve import settings_in
     from gossamer.run.planning.check import vocabulary
+    from gossamer.run.planning.teams import left_out_of, network_without
     from gossamer.run.worker.stages.timing import in_stages
 
     config = settings_in(folder)
@@ -34,6 +36,13 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
             f"'{network}' as its [network.NAME]"
         )
     links = read_network(network)
+    planned, n = config.networks.get("planned"), links.workers
+    if planned is not None and n is not None and n > config.workers:
+        left_out = left_out_of(links, n, planned, config.workers)
+        if left_out is not None:
+            links = network_without(links, n, left_out)
+            gone = f"{len(left_out)} workers" if len(left_out) > 8 else f"worker {', '.join(map(str, left_out))}"
+            echo(f"gossamer: '{network}' is priced without {gone}, whom the plan of this run left out", file=sys.stderr)
     try:
         links_of(links, config.workers)
     except ConfigError as error:

@@ -35,6 +35,14 @@ SIZES: dict[str, Shape] = {
     "1b": Shape(2048, 22, 32, 4, 5632),  #                  970,024,960   1,100,048,384
 }
 """Shapes by name: up to 30m the name counts a byte vocabulary, from 134m on one of 32,000 tokens."""
+LARGE: dict[str, Shape] = {
+    "3b": Shape(3072, 28, 24, 8, 8192),
+    "7b": Shape(4096, 32, 32, 32, 11008),
+    "13b": Shape(5120, 40, 40, 40, 13824),
+    "34b": Shape(8192, 48, 64, 8, 22016),
+    "70b": Shape(8192, 80, 64, 8, 28672),
+}
+"""Shapes that a plan knows besides: those of Llama 2 and 3.2, and of Code Llama. A run file gives them as dimensions."""
 
 
 # Beyond what anybody trains, and few enough that names and sizes of all tensors are listed within a second.

@@ -49,6 +49,26 @@ class Timeline(NamedTuple):
         return self.compute_s.sum(axis=0) / total if total else np.ones(self.end_s.shape[1])
 
 
+_BATCHES = 8
+"""Runs of rounds whose means say how far the mean of all of them is to be trusted."""
+
+
+def spread_s(timeline: Timeline) -> float:
+    """Half of the 95 % interval of the mean seconds of a round, by the means of eight batches of rounds; 0 of fewer rounds.
+
+    >>> even = np.cumsum(np.ones((16, 2)), axis=0)
+    >>> spread_s(Timeline(even, even, even.astype(int), even))
+    0.0
+    """
+    rounds = len(timeline.end_s)
+    if rounds < _BATCHES:
+        return 0.0
+    edges = np.linspace(0, rounds, _BATCHES + 1).astype(int)
+    ends = np.concatenate([[0.0], timeline.end_s.max(axis=1)])[edges]
+    means = np.diff(ends) / np.diff(edges)
+    return float(2.36 * means.std(ddof=1) / np.sqrt(_BATCHES))  # Student's t of seven degrees of freedom
+
+
 class Leg(NamedTuple):
     """Messages of a mean that are in flight together, as columns; the leg runs `times` times in a row."""
 

@@ -1,6 +1,7 @@
 """Plans: what is expected of a run is what the run does, and what the command line says of it."""
 
 import json
+import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -203,7 +204,7 @@ def test_gossamer_plan_prints_a_table_and_writes_a_run_file(tmp_path: Path, caps
     capsys.readouterr()
     assert main([*words, "--out", str(tmp_path / "run.toml")]) == 2
     assert "already exists" in capsys.readouterr().err
-    for wrong in (["--codec", "int9"], ["--local-steps", "a"], ["--model", "7b"]):
+    for wrong in (["--codec", "int9"], ["--local-steps", "a"], ["--model", "900b"]):
         assert main([*words, *wrong]) == 2
         assert capsys.readouterr().err.startswith("gossamer: ")
 
@@ -326,6 +327,103 @@ def test_a_plan_says_when_more_local_steps_than_it_tried_would_end_lower(
     for steps, helps in (("30,60", True), ("30,60,4000", False)):
         assert main([*words, steps]) == 0
         assert ("local steps, the most that were tried, are expected to end lower" in capsys.readouterr().out) == helps
+
+
+def test_seconds_that_vary_are_a_mean_of_many_rounds_with_its_spread_and_the_check_of_the_run_file_agrees(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "net.toml").write_text("uplink_bps = 4e6\ndownlink_bps = 4e6\nstep_s = 0.5\njitter = 0.5\n")
+    words = ["plan", str(file), "--workers", "4", "--model", "0.2m", "--local-steps", "30", "--method", "gasloc"]
+    assert main([*words, "--json", "--out", str(tmp_path / "run.toml")]) == 0
+    chosen = json.loads(capsys.readouterr().out)["chosen"]
+    (there,) = examine_run(parse(tomllib.loads((tmp_path / "run.toml").read_text()))).networks
+    assert there.round_s is not None and 0 < chosen["spread_s"] < 0.1 * chosen["round_s"]
+    assert abs(there.round_s - chosen["round_s"]) <= there.spread_s + chosen["spread_s"]
+    network, options = read_network(file), {"workers": 4, "local_steps": [30], "rounds": 250}
+    (long,) = {c for c in planned(network, **options).candidates if (c.method, c.codec) == ("GASLoC 1-Peer", "exact")}
+    (short,) = {
+        c
+        for c in planned(network, **{**options, "rounds": 64}).candidates
+        if (c.method, c.codec) == ("GASLoC 1-Peer", "exact")
+    }
+    assert abs(long.round_s - short.round_s) <= long.spread_s + short.spread_s
+    assert main(words) == 0
+    assert re.search(r"GASLoC 1-Peer .* ± 0\.", capsys.readouterr().out)
+
+
+def test_a_plan_takes_the_model_of_a_run_file_the_vocabulary_of_a_tokenizer_and_sizes_beyond_those_that_are_built_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("net.toml").write_text("uplink_bps = 1e9\ndownlink_bps = 1e9\n")
+    Path("own.toml").write_text('method = "diloco"\nworkers = 2\n[model]\nsize = "1m"\nlayers = 2\n')
+    words = [
+        "plan",
+        "net.toml",
+        "--workers",
+        "2",
+        "--local-steps",
+        "30",
+        "--json",
+        "--method",
+        "diloco",
+        "--peak-flops",
+        "1e15",
+    ]
+    words += ["--out"]
+
+    def found(name: str, *more: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        assert main([*words, name, *more]) == 0
+        return json.loads(capsys.readouterr().out), tomllib.loads(Path(name).read_text())
+
+    facts, document = found("a.toml", "--model", "own.toml")
+    assert document["model"]["layers"] == 2 and facts["parameters"] < 869_504
+    facts, document = found("b.toml", "--model", "70b", "--vocab", "32000")
+    assert 68e9 < facts["parameters"] < 71e9 and parse(document).model.shape.layers == 80
+    assert document["network"]["planned"]["step_s"] == pytest.approx(6 * facts["parameters"] * 1024 / 4e14)
+    facts, document = found("c.toml", "--model", "1m", "--tokenizer", "gpt2", "--vocab", "50257")
+    assert document["data"]["tokenizer"] == "gpt2" and facts["parameters"] == 128 * 50257 * 2 + 869_504 - 256 * 128 * 2
+    assert main([*words, "d.toml", "--tokenizer", "gpt2"]) == 2
+    assert "nothing says how many tokens it has; give --vocab" in capsys.readouterr().err
+    assert main([*words, "e.toml", "--tokenizer", "bytes", "--vocab", "300"]) == 2
+    assert "--vocab is 300 and 'bytes' has 256 tokens" in capsys.readouterr().err
+
+
+def test_a_plan_says_how_often_its_run_would_read_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("All happy families are alike. " * 1000)
+    (tmp_path / "net.toml").write_text("uplink_bps = 1e9\ndownlink_bps = 1e9\nstep_s = 0.5\n")
+    words = [
+        "plan",
+        str(tmp_path / "net.toml"),
+        "--workers",
+        "2",
+        "--model",
+        "0.2m",
+        "--data",
+        str(tmp_path / "text.txt"),
+    ]
+    for tokens, often in (("300000", True), ("60000", False)):
+        assert main([*words, "--tokens", tokens, "--local-steps", "5"]) == 0
+        assert ("the text is trained on about " in capsys.readouterr().out) == often
+
+
+def test_a_run_without_a_worker_that_its_plan_dropped_is_priced_on_the_network_that_was_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "net.toml").write_text("uplink_bps = [25e6, 1e5, 20e6]\ndownlink_bps = 25e6\nstep_s = 0.5\n")
+    words = ["plan", str(file), "--model", "0.2m", "--local-steps", "3", "--method", "diloco", "--seq-len", "16"]
+    assert main([*words, "--tokens", "1e3", "--batch-size", "1", "--out", str(tmp_path / "run.toml")]) == 0
+    document = tomllib.loads((tmp_path / "run.toml").read_text())
+    document["data"] |= {"max_bytes": 100_000}
+    document["run"] |= {"steps": 6, "eval_batches": 1}
+    simulate(parse(document), tmp_path / "run")
+    capsys.readouterr()
+    assert main(["price", str(tmp_path / "run"), str(file), "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["workers"] == 2 and "without worker 1, whom the plan of this run left out" in said.err
+    (tmp_path / "other.toml").write_text("uplink_bps = [1e6, 1e5, 20e6]\ndownlink_bps = 25e6\nstep_s = 0.5\n")
+    assert main(["price", str(tmp_path / "run"), str(tmp_path / "other.toml")]) == 2
+    assert "lists 3 workers but the run has 2" in capsys.readouterr().err
 
 
 def test_gossamer_utilisation_prints_the_published_bandwidths_and_draws(

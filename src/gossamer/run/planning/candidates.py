@@ -5,8 +5,10 @@ speed. Here every method is resolved as its run file is, a few of its rounds are
 their trace is priced. All workers take the same local steps, unless the method chooses them.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import tomli_w
@@ -23,7 +25,7 @@ from gossamer.run.config.run_file import parse
 from gossamer.run.planning.check import counted
 from gossamer.run.planning.choice import Candidate, Pick, pick
 from gossamer.run.planning.measured_losses import MEASURED
-from gossamer.run.planning.plan import PlanSettings, RunPlan, back_of, choosable, with_tables, without_text
+from gossamer.run.planning.plan import PlanSettings, RunPlan, back_of, choosable, optima_of, with_tables, without_text
 from gossamer.run.planning.teams import network_without
 from gossamer.settings.schema import toml_value
 
@@ -41,6 +43,8 @@ SEVERAL = (USUAL, "muloco", "sparseloco")
 
 _ROUNDS = 4
 """Rounds that are played for a price."""
+_DRAWS, _T_OF_THREE = 4, 3.18
+"""Draws of jitter that are priced, and Student's t of their 95 % interval."""
 _FEW = 16
 """Workers among whom a price takes less than a second; it takes several among 64."""
 
@@ -141,11 +145,14 @@ def recipe_toml(made: RunPlan, chosen: Candidate, *, name: str, run: Mapping[str
     codec = (chosen.codec, chosen.back) if chosen.method in SEVERAL else None
     document = _document(chosen.method, chosen.full_steps, made, rounds, chosen.left_out, codec)
     document["run"] |= run
+    muon = recipe(chosen.method).settings.get("inner.optimizer") in _MUONS
+    best = optima_of(made, chosen, rounds, muon=muon)
+    document = with_tables(document, {"inner": best.inner, **({"rule": best.rule} if best.rule else {})})
     head = (
         f"# {chosen.method} with {chosen.full_steps} local steps, planned for {made.parameters:,} parameters: "
         f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, "
         f"{utilisation_in_words(chosen.utilisation, chosen.between_stages)}.\n"
-        f"{without_text(chosen)}{made.length_of(chosen, rounds)}"
+        f"{without_text(chosen)}{best.source}{made.length_of(chosen, rounds)}"
     )
     return head + tomli_w.dumps({"name": name, **document})
 
@@ -159,7 +166,12 @@ def drafted(
         "workers": workers,
         "seed": options.seed,
         "model": toml_value(model),
-        "data": {"source": options.source, "seq_len": options.seq_len, "batch_size": options.batch_size},
+        "data": {
+            "source": options.source,
+            "seq_len": options.seq_len,
+            "batch_size": options.batch_size,
+            **({"tokenizer": options.tokenizer} if options.tokenizer else {}),
+        },
     }
     return with_tables(document, tables)
 
@@ -221,11 +233,20 @@ def _candidate(
         if sent_in is None
         else (sent_in, back_of(made.options.codecs[sent_in], sent_in, made.workers - len(left_out)))
     )
-    config = parse(_document(method, local_steps, made, made.options.rounds, left_out, both))
+    document = _document(method, local_steps, made, made.options.rounds, left_out, both)
+    networks = document["network"]
+    if made.network.jitter:
+        seeds = range(1, _DRAWS)
+        networks |= {f"draw-{k}": {**networks["planned"], "seed": made.network.seed + k} for k in seeds}
+    config = parse(document)
     run = resolve(config)
-    sent_bytes, _, _, (priced,), _ = counted(run, layout, _ROUNDS)
+    sent_bytes, _, _, draws, _ = counted(run, layout, _ROUNDS)
+    priced = draws[0]
     if priced.round_s is None or priced.utilisation is None or priced.between_stages is None:
         raise ConfigError(f"{priced.name} gives it no price: {priced.note}")
+    round_s = [one.round_s for one in draws if one.round_s is not None]
+    spread_s = _T_OF_THREE * stdev(round_s) / math.sqrt(len(round_s)) if len(round_s) > 1 else 0.0
+    shorter = priced.round_s / fmean(round_s)
     codec = run.method.codec
     own = tuple(config.local_steps_of(i) for i in range(config.workers))
     return Candidate(
@@ -233,10 +254,11 @@ def _candidate(
         codec=codec.name,
         back=codec.back.name if codec.back else None,
         local_steps=own,
-        round_s=priced.round_s,
+        round_s=fmean(round_s),
         round_bytes=sent_bytes,
-        utilisation=priced.utilisation,
-        seconds_per_token=priced.round_s / (made.options.step_tokens * sum(own)),
-        between_stages=priced.between_stages,
+        utilisation=priced.utilisation * shorter,
+        seconds_per_token=fmean(round_s) / (made.options.step_tokens * sum(own)),
+        between_stages=priced.between_stages * shorter,
+        spread_s=spread_s,
         left_out=left_out,
     )

@@ -18,6 +18,7 @@ from gossamer.data.tokenizer import Tokenizer, local_tokenizer, vocabulary
 from gossamer.errors import ConfigError, DataError, GossamerError, installs
 from gossamer.layout import Layout
 from gossamer.network.pricing import price
+from gossamer.network.timeline import spread_s
 from gossamer.optimizers.inner import InnerConfig, without_momentum
 from gossamer.record.logs.trace import Entry, from_entries
 from gossamer.rounds import stability
@@ -39,6 +40,8 @@ from gossamer.transport.processes.launch import device_of
 
 _ROUNDS, _MANY_WORKERS = 8, 64
 """Rounds that are played for a price, where there are not many workers."""
+_DRAWN_ROUNDS, _FEW_WORKERS = 64, 16
+"""The same where rounds vary by chance, and there are few workers."""
 _MOST_PRICED = 100_000
 """Messages whose times on networks are computed, which takes some seconds."""
 _BYTES = 4  # of a number in fp32
@@ -89,6 +92,8 @@ class OnNetwork(NamedTuple):
     between_stages: float | None
     """Share of the time in which the stages of a worker wait for each other, in the mean over the workers."""
     note: str = ""
+    spread_s: float = 0.0
+    """Half of the 95 % interval of `round_s`, where it depends on chance."""
 
 
 class AroundDocuments(NamedTuple):
@@ -213,6 +218,13 @@ def examine_run(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None 
         documents=documents,
         code=tuple(named(config).values()),
     )
+
+
+def passes_of(config: RunConfig) -> float | None:
+    """How often a run trains on its text at least; None where that cannot be known without reading it, or here."""
+    run = settings_of(config)
+    _, most, _ = _text(run, vocabulary(run.data.tokenizer))
+    return None if most is None else passes_over(run.data.shards, most, run.worker_tokens)
 
 
 def _around(words: Tokenizer) -> AroundDocuments:
@@ -507,6 +519,9 @@ def _rounds(config: RunSettings, m: Method, some: int) -> int:
     """How many rounds to play: about as many as asked for in whole periods, and not more than the run has."""
     period = period_of(config, m)
     some = 1 if config.workers > _MANY_WORKERS else some
+    drawn = any(network.jitter for network in config.networks.values()) or m.topology.name == "random"
+    if drawn and some == _ROUNDS and config.networks and config.workers <= _FEW_WORKERS:
+        some = _DRAWN_ROUNDS
     return min(config.rounds, period * -(-some // period))
 
 
@@ -534,7 +549,14 @@ def _priced(config: RunSettings, name: str, entries: Sequence[Entry], m: Method,
     rounds = trace.rounds / m.sends_per_round
     adapts = "run.adapt" if config.run.adapt else "the rule" if m.rule.adapted is not None else ""
     note = f"at the local steps that {adapts} begins with" if adapts else ""
-    return OnNetwork(name, timeline.total_s / rounds, timeline.mean_utilisation, timeline.mean_between_stages, note)
+    return OnNetwork(
+        name,
+        timeline.total_s / rounds,
+        timeline.mean_utilisation,
+        timeline.mean_between_stages,
+        note,
+        spread_s(timeline) * trace.rounds / rounds,
+    )
 
 
 def _on_a_clock(config: ResolvedRun, sent_bytes: float, size: int) -> OnNetwork:

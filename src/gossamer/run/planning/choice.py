@@ -51,6 +51,8 @@ class Candidate(NamedTuple):
     unhidden_round_s: float | None = None
     """Of data parallelism, the seconds as `gossamer train` sends: as the network says, after the step and not during backward."""
 
+    spread_s: float = 0.0
+    """Half of the 95 % interval of `round_s`, where the seconds of a round depend on chance: on jitter, or on who meets whom."""
     site: int = 1
     """Workers of the network that train as one, in data parallelism or FSDP2 inside of their site: those of each entry of
     `local_steps`, which are then sites."""
@@ -305,6 +307,12 @@ def codec_words(one: Candidate) -> str:
     return one.codec if whole else f"{one.codec}, {one.back or one.codec}"
 
 
+def hours_text(choice: Pick, one: Candidate) -> str:
+    """The hours that a candidate needs for the tokens, with what chance may make of them where that is a thousandth or more."""
+    hours, share = choice.hours_of(one), one.spread_s / one.round_s if one.round_s else 0.0
+    return digits_text(hours) + (f" ± {hours * share:.2g}" if share >= 0.001 else "")
+
+
 def plan_rows(choice: Pick, candidates: Iterable[Candidate]) -> list[tuple[str, ...]]:
     """Candidates as text, for a table under `PLAN_HEADINGS`."""
     rows = list[tuple[str, ...]]()
@@ -322,7 +330,7 @@ def plan_rows(choice: Pick, candidates: Iterable[Candidate]) -> list[tuple[str, 
                 codec_words(one),
                 str(most) if fewest == most else f"{fewest}-{most}",
                 f"{one.utilisation:.1%}",
-                digits_text(choice.hours_of(one)),
+                hours_text(choice, one),
                 f"{choice.tokens_of(one):.3g}",
                 "not measured" if loss is None else f"{loss.nats:+z.3f}",
                 stands,

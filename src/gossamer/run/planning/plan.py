@@ -23,18 +23,13 @@ from gossamer.network.estimates.utilisation import step_seconds
 from gossamer.network.links import Links, MeanKind, Network, PerWorker, links_of, to_options
 from gossamer.network.pacing import Pace, cycle_s, fitting_steps, uplinks_bps, whole_steps
 from gossamer.network.pricing import price, price_everyone, price_together
-from gossamer.network.timeline import Timeline, utilisation_in_words
+from gossamer.network.timeline import Timeline, spread_s, utilisation_in_words
 from gossamer.record.logs.trace import Integers, Trace, from_targets
 from gossamer.report.table import digits_text
 from gossamer.run.planning.choice import ALONE, SITE_ALONE, Candidate, Pick, pick
 from gossamer.run.planning.expected_loss import EXACT_CODECS, TOKENS_PER_PARAMETER, Law, LossScale
-from gossamer.run.planning.measured_losses import (
-    CODECS_MEASURED,
-    MEASURED_PARAMETERS,
-    MEASURED_WORKERS,
-    measured_schedule,
-    nearest_measured,
-)
+from gossamer.run.planning.measured_losses import CODECS_MEASURED, nearest_measured
+from gossamer.run.planning.optima import Optima, optima
 from gossamer.run.planning.teams import (
     MOST_COUNTED,
     machines,
@@ -66,6 +61,8 @@ COLLECTIVES: tuple[MeanKind, ...] = ("owners", "ring", "tree")
 """Ways to carry an all-reduce, of which data parallelism takes the quickest."""
 _BACK_BITS = 16.0
 """Per parameter of the sum of a lossy mean, in bf16."""
+_MORE_DRAWS = 4
+"""So many times the rounds are priced where they vary and not all workers wait for each other, as these drift apart slowly."""
 _LARGEST = 10**12
 _LIMIT_WORKERS = 100_000
 _LIMIT_LISTED = MOST_COUNTED
@@ -130,6 +127,8 @@ class PlanSettings:
     seed: int = 0
     source: str = "stdlib"
     """The text of the run file, as in data.source."""
+    tokenizer: str | None = None
+    """That of the run file, as in data.tokenizer; bytes unless given."""
     law: Law | None = None
     """Of the losses on that text, where it is known."""
 
@@ -196,7 +195,7 @@ class RunPlan(NamedTuple):
         length = (
             f"# {some}, {digits_text(rounds * one.round_s / 3600)} h: {tokens:.4g} tokens of all workers together.\n"
         )
-        if self.options.vocab_size == BYTES:
+        if self.options.vocab_size == BYTES or self.options.tokenizer:
             return length
         return (
             f"{length}# Planned for a vocabulary of {self.options.vocab_size:,}, and reads bytes, which are {BYTES}: give "
@@ -392,7 +391,8 @@ def _all_priced(
             continue
         candidates[sketch] = None  # in its place
         rounds = options.rounds if network.jitter or network.changes else max(16, 8 * options.rounds // sketch.n)
-        trace = _gossip(sketch.n, sketch.peers, _at_most(min(rounds, options.rounds), sketch.n), options.seed)
+        rounds = min(rounds, options.rounds) * (_MORE_DRAWS if _draws_freely(network, sketch.n) else 1)
+        trace = _gossip(sketch.n, sketch.peers, _at_most(rounds, sketch.n), options.seed)
         sizes = np.broadcast_to(np.int64(payload_bytes), len(trace.messages.bytes))
         steps = np.broadcast_to(np.array(own), trace.steps.shape)
         traces[sketch] = trace._replace(steps=steps, messages=trace.messages._replace(bytes=sizes))
@@ -437,7 +437,7 @@ def _priced_mean(
     if sketch.method != "data parallel":
         return carried_by(network.mean)
     as_sent = carried_by(network.mean)
-    others = [how for how in COLLECTIVES if how != network.mean and n <= _LIMIT_LISTED]
+    others: list[MeanKind] = [how for how in COLLECTIVES if how != network.mean and n <= _LIMIT_LISTED]
     quickest = min((as_sent, *map(carried_by, others)), key=lambda one: one.round_s)
     return quickest._replace(unhidden_round_s=as_sent.unhidden_round_s)
 
@@ -458,6 +458,7 @@ def _behind_backward(one: Candidate, timeline: Timeline, collective: MeanKind) -
     share = 1 - hidden_s / one.round_s
     return one._replace(
         round_s=one.round_s * share,
+        spread_s=one.spread_s * share,
         seconds_per_token=one.seconds_per_token * share,
         utilisation=one.utilisation / share,
         between_stages=one.between_stages / share,
@@ -486,7 +487,13 @@ def _candidate(
         utilisation=timeline.mean_utilisation,
         seconds_per_token=timeline.total_s / (options.step_tokens * rounds * sum(own)),
         between_stages=timeline.mean_between_stages,
+        spread_s=spread_s(timeline),
     )
+
+
+def _draws_freely(network: Network, n: int) -> bool:
+    """Whether seconds vary by chance, and more rounds of them cost little: workers drift apart for many rounds."""
+    return network.jitter > 0 and not network.shares and n <= _LIMIT_LISTED
 
 
 def _own_steps(sketch: _Sketch, network: Network, payload_bytes: int) -> tuple[int, ...] | None:
@@ -538,9 +545,8 @@ def run_toml(
 ) -> str:
     """A run file that trains as planned, on the text of the plan's settings read as bytes.
 
-    Warm-up, outer learning rate and momentum are those with which a small model was measured with about as many local steps
-    (`gossamer.run.planning.measured_losses`). The inner learning rate that they go with stands in a comment, as it depends on
-    the model.
+    Learning rates, warm-up and outer momentum are those for its size (`gossamer.run.planning.optima`), whose source a comment
+    names.
 
     Args:
         candidate: the best one unless given.
@@ -549,10 +555,9 @@ def run_toml(
             parallelism, which has no local steps.
     """
     chosen = plan.best if candidate is None else candidate
-    parts = method_tables(chosen)
-    measured_at, tuned = nearest_measured(chosen.trained_as, chosen.full_steps)
-    goes_with = ", with the lr and momentum of [rule]" if {"lr", "momentum"} & parts["rule"].keys() else ""
     own, rounds = chosen.local_steps, plan.rounds_of(chosen) if steps is None else -(-steps // chosen.full_steps)
+    best, parts = optima_of(plan, chosen, rounds), method_tables(chosen)
+    parts["rule"] |= best.rule
     document: dict[str, Any] = {
         "name": name,
         "workers": len(own),
@@ -565,9 +570,10 @@ def run_toml(
             "source": plan.options.source,
             "seq_len": plan.options.seq_len,
             "batch_size": plan.options.batch_size,
+            **({"tokenizer": plan.options.tokenizer} if plan.options.tokenizer else {}),
             **({"accumulate": chosen.site} if chosen.site > 1 else {}),
         },
-        "inner": measured_schedule(rounds * chosen.full_steps),
+        "inner": dict(best.inner),
         "run": {
             "steps": rounds * chosen.full_steps,
             "local_steps": own[0] if len(set(own)) == 1 else list(own),
@@ -582,12 +588,17 @@ def run_toml(
         f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, "
         f"{utilisation_in_words(chosen.utilisation, chosen.between_stages)}.\n"
         f"{without_text(chosen)}{_uneven(chosen)}{_sites_text(chosen)}"
-        f"# Best at {measured_at} local step{'s' if measured_at > 1 else ''}, for {MEASURED_PARAMETERS:,} parameters and "
-        f"{MEASURED_WORKERS} workers: inner.lr = {tuned.inner_lr:g}"
-        f"{goes_with}. gossamer tune searches for your model.\n"
+        f"{best.source}"
         f"{plan.length_of(chosen, rounds)}"
     )
     return head + tomli_w.dumps(document)
+
+
+def optima_of(plan: RunPlan, chosen: Candidate, rounds: int, *, muon: bool = False) -> Optima:
+    """The settings of a candidate's run of so many rounds."""
+    replicas, steps = len(chosen.local_steps), rounds * chosen.full_steps
+    batch_tokens = plan.options.step_tokens * replicas * chosen.site
+    return optima(chosen.trained_as, plan.parameters, replicas, batch_tokens, steps, chosen.full_steps, muon=muon)
 
 
 def with_tables(document: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

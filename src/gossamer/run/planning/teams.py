@@ -150,3 +150,21 @@ def _renumbered(change: Change, number: dict[int, int]) -> Change | None:
     if change.worker is None:
         return change
     return replace(change, worker=number[change.worker]) if change.worker in number else None
+
+
+def left_out_of(network: Network, n: int, of: Network, workers: int) -> tuple[int, ...] | None:
+    """Whom of n workers a network of fewer ones leaves out, by their links; None where it is not a part of the network."""
+    some, every = _rows(of, workers), iter(enumerate(_rows(network, n)))
+    kept = [next((i for i, row in every if row == own), None) for own in some]
+    return None if None in kept else tuple(i for i in range(n) if i not in kept)
+
+
+def _rows(network: Network, n: int) -> list[tuple[float, ...]]:
+    """What the links of each worker have."""
+    links = links_of(network, n)
+    return list(
+        zip(
+            *(each.tolist() for each in (links.uplink_bps, links.downlink_bps, links.latency_s, links.loss)),
+            strict=True,
+        )
+    )
