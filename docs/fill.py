@@ -20,6 +20,7 @@ def write() -> None:
     ended = read_results(sources.RESULTS / "evidence" / f"{leaderboard.LEADERBOARD}.jsonl")
     leaderboard.OVER_TIME_FILE.write_bytes(leaderboard.drawn_over_time(ended))
     measured_losses.FILE.write_text(measured_losses.measured_losses(), encoding="utf-8")
+    measured_losses.PAGE.write_text(measured_losses.losses_page(), encoding="utf-8")
     for page in bound.with_sources():
         file = sources.ROOT / page
         file.write_text(bound.filled(file.read_text(encoding="utf-8"), bound.numbers_of(page), page), encoding="utf-8")

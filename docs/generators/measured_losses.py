@@ -9,12 +9,25 @@ from typing import Any
 
 from generators.local_steps import LENGTHS
 from generators.sources import RESULTS, ROOT, config_of
-from generators.surface import codec_costs, committed_surface, means_by_seed
+from generators.surface import PENALTY, codec_costs, committed_surface, means_by_seed
+from gossamer.network.estimates.wall_clock import DILOCO_FITS
 from gossamer.report.results import PointResult, read_results
+from gossamer.report.table import markdown_lines
 from gossamer.run.config.document import load_document
-from gossamer.run.planning.expected_loss import EXACT_CODECS
+from gossamer.run.planning.expected_loss import EXACT_CODECS, PUBLISHED, TEXT
+from gossamer.run.planning.measured_losses import (
+    CODECS_MEASURED,
+    DRIFT,
+    GAP_POWER,
+    LEAST_ROUNDS,
+    MEASURED,
+    MEASURED_PARAMETERS,
+    MEASURED_WORKERS,
+    NATS_PER_E_FOLD,
+)
 
 FILE = ROOT / "src" / "gossamer" / "run" / "planning" / "measured_losses.json"
+PAGE = RESULTS / "plan_losses.md"
 
 _BY_LOCAL_STEPS = ("DiLoCo", "GASLoC 2-Peer", "GASLoC 1-Peer")
 _RECIPES = (
@@ -153,3 +166,90 @@ def _drift() -> Mapping[str, float]:
         "parameters": abs(math.log(gap("size-870k") / short)) / math.log(_LARGER),
         "workers": abs(math.log(many / few)) / math.log(4),
     }
+
+
+def losses_page() -> str:
+    """The text of `PAGE`: for each part of what a plan expects, its law and the runs that it stands on."""
+    law = "[arXiv 2503.09799](https://arxiv.org/abs/2503.09799)"
+    fits = ", ".join(f"{a} · N^{power} with {n}" for n, (a, power) in DILOCO_FITS.items())
+    here = f"{MEASURED_PARAMETERS:,} parameters"
+    rows = [
+        ["what a plan expects", "from 35M parameters on", f"of {here}", "runs"],
+        ["---", "---", "---", "---"],
+        ["level: data parallelism", f"18.129 · N^-0.0953 ({law})", "measured", _runs("equal_warmup")],
+        [
+            "DiLoCo's gap with 30 local steps, by workers",
+            f"{fits} workers, N from 35M to 2.4B ({law}); logarithms in between, none with one worker, above 8 as from 4 to 8",
+            f"measured with {MEASURED_WORKERS} workers; other numbers stand to it as at 35M",
+            _runs("equal_warmup", "outer_lr", "leaderboard_tuned"),
+        ],
+        [
+            "the gap, by tokens",
+            "as published, at 20 a parameter",
+            f"(tokens a parameter / 20)^-{GAP_POWER}",
+            _runs("equal_warmup", "four_times_as_long"),
+        ],
+        [
+            "what e times as many tokens bring",
+            "2085.43 · D^-0.3658 ([arXiv 2404.10102](https://arxiv.org/abs/2404.10102))",
+            f"{NATS_PER_E_FOLD} nats",
+            _runs("rounds"),
+        ],
+        [
+            "few rounds R",
+            f"a share of what n workers gain together, in proportion to {LEAST_ROUNDS} / R",
+            "the same",
+            _runs("four_times_as_long"),
+        ],
+        [
+            "one local step of DiLoCo",
+            "as much as 120, the worst as published " + f"({law})",
+            "measured",
+            _runs("equal_warmup"),
+        ],
+    ]
+    for method, own in MEASURED.items():
+        if method == "data parallel":
+            continue
+        stems = ("equal_warmup", "four_times_as_long") if method in _BY_LOCAL_STEPS else ("equal_warmup",)
+        steps = ", ".join(map(str, own))
+        published = PUBLISHED.get(method)
+        there = "the share of DiLoCo's gap that was measured"
+        if published is not None:
+            more = f" {100 * published.share:+.1f} %" if published.share else ""
+            there = f"as DiLoCo{more} from {published.parameters / 1e6:,.0f}M on ({published.source})"
+        if method == "DiLoCo":
+            there = "the share of its gap with 30 that was measured"
+        measured = f"share of DiLoCo's gap, measured with {steps} local steps"
+        rows.append([method, there, f"{measured}; never falls from 5 on", _runs(*stems)])
+    for method, codecs in CODECS_MEASURED.items():
+        stems = [PENALTY, "systems_tuned", "straggler_codecs"] if method == "DiLoCo" else [PENALTY]
+        rows.append([f"{method}: {', '.join(codecs)}", "share of DiLoCo's gap", "measured", _runs(*stems)])
+    drift = ", ".join(f"{name}^{power}" for name, power in DRIFT.items())
+    rows.append(
+        [
+            "interval: lengths, sizes, workers",
+            f"differences may change by {drift}",
+            "seeds, paired (95 %)",
+            _runs("rounds", "size-870k", "cells_tuned", "cells_tuned-n32"),
+        ]
+    )
+    rows.append(
+        ["interval: texts", f"{100 * TEXT:.0f} % of the gap", "the same", _runs("tuned_again", "tuned_again-prose")]
+    )
+    return "\n\n".join(
+        (
+            "# What a plan expects, and on which runs it stands",
+            "    make results",
+            "Nats above data parallelism that reads the same tokens. Between both sizes everything is interpolated in the "
+            "logarithm of the parameters. [How it is put together](../adr/0071-published-laws-hold-the-level.md).",
+            markdown_lines(rows).rstrip() + "\n",
+        )
+    )
+
+
+def _runs(*stems: str) -> str:
+    """Links to committed outcomes. Raises: FileNotFoundError for one that is not there."""
+    for stem in stems:
+        (RESULTS / "evidence" / f"{stem}.jsonl").stat()
+    return ", ".join(f"[{stem}](evidence/{stem}.md)" for stem in stems)

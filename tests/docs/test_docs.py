@@ -236,7 +236,7 @@ def test_the_commands_on_the_page_about_which_method_work_as_written(tmp_path, m
     monkeypatch.chdir(tmp_path)
     network = Network(uplink_bps=(1e8, 5e7), downlink_bps=1e8, latency_s=0.01, step_s=(0.5, 0.5), step_of=StepOf())
     Path("network.toml").write_text(to_toml(network), encoding="utf-8")
-    smallest = ModelConfig(size="0.2m", layers=1, hidden_size=32, intermediate_size=64)
+    smallest = ModelConfig(size="0.2m", layers=2, hidden_size=32, intermediate_size=64)
     monkeypatch.setattr(race, "courses", lambda made, some: [race.course_of(made, some, smallest, 0.1)])
     monkeypatch.setattr(race, "MOST_SEEDS", 2)
     page = (ROOT / "docs" / "how-to" / "which-method.md").read_text(encoding="utf-8")

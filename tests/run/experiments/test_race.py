@@ -29,6 +29,7 @@ from tiny import TEXT
 
 SLOW = Network(uplink_bps=(*[25e6] * 3, 2.5e6), downlink_bps=25e6, latency_s=0.02, step_s=(0.5, 0.5, 0.8, 0.5))
 SMALLEST = ModelConfig(size="0.2m", layers=1, hidden_size=32, intermediate_size=64)
+TWO_LAYERS = ModelConfig(size="0.2m", layers=2, hidden_size=32, intermediate_size=64)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +184,7 @@ def test_only_seeds_that_all_candidates_have_ended_count_and_a_diverged_run_has_
 @pytest.fixture
 def small_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The words of a race of two workers that takes seconds, whatever the minutes."""
-    monkeypatch.setattr(race, "courses", lambda made, some: [race.course_of(made, some, SMALLEST, 0.1)])
+    monkeypatch.setattr(race, "courses", lambda made, some: [race.course_of(made, some, TWO_LAYERS, 0.1)])
     monkeypatch.setattr(race, "MOST_SEEDS", 2)
     monkeypatch.setattr(race, "_SEQUENCES", 2)
     monkeypatch.setattr(race, "_ROUNDS", 3)
@@ -240,7 +241,7 @@ def test_a_race_is_stopped_resumed_and_ends_with_a_verdict_a_report_and_a_run_fi
     assert all(len(one["losses"]) == 2 and one["rounds"] >= 3 for one in found["candidates"])
 
     other = [*small_race]
-    other[other.index("--local-steps") + 1] = "15,60"
+    other[other.index("--local-steps") + 1] = "60,120"
     assert main([*other, "--resume"]) == 2
     assert "which is not on the shortlist of this plan" in capsys.readouterr().err
 
@@ -256,7 +257,7 @@ def test_a_race_that_ends_as_the_plan_expects_it_to_leaves_the_choice_and_one_th
     raced = LossScale(139_584, 8, 20 * 139_584, 256, steps=20 * 139_584 / 2048)
     long, short = (
         Candidate("DiLoCo", "bf16", None, (steps,) * 8, 1.0, 1.0, 0.9, seconds)
-        for steps, seconds in ((120, 1.0), (15, 1.15))
+        for steps, seconds in ((120, 1.0), (15, 1.25))
     )
     choice, candidates = pick([long, short], planned), {"long": long, "short": short}
     there = choice._replace(scale=raced)

@@ -194,13 +194,13 @@ def test_a_loss_that_the_law_never_lets_a_method_have_is_told(
     words = ["plan", str(file), "--workers", "4", "--model", "0.2m", "--law", str(tmp_path / "law.toml")]
     words += ["--method", "diloco", "--local-steps", "120"]
     hours = {}
-    for loss in ("2.2", "3.3"):
+    for loss in ("2.1", "3.3"):
         assert main([*words, "--loss", loss]) == 0
-        said = f"loss {loss} by the law: {'never' if loss == '2.2' else 'after about '}"
+        said = f"loss {loss} by the law: {'never' if loss == '2.1' else 'after about '}"
         assert said in capsys.readouterr().out
         assert main([*words, "--loss", loss, "--json"]) == 0
         hours[loss] = json.loads(capsys.readouterr().out)["hours_to_loss"]
-    assert hours["2.2"] is None and hours["3.3"] > 0
+    assert hours["2.1"] is None and hours["3.3"] > 0
 
 
 @pytest.mark.parametrize(("goal", "ends"), [("0.02", True), ("1e-9", False)])
@@ -246,7 +246,7 @@ def test_beside_one_slow_uplink_what_is_not_decided_is_near_and_gossip_is_taken_
     best, all_eight = found.choice.loss(found.best), kept.choice.loss(kept.best)
     assert found.best.name == "data parallel less 7" and best is not None and best.nats == 0
     assert not found.choice.undecided, "backward hides most of an all-reduce of the other seven"
-    assert all_eight is not None and str(all_eight) == "+0.104 ± 0.069"
+    assert all_eight is not None and str(all_eight) == "+0.105 ± 0.073"
     assert (kept.best.name, kept.best.codec) == ("GASLoC 2-Peer", "int8") and kept.best.local_steps == (*[5] * 7, 2)
     assert DRIFT == {"parameters": 0.29, "tokens": 0.72, "workers": 0.81}
 

@@ -1,17 +1,39 @@
 """The losses of a plan are those of the committed outcomes."""
 
 import math
+from itertools import pairwise
 from statistics import fmean
 
 import pytest
 
-from generators.measured_losses import FILE, measured_losses
+from generators.measured_losses import FILE, PAGE, losses_page, measured_losses
 from gossamer.models.sizes import ModelConfig, parameter_count
 from gossamer.run.planning.measured_losses import MEASURED, MEASURED_PARAMETERS, RelativeLoss, relative_losses
 
 
 def test_the_losses_and_settings_of_a_plan_are_those_of_the_committed_outcomes() -> None:
     assert FILE.read_text(encoding="utf-8") == measured_losses(), "run make results"
+
+
+def test_the_page_names_the_law_and_the_runs_of_every_row() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == losses_page(), "run make results"
+    rows = [line for line in page.splitlines() if line.startswith("| ")][2:]
+    assert all("evidence/" in row and row.count(" | ") == 3 for row in rows) and len(rows) >= len(MEASURED) + 8
+
+
+@pytest.mark.parametrize("method", ["DiLoCo", "GASLoC 2-Peer", "GASLoC 1-Peer"])
+def test_means_never_fall_with_more_local_steps_from_five_on_and_seeds_differ_as_measured(method: str) -> None:
+    both = zip(*(relative(method, steps) for steps in (5, 7, 10, 20, 30, 45, 60, 90, 120, 500)), strict=True)
+    for length in both:
+        means = [fmean(one.by_seed) for one in length]
+        assert all(a <= b + 1e-12 for a, b in pairwise(means))
+    own = MEASURED[method][60].losses
+    least = MEASURED["data parallel"][1].losses
+    above = [a - b for a, b in zip(own, least, strict=True)]
+    unit = fmean(MEASURED["DiLoCo"][30].losses) - fmean(least)
+    shown = relative(method, 60)[0].by_seed
+    assert [a - b for a, b in pairwise(shown)] == pytest.approx([(a - b) / unit for a, b in pairwise(above)])
 
 
 def test_what_is_said_of_the_measured_model_is_what_was_trained() -> None:

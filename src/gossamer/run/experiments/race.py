@@ -359,7 +359,7 @@ def carried_over(
 
     Args: `losses` are those of the race, `choice` is that of the plan, and `raced` what the plan takes the race for.
     """
-    there, shrinks = choice._replace(scale=raced), choice.scale.gap / raced.gap
+    there, shrinks = choice._replace(scale=raced), choice.scale.gap / raced.gap if raced.gap else 1.0
     moved = dict[str, list[float]]()
     for label, some in losses.items():
         planned, here = choice.loss(candidates[label]), there.loss(candidates[label])

@@ -120,8 +120,7 @@ class Candidate(NamedTuple):
             return None  # in each round one has no partner and trains alone, which costs more than anything else in a few rounds
         # The workers of a mean drift as far as their own steps take them: races bear that out, and not for gossip (ADR 44).
         steps = round(fmean(self.local_steps)) if self.method == "DiLoCo" else self.full_steps
-        if self.site > 1:
-            scale = scale._replace(workers=len(self.local_steps))
+        scale = scale._replace(workers=len(self.local_steps))
         if scale.seconds is not None:
             scale = scale._replace(steps=scale.seconds * self.full_steps / self.round_s)
         return penalty(scale, self.trained_as, steps, self.codec, self.missing)
