@@ -33,8 +33,9 @@ def run(words, capsys):
 
 
 def sentences(err):
-    """The lines of stderr, without those that say how busy this machine is and what was read."""
-    return [line for line in err.splitlines() if "this run will be slower" not in line and line[:8] != "text of "]
+    """The lines of stderr, without those that say how busy this machine is, what was read and how far a round is."""
+    of_progress = re.compile(r"text of |.*this run will be slower|\S+: round \d+ of \d+  step ")
+    return [line for line in err.splitlines() if not of_progress.match(line)]
 
 
 def refused(words, capsys, *parts):
