@@ -22,6 +22,9 @@ from gossamer.settings.options import Count, Decay, NotNegative, Number, Portion
 from gossamer.settings.schema import settings
 from gossamer.settings.user_code import is_code
 
+log = logging.getLogger("gossamer")
+
+
 _GUARDED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 T = TypeVar("T", bound=Optimizer)
 
@@ -43,8 +46,6 @@ def _uncompiled(kind: type[Optimizer]) -> type[Optimizer]:
     own: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name)) for name in _GUARDED}
     return type(kind.__name__, (kind,), {**own, "step": torch.no_grad()(inspect.unwrap(kind.step))})
 
-
-log = logging.getLogger("gossamer")
 
 _WARMUP = 0.1
 """Of all inner steps."""
