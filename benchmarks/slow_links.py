@@ -45,7 +45,7 @@ from gossamer.models.sizes import ModelConfig, parameter_count
 from gossamer.network.links import Floats, Network, links_of
 from gossamer.network.pricing import price
 from gossamer.record.folder import read_metrics
-from gossamer.record.logs.trace import Trace, read_trace, has_trace
+from gossamer.record.logs.trace import Trace, read_trace
 from gossamer.record.whole_files import atomic_write
 from gossamer.run.config.run_file import parse
 from gossamer.run.planning.plan import matched_steps
@@ -404,7 +404,7 @@ def train(names: list[str], file: Path, out: Path) -> list[list[float]]:
             process.start()
         seen: dict[str, list[float]] = {}
         while any(process.exitcode is None for process in processes):
-            for path in has_trace(out):
+            for path in sorted(out.glob("trace*.jsonl")):
                 ends = seen.setdefault(path.name, [])
                 ends += [time.perf_counter()] * (path.read_bytes().count(b"\n") - len(ends))
             if any(process.exitcode for process in processes):

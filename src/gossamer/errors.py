@@ -18,10 +18,11 @@ Each message says, in one sentence, what happened, what was given, what is allow
 prints it without a traceback and exits with code 2. Our own invariants use `assert`.
 """
 
+import contextlib
 import difflib
 import importlib
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 
 
@@ -101,6 +102,22 @@ def choose(what: str, got: str, allowed: Iterable[str]) -> str:
     near = nearest(got, names)
     hint = f"did you mean '{near}'? " if near else ""
     return f"unknown {what} '{got:.60}'; {hint}Allowed: {', '.join(names)}"
+
+
+@contextlib.contextmanager
+def reworded(change: Callable[[str], str]) -> Iterator[None]:
+    """Lets the sentences of Gossamer's own errors be changed into the words of the door that a user came by.
+
+    >>> with reworded(lambda sentence: sentence.replace("run.timeout_s", "timeout_s")):
+    ...     raise ConfigError("raise run.timeout_s")
+    Traceback (most recent call last):
+    gossamer.errors.ConfigError: raise timeout_s
+    """
+    try:
+        yield
+    except GossamerError as error:
+        error.args = tuple(change(one) if isinstance(one, str) else one for one in error.args)
+        raise
 
 
 def nearest(got: str, names: Iterable[str]) -> str | None:

@@ -960,11 +960,9 @@ def test_answers_in_equal_time_are_those_of_the_races(network, size, above, belo
     lines = (ROOT / "docs" / "results" / "races" / "outcomes.jsonl").read_text(encoding="utf-8").splitlines()
     cell = [ended for line in lines if (ended := json.loads(line))["network"] == network and ended["size"] == size]
     losses = {label: {one["seed"]: one["loss"] for one in cell if one["label"] == label} for label in (above, below)}
-    differences = [
-        losses[above][seed] - losses[below][seed] for seed in sorted(losses[above].keys() & losses[below].keys())
-    ]
-    mean = statistics.fmean(differences)
-    half = scipy.stats.t.ppf(0.975, len(differences) - 1) * statistics.stdev(differences) / math.sqrt(len(differences))
-    numbers = {"m": f"{mean:.3f}", "low": f"{mean - half:.3f}", "high": f"{mean + half:.3f}"}
-    assert len(differences) == 5
+    seeds = sorted(losses[above].keys() & losses[below].keys())
+    found = effect([(losses[above][seed] - losses[below][seed], losses[below][seed]) for seed in seeds])
+    assert len(found.differences) == 5 and found.half is not None
+    low, high = found.mean - found.half, found.mean + found.half
+    numbers = {"m": f"{found.mean:.3f}", "low": f"{low:.3f}", "high": f"{high:.3f}"}
     assert sentence.format(**numbers) in page_of_evidence()

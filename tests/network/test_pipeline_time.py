@@ -249,7 +249,7 @@ def test_a_report_and_an_outcome_price_a_run_in_stages_as_a_check_does(tmp_path)
         {"far": folder},
         tmp_path / "outcomes.jsonl",
         began=lambda run: None,
-        told=lambda run, end: None,
+        on_end=lambda run, end: None,
     )
     (checked,), (outcome,) = examine_run(config).networks, read_results(tmp_path / "outcomes.jsonl")
     (row,) = summary_rows({"far": folder}, config.network)

@@ -128,7 +128,7 @@ def trained(
             resume=earlier.resume,
             reuse=earlier.reuse,
             began=follow,
-            told=tell,
+            on_end=tell,
             enough=enough,
             asked=asked.is_set,
         )

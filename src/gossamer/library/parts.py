@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from gossamer.boundaries import BOUNDARIES as BOUNDARIES  # who names one of them as codec is told what it is
 from gossamer.codecs import Codec, codec_of, exact
-from gossamer.errors import ConfigError, GossamerError, choose
+from gossamer.errors import ConfigError, choose, reworded
 from gossamer.library.guard import Rest
 from gossamer.optimizers.inner import InnerConfig
 from gossamer.rounds.compatibility.combination import Combination
@@ -100,11 +100,8 @@ def in_own_words() -> Iterator[None]:
     Traceback (most recent call last):
     gossamer.errors.ConfigError: raise timeout_s
     """
-    try:
+    with reworded(lambda sentence: _RUN_FILE_KEY.sub(r"\1", sentence)):
         yield
-    except GossamerError as error:
-        error.args = tuple(_RUN_FILE_KEY.sub(r"\1", arg) if isinstance(arg, str) else arg for arg in error.args)
-        raise
 
 
 _RUN_FILE_KEY = re.compile(r"\brun\.(timeout_s|local_steps|elastic|seed)\b")

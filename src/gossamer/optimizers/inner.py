@@ -24,6 +24,8 @@ from gossamer.settings.options import Count, Decay, NotNegative, Number, Portion
 from gossamer.settings.schema import settings
 from gossamer.settings.user_code import is_code
 
+log = logging.getLogger("gossamer")
+
 _GUARDED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 T = TypeVar("T", bound=Optimizer)
 
@@ -39,8 +41,6 @@ def uncompiled(kind: type[T]) -> type[T]:
     """
     return cast(type[T], _uncompiled(kind))
 
-
-log = logging.getLogger("gossamer")
 
 _WARMUP = 0.1
 """Of all inner steps."""

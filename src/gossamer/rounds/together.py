@@ -42,7 +42,7 @@ def message_template(rule: Rule, x: Tensor, s: Tree, ctx: Context) -> Tree:
     Without data every operation runs in Python, some 0.1 ms of it, and the first imports torch's compiler; on a few zeros it
     takes a hundredth.
     """
-    if rule.elementwise and x.numel() > 2:  # then two elements stand for all; a single one could be a number of its own
+    if rule.elementwise and x.numel() > 2:  # then two elements stand for all; one alone could also be a scalar state
         like, state = map_leaves(lambda t: torch.zeros(2 if t.shape == x.shape else t.shape, dtype=t.dtype), (x, s))
         message = rule.send(like, state, ctx)
         return map_leaves(

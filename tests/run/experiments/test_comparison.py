@@ -51,14 +51,20 @@ def test_a_comparison_that_is_stopped_keeps_the_line_of_each_run_that_ended_and_
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train_all(runs, folders, file, began=lambda run: None, told=stopped)
+        train_all(runs, folders, file, began=lambda run: None, on_end=stopped)
     before = file.read_text()
     assert [(one.method, one.seed) for one in read_results(file)] == [("pairs", 3), ("wild", 3), ("pairs", 4)]
     file.write_text(before + before.splitlines()[0][:40])  # what a killed process leaves
     again: list[str] = []
     caplog.clear()
     found = train_all(
-        runs, folders, file, jobs=2, resume=True, began=lambda run: None, told=lambda run, end: again.append(run.label)
+        runs,
+        folders,
+        file,
+        jobs=2,
+        resume=True,
+        began=lambda run: None,
+        on_end=lambda run, end: again.append(run.label),
     )
     assert sorted(again) == ["wild seed=3", "wild seed=4"], "runs that diverged have no last validation"
     assert caplog.text.count("predicted to lose consensus") == 1, (
@@ -68,7 +74,7 @@ def test_a_comparison_that_is_stopped_keeps_the_line_of_each_run_that_ended_and_
     assert after[:2] == before.splitlines()[::2] and len(after) == 4
     (other,) = points(document(**asked, variant=rows[:1]), seeds=[5])
     folder = {other.label: tmp_path / folder_name(other.label)}
-    train_all([other], folder, file, began=lambda run: None, told=lambda run, end: None)
+    train_all([other], folder, file, began=lambda run: None, on_end=lambda run, end: None)
     assert file.read_text().splitlines()[:4] == after, "those of other seeds stay"
     for run in runs:
         here = found[run.label]
@@ -271,7 +277,7 @@ def test_runs_that_are_compared_are_trained_one_after_the_other_point_by_point_a
         trained.append((run.method, run.config.run.local_steps, run.seed))
         assert len(end.text) == 32
 
-    train_all(runs, folders, tmp_path / "outcomes.jsonl", began=lambda run: None, told=told)
+    train_all(runs, folders, tmp_path / "outcomes.jsonl", began=lambda run: None, on_end=told)
     assert trained == [
         ("a", 2, 3),
         ("b", 2, 3),
@@ -306,7 +312,7 @@ def test_lengths_that_anneal_share_a_trunk_and_have_the_bits_of_whole_runs(
         phases.clear()
         folders = {run.label: out / folder_name(run.label) for run in jobs}
         train_all(
-            jobs, folders, out / "outcomes.jsonl", resume=resume, began=lambda run: None, told=lambda run, end: None
+            jobs, folders, out / "outcomes.jsonl", resume=resume, began=lambda run: None, on_end=lambda run, end: None
         )
         found = {one.at["run.steps"]: one.row for one in read_results(out / "outcomes.jsonl")}
         return {steps: row["loss"] for steps, row in found.items() if row["sent_bytes"] == 4 * PARAMETERS * steps / 2}

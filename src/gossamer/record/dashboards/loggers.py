@@ -1,8 +1,8 @@
-"""TensorBoard, Weights & Biases and trackio: all get the same curves (`gossamer.record.dashboards.scalars`), over inner steps.
+"""TensorBoard, Weights & Biases and trackio: all get the same curves, over inner steps.
 
 They only watch: each has a thread, so that one that fails, hangs or cannot be reached neither ends training nor holds it up.
 
-The one list of what dashboards show of a run: curves by name, of each worker and their mean.
+The curves by name, of each worker and their mean:
 
 | curve | of |
 |---|---|
@@ -32,6 +32,7 @@ from gossamer.errors import first_line, require
 from gossamer.record.logs.seconds import RoundSeconds
 from gossamer.record.whole_files import atomic_write, worker_suffix
 
+log = logging.getLogger("gossamer")
 _WORKER = "/worker-"
 
 
@@ -113,8 +114,6 @@ class Means:
         round, step, values = self._open.pop(curve)
         return CurvePoint(round, step, {f"{curve}/mean": math.fsum(values) / len(values)})
 
-
-log = logging.getLogger("gossamer")
 
 OPEN_S = 10.0
 """How long training waits for a dashboard before it begins."""

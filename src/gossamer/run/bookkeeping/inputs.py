@@ -92,7 +92,7 @@ def _tell_text(config: RunSettings, data: Batches, folder: Path) -> None:
 
 
 def _first_batches(config: RunSettings, task: Task, worker: int | None) -> dict[str, str]:
-    """The hashes of the first batches of the user's own function, of which a site may have those of its own workers alone."""
+    """Hashes of the first batches of the user's function; a site may have only those of its workers."""
     if not isinstance(task.data, OwnBatches) or worker == config.workers:
         return {}
     some = range(min(config.workers, _MOST_FIRST_BATCHES)) if worker is None else [worker]

@@ -46,7 +46,7 @@ def train_all(
     resume: bool = False,
     reuse: Path | None = None,
     began: Callable[[Point], None],
-    told: Callable[[Point, RunEnd], None],
+    on_end: Callable[[Point, RunEnd], None],
     enough: Callable[[], bool] = lambda: False,
     asked: Callable[[], bool] = lambda: False,
 ) -> dict[str, Origin | None]:
@@ -60,7 +60,7 @@ def train_all(
         jobs: at most so many runs at a time, each in its own process with its share of the cores; one runs here.
         resume: keep the finished runs; those that were stopped continue, and the others start.
         reuse: a folder of `gossamer tune` or of another comparison, whose finished runs of these settings and seeds are copied.
-        began, told: are called for each run that begins here, and for each that ends.
+        began, on_end: called for each run that begins here, and for each that ends.
         enough: is asked after each end; once it is true, no further run begins.
         asked: whether to stop, once the runs in progress have saved after their round.
     Returns: what each run was computed by; None of a finished run without a line.
@@ -105,7 +105,7 @@ def train_all(
                 run = waiting[label]
                 origins[label] = found = origin(digest(run.config), ended.seconds, ended.text)
                 written.write(_result(run, folders, found))
-                told(run, ended)
+                on_end(run, ended)
             if enough():
                 apart.drop()
     return origins

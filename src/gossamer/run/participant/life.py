@@ -41,6 +41,8 @@ from gossamer.transport.elastic.transport import ElasticTransport
 from gossamer.transport.processes.launch import device_of
 from gossamer.transport.sockets.channel import Channel
 
+log = logging.getLogger("gossamer")
+
 
 def say_changes(
     known: Mapping[int, SlotEntry],
@@ -98,8 +100,6 @@ def changes(
         else:
             yield f"worker {slot} is back, and takes part from round {now.since + 1} on"
 
-
-log = logging.getLogger("gossamer")
 
 KEPT = 4
 """Checkpoints that a worker keeps: gossip lets workers run ahead, and nobody knows what a worker that is gone has owned."""

@@ -1,8 +1,8 @@
 """How a process of a run whose workers come and go finds its slot and the others: all start together, or one joins later.
 
-Those that start together tell each other what checkpoints they have, and each decides from the same facts with which round the
-run goes on. What these facts are depends on the kind of run: `gossamer.run.elastic.train_elastic` for one in rounds,
-`gossamer.run.asynchronous.async_state` for one that waits for nobody.
+Those that start together exchange what checkpoints they have, and each decides from the same facts from which round the run
+resumes. The facts depend on the kind of run: `gossamer.run.elastic.train_elastic` for one in rounds,
+`gossamer.run.asynchronous.async_state` for an asynchronous one.
 """
 
 import logging

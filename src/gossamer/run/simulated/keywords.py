@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gossamer.asynchronous import PAIRS, SERVERS, PairRule, ServerRule
 from gossamer.codecs import Codec
-from gossamer.errors import ConfigError, GossamerError, choose
+from gossamer.errors import ConfigError, choose, reworded
 from gossamer.network.links import Network, read_network, to_options
 from gossamer.optimizers import InnerOptimizer
 from gossamer.rounds.compatibility.combine import FITTING
@@ -23,6 +23,7 @@ from gossamer.run.bookkeeping.inputs import must_be_trusted
 from gossamer.run.config.document import flat, load_document, load_run, with_settings
 from gossamer.run.config.run_file import LoopSettings, RunConfig, dump, parse
 from gossamer.run.config.user_parts import GIVEN, KEYS, UserParts, own_parts
+from gossamer.run.worker.task import PASSED_BY_NAME
 from gossamer.settings.schema import parse_toml, toml_value
 from gossamer.settings.user_code import calling, is_code, name_of
 from gossamer.topologies import Topology
@@ -89,16 +90,16 @@ def in_keywords(given: Keywords) -> Iterator[None]:
     Traceback (most recent call last):
     gossamer.errors.ConfigError: loss is '<lambda>', which returned a NoneType
     """
-    try:
-        yield
-    except GossamerError as error:
+
+    def renamed(sentence: str) -> str:
         for kind in _FUNCTIONS:
             if callable(given.get(kind)):
                 key = rf"\b{re.escape(KEYS[kind])}\b( is)? '(?:{GIVEN})?(?:[^' ]*<locals>\.)?"
-                error.args = tuple(
-                    re.sub(key, rf"{kind}\1 '", one) if isinstance(one, str) else one for one in error.args
-                )
-        raise
+                sentence = re.sub(key, rf"{kind}\1 '", sentence)
+        return sentence
+
+    with reworded(renamed):
+        yield
 
 
 def run_and_parts(run: Run, given: Keywords) -> tuple[RunConfig, UserParts]:
@@ -115,7 +116,7 @@ def run_and_parts(run: Run, given: Keywords) -> tuple[RunConfig, UserParts]:
         if (function := given.get(kind)) is not None:
             changes |= _function(kind, function, own)
     changes |= _combination(given, own) | _lengths(given) | dict(given.get("settings", {}))
-    if "optimizer" in own and (idle := sorted(_OPTIMIZERS & given.get("settings", {}).keys())):
+    if "optimizer" in own and (idle := sorted(_IDLE & given.get("settings", {}).keys())):
         raise ConfigError(
             f"settings has {', '.join(idle)} and optimizer is yours, which is called with the parameters alone, so nothing "
             "would take it; set it where you make the optimizer, as in lambda parameters: AdamW(parameters, lr=1e-3)"
@@ -140,11 +141,8 @@ def run_and_parts(run: Run, given: Keywords) -> tuple[RunConfig, UserParts]:
     return config, UserParts({**imported.own, **own}, imported.codes)
 
 
-_OPTIMIZERS = {
-    f"inner.{name}"
-    for name in ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "moments_every", "options")
-}
-"""Settings of Gossamer's own optimizers."""
+_IDLE = {f"inner.{name}" for name in (*PASSED_BY_NAME, "moments_every")}
+"""Settings that an optimizer which a program gave as an object does not get."""
 _QUIET = {"tensorboard": False, "export": False}
 """Of what is recorded where there is no run file."""
 

@@ -28,7 +28,7 @@ from gossamer.run.config.user_parts import GIVEN, KEYS, UserParts, caller
 log = logging.getLogger("gossamer")
 
 Loss = Callable[[nn.Module, Any], Tensor]
-_OF_INNER = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
+PASSED_BY_NAME = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
 
 
 class Task(NamedTuple):
@@ -118,7 +118,7 @@ def _optimizer(config: RunSettings) -> OptimizerFactory:
     except ValueError:
         takes = {}
     if not config.inner.optimizer.startswith(GIVEN):
-        ours = {name: getattr(config.inner, name) for name in _OF_INNER if name in takes}
+        ours = {name: getattr(config.inner, name) for name in PASSED_BY_NAME if name in takes}
         defaults = {name: takes[name].default for name in ours}
         # A name may mean another kind of value there, such as Adafactor's pair of eps.
         fit = (name for name, value in ours.items() if _pair(defaults[name]) in (None, _pair(value)))
