@@ -678,7 +678,7 @@ def test_what_needs_all_sites_at_once_is_refused(two: Two) -> None:
             {"schedule": gossamer.Schedule(overlap_steps=1)},
             "elastic is true, and rule 'gasloc' has exchanges under way",
         ),
-        ("diloco", {"reduction": "all_reduce"}, "elastic is true and run.reduction is 'all_reduce'"),
+        ("diloco", {"reduction": "all_reduce"}, "elastic is true and reduction is 'all_reduce'"),
         ("diloco", {"elastic": 1}, "elastic"),
     ],
 )

@@ -30,7 +30,7 @@ def test_three_workers_on_loopback_write_a_network_that_can_be_read(tmp_path: Pa
     assert isinstance(network.step_s, tuple) and all(0 < step_s < 10 for step_s in network.step_s)
     assert network.step_of == StepOf(model=ModelConfig(size="0.2m"))
     code, output = run("plan", out, "--local-steps", 15, "--method", "gasloc")
-    assert code == 0 and output.startswith("0.2m with a vocabulary of 256"), output
+    assert code == 0 and output.splitlines()[1].startswith("0.2m with a vocabulary of 256"), output
     code, output = run("plan", out)
     assert code == 0 and "measured with model" not in output, output
     code, output = run("plan", out, "--model", "1m", "--local-steps", 15, "--method", "gasloc")

@@ -37,7 +37,7 @@ _MOST_E_FOLDS = math.log(10)
 class PlanOptions:
     """What is planned for, and what is tried."""
 
-    model: Annotated[str | None, Parameter(metavar="SIZE|RUN.toml")] = None
+    model: Annotated[str | None, Parameter(metavar="SIZE|FILE")] = None
     """size of the model, up to 70b, or the run file that has it (default: the one that was probed, else 134m)"""
     tokens: float | None = None
     """to train on (default: 20 for each parameter)"""

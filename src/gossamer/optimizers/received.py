@@ -45,7 +45,9 @@ def must_be_state_of(optimizer: InnerOptimizer, saved: object) -> None:
     if isinstance(optimizer, Joined):
         return
     kind = type(optimizer)
-    named = kind.__base__ if kind.__base__ in _OURS and kind.__module__ == kind.__base__.__module__ else kind  # `uncompiled`
+    named = (
+        kind.__base__ if kind.__base__ in _OURS and kind.__module__ == kind.__base__.__module__ else kind
+    )  # `uncompiled`
     is_ours = named in _OURS or kind.__module__.startswith("gossamer.")
     groups, theirs = own["param_groups"], saved["param_groups"]
     if not isinstance(theirs, list) or len(theirs) != len(groups):

@@ -155,6 +155,7 @@ def test_the_table_as_an_object(tmp_path, capsys):
             "utilisation": None,
             "between_stages": None,
             "note": "unknown: network.even has no step_s",
+            "spread_s": 0.0,
         }
     ]
 

@@ -170,7 +170,7 @@ def test_when_one_shard_is_killed_the_run_ends_and_says_which_and_goes_on_later(
         ({**MEAN, "schedule__inner_every": [2, 2], "rule": {"name": "local_sgd"}}, "schedule.inner_every is [2, 2]"),
         (
             {**MEAN, "rule": {"name": "data_parallel"}, "run__local_steps": 1},
-            "rule 'data_parallel' exchanges gradients",
+            "rule 'data_parallel' acts on gradients",
         ),
         ({"model__experts": {"count": 2}}, "the run has model.experts"),
     ],

@@ -250,12 +250,11 @@ class RunConfig(RunLength):
             value = attrgetter(key)(self)
             if isinstance(value, tuple) and len(value) != self.workers:
                 yield (f"{key} has {len(value)} entries for {self.workers} workers; {advice}")
-        last = self.run.last_local_steps
-        if not isinstance(last, tuple) or len(last) == self.workers:
-            most = [self.run.local_steps] if isinstance(self.run.local_steps, int) else self.run.local_steps
-            if any(self.last_steps_of(i) > most[i % len(most)] for i in range(self.workers)):
+        most, last = self.run.local_steps, self.run.last_local_steps
+        if all(not isinstance(steps, tuple) or len(steps) == self.workers for steps in (most, last)):
+            if any(self.last_steps_of(i) > self.local_steps_of(i) for i in range(self.workers)):
                 yield (
-                    f"run.last_local_steps is {last} and run.local_steps is {self.run.local_steps}, but no worker takes more "
+                    f"run.last_local_steps is {last} and run.local_steps is {most}, but no worker takes more "
                     "steps in the last round than in the others; lower run.last_local_steps"
                 )
         yield from misfits(self.pipeline, self.model, self.data, self.workers, self.schedule)

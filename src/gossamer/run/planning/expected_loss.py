@@ -426,8 +426,8 @@ def expected_difference(scale: LossScale, one: Penalty, other: Penalty, more_tok
     >>> two_peers, all_120 = penalty(at, "GASLoC 2-Peer", 30, "exact"), penalty(at, "DiLoCo", 120, "exact")
     >>> none = penalty(at, "data parallel", 1, "exact")
     >>> print(expected_difference(at, two_peers, all_120)), print(expected_difference(at, two_peers, none, more_tokens=3.0))
-    -0.090 ± 0.034
-    +0.004 ± 0.088
+    -0.090 ± 0.037
+    +0.004 ± 0.094
     (None, None)
     """
     mean = chance = 0.0
