@@ -349,7 +349,9 @@ def test_topology_shows_gap_condition_stability_and_the_graph(capsys):
 def test_a_table_says_what_it_is_for(tmp_path, capsys):
     (tmp_path / "network.toml").write_text("uplink_bps = 1e8\ndownlink_bps = 1e8\nstep_s = 1.0\n")
     _, out, _ = run(["plan", tmp_path / "network.toml", "--workers", 2, "--local-steps", 15], capsys)
-    assert out.splitlines()[1].startswith("134m with a vocabulary of 256 (--vocab): 85,347,072 parameters, 2 workers"), out
+    assert out.splitlines()[1].startswith(
+        "134m with a vocabulary of 256 (--vocab): 85,347,072 parameters, 2 workers"
+    ), out
     _, out, _ = run(["utilisation", "--model", "10b", "--method", "diloco", "--set", "local_steps=30"], capsys)
     assert out.startswith("10b (10e9 parameters in 48 layers), diloco: ") and "s a step, 30 local steps" in out, out
 

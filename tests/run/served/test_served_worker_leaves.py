@@ -1,6 +1,5 @@
 """A worker of a server that is asked to leave by SIGTERM: nothing that it trained is lost, and it may come back."""
 
-import json
 import os
 import signal
 import time
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_server_processes import events, model, served, start, stopped
+from test_server_processes import events, had, model, served, start, stopped
 
 from commands import Command
 from gossamer.record import checkpoint
@@ -19,13 +18,6 @@ from gossamer.run.config.resolve import resolve
 from gossamer.run.replay.served import replay_server
 
 pytestmark = pytest.mark.usefixtures("forks")
-
-
-def had(folder: Path, event: str) -> list[int]:
-    """The workers of which the record of a run has such an event, in its order, while the run goes on."""
-    record = folder / "arrivals.jsonl"
-    lines = record.read_text().split("\n")[:-1] if record.exists() else []
-    return [one["worker"] for one in map(json.loads, lines) if one["event"] == event]
 
 
 def until(holds: Callable[[], bool]) -> None:

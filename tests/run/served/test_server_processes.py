@@ -97,6 +97,13 @@ def events(folder, who=None):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
+def had(folder, event):
+    """The workers of which the record of a run has such an event, in its order, while the run goes on."""
+    record = folder / "arrivals.jsonl"
+    lines = record.read_text().split("\n")[:-1] if record.exists() else []
+    return [one["worker"] for one in map(json.loads, lines) if one["event"] == event]
+
+
 class Process(threading.Thread):
     """Runs one side in a thread, and keeps what it raised."""
 
@@ -602,8 +609,7 @@ def test_a_server_that_gets_sigterm_saves_after_its_round_and_goes_on_from_it(tm
     real = tmp_path / "real"
     launcher = start(config, real)
     pids, deadline = launcher.processes(3), time.monotonic() + 120
-    record = real / "arrivals.jsonl"
-    while not (record.exists() and record.read_text().count('"push"') >= 2) and time.monotonic() < deadline:
+    while {*had(real, "push")} != {0, 1} and time.monotonic() < deadline:
         time.sleep(0.02)  # a worker that has not begun cannot end the round under way
     os.kill(launcher.pid if whom == "launcher" else pids["serve"], signal.SIGTERM)  # the system cuts the server's name
     code, output = launcher.finish()

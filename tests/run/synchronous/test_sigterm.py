@@ -187,7 +187,7 @@ def test_a_run_whose_terminal_is_closed_saves_and_can_be_resumed(tmp_path: Path,
     local = ["--local", str(config.workers)] if verb == "train" else []
     words = [verb, str(tmp_path / "run.toml"), "--out", str(folder), *local]
     done = subprocess.run([sys.executable, "-c", PTY, str(folder), *words], capture_output=True, text=True)
-    assert done.stdout.split() == ["130"], done.stderr
+    assert done.stdout.split() == ["130"] and saved(folder), (done.stderr, sorted(folder.rglob("*")))
     [stopped] = saved(folder)
     owners = {path.name for path in (folder / "checkpoints" / f"round-{stopped:06}").glob("*.json")}
     assert owners == {f"worker-{i:03}.json" for i in range(config.workers)}

@@ -102,7 +102,8 @@ def test_a_real_run_leaves_what_its_simulation_leaves(finished):
     scored = [line for line in read_metrics(root / "simulated") if line["kind"] == "eval" and line["round"] < 0]
     assert [line["worker"] for line in untrained] == [*range(config.workers)]
     assert {line["loss"] for line in untrained} == {line["loss"] for line in scored}
-    assert output.count("tiny: round 4 of 4  loss") == output.count("tiny: round 0 of 4  val") == 1
+    assert output.count("tiny: round 4 of 4  loss") == 1
+    assert output.count("tiny: round 0 of 4  val") >= 1  # a first round of some seconds has lines of its own
 
 
 def test_evaluate_forms_the_mean_model_that_the_simulator_scored(finished):

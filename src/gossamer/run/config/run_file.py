@@ -251,12 +251,12 @@ class RunConfig(RunLength):
             if isinstance(value, tuple) and len(value) != self.workers:
                 yield (f"{key} has {len(value)} entries for {self.workers} workers; {advice}")
         most, last = self.run.local_steps, self.run.last_local_steps
-        if all(not isinstance(steps, tuple) or len(steps) == self.workers for steps in (most, last)):
-            if any(self.last_steps_of(i) > self.local_steps_of(i) for i in range(self.workers)):
-                yield (
-                    f"run.last_local_steps is {last} and run.local_steps is {most}, but no worker takes more "
-                    "steps in the last round than in the others; lower run.last_local_steps"
-                )
+        of_all = all(not isinstance(steps, tuple) or len(steps) == self.workers for steps in (most, last))
+        if of_all and any(self.last_steps_of(i) > self.local_steps_of(i) for i in range(self.workers)):
+            yield (
+                f"run.last_local_steps is {last} and run.local_steps is {most}, but no worker takes more steps in the last round "
+                "than in the others; lower run.last_local_steps"
+            )
         yield from misfits(self.pipeline, self.model, self.data, self.workers, self.schedule)
         if self.run.batched > 1:
             yield from self._unbatched()
