@@ -175,7 +175,7 @@ def _of_method(made: RunPlan, name: str) -> Candidate:
 def _told(made: RunPlan) -> str:
     """What a table is for."""
     choice = made.choice
-    far = f" {' and '.join(choice.scale.outside)} are outside of what was measured (~)." if choice.scale.outside else ""
+    far = f" {' and '.join(choice.scale.outside)} are outside of what was measured." if choice.scale.outside else ""
     dropped = made.best.dropped
     lost = f" It drops {dropped}, and the text that nobody else has." if dropped else ""
     fewer = f" In the choice {made.best.fewer} of {made.best.full_steps} local steps." if made.best.fewer else ""
