@@ -1,5 +1,6 @@
 """Statistics of runs that are compared seed by seed: the effect with its interval, and tests that were stated before."""
 
+import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -92,6 +93,7 @@ def t_within(t: float, nu: int) -> float:
     return 2 / math.pi * (theta + within) if nu % 2 else within
 
 
+@functools.cache
 def _quantile(within: float, nu: int) -> float:
     """The t within ± which Student's t lies with this probability, by bisection."""
     low, high = 0.0, 1.0

@@ -1,5 +1,6 @@
 """Hours of a whole run by formula, and the published fits of loss, learning rate and batch size."""
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -209,6 +210,7 @@ FITTED_PARAMETERS = (35e6, 2.4e9)
 """From the fewest to the most of these fits."""
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def diloco_gap(parameters: float, replicas: int) -> float:
     """The share by which DiLoCo's loss with H = 30 is above data parallelism's, by the fit of each number of replicas.
 

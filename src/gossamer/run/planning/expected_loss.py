@@ -27,6 +27,7 @@ What two candidates share cancels in their difference, whose interval has
 Where `f` is known too badly to tell methods apart, their intervals hold zero.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -321,6 +322,7 @@ class Penalty(NamedTuple):
         return sum(map(fmean, self.by_seed)) + self.few_rounds
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def penalty(scale: LossScale, method: str, local_steps: int, codec: str, missing: float = 0.0) -> Penalty | None:
     """What a method with these local steps and this codec loses; None where that was measured nowhere.
 
