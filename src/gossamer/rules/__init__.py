@@ -24,6 +24,8 @@ from gossamer.rules.gossip import gossip as gossip
 from gossamer.rules.jacobi import jacobi as jacobi
 from gossamer.rules.local_sgd import local_sgd as local_sgd
 from gossamer.rules.noloco import noloco as noloco
+from gossamer.rules.penalized import capped as capped
+from gossamer.rules.penalized import penalized as penalized
 from gossamer.rules.relaysum import relaysum as relaysum
 from gossamer.rules.restarted import omr as omr
 from gossamer.rules.restarted import restarted as restarted
@@ -74,8 +76,10 @@ RULES: dict[str, Callable[..., Rule]] = table(
 
 WRAPPERS: dict[str, Callable[..., Rule]] = table(
     anchored,
+    capped,
     clipped,
     error_feedback,
+    penalized,
     restarted,
     robust,
     trusted,

@@ -68,6 +68,7 @@ def error_feedback(rule: Given[Rule], decay: Share = 1.0) -> Rule:
         reset=reset_inside(rule.reset),
         start=inside(rule.start),
         unsent=lambda s: s.unsent,
+        norms=inside(rule.norms),
     )
 
 

@@ -425,6 +425,14 @@ MODES: tuple[Incompatibility, ...] = (
         ),
     ),
     Incompatibility(
+        "shards, fragments and layers",
+        lambda c: c.shards > 1 and c.schedule.fragments > 1 and c.rule.by_layer,
+        lambda c: (
+            f"{_SHARDS.words(c)}, and rule '{c.rule.name}' looks at each layer of a fragment, of which a process may have "
+            f"no number, and schedule.fragments is {c.schedule.fragments}; set it to 1, or use 'capped' in its place"
+        ),
+    ),
+    Incompatibility(
         "shards and codec",
         lambda c: (
             _OWN_SHARDS.on(c)

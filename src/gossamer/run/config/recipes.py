@@ -150,6 +150,18 @@ METHODS: dict[str, Recipe] = {
         source="arXiv 2510.15830",
         fails="the outer learning rate and momentum are tuned for many workers: one worker averages less noise away.",
     ),
+    "edit": Recipe(
+        {"rule.name": "diloco", "rule.momentum": 0.8, "rule.penalized": {}},
+        source="EDiT, arXiv 2412.07210; the penalty also as in the authors' code, atorch",
+        differs="no data parallelism in the first steps; a model sharded inside a worker (`run.shards`) is exchanged at the end "
+        "of a round, not layer by layer during the next forward pass",
+    ),
+    "a_edit": Recipe(
+        {"rule.name": "diloco", "rule.momentum": 0.8, "rule.penalized": {}, "run.adapt": True},
+        source="A-EDiT, arXiv 2412.07210",
+        differs="as in `edit`; local steps follow each worker's pace, where theirs all train for the same seconds; their code "
+        "can mix steps into the weights, which here are of norms alone",
+    ),
     "streaming_diloco": Recipe(
         {
             "rule.name": "diloco",
