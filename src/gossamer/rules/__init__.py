@@ -10,6 +10,7 @@ from gossamer.rules.clipped import clipped as clipped
 from gossamer.rules.cocktail import cocktail as cocktail
 from gossamer.rules.contract import Context, OuterSGD, Rule
 from gossamer.rules.data_parallel import data_parallel as data_parallel
+from gossamer.rules.demo import demo as demo
 from gossamer.rules.diloco import diloco as diloco
 from gossamer.rules.diloco import slowmo as slowmo
 from gossamer.rules.dilocox import dilocox as dilocox
@@ -53,6 +54,7 @@ RULES: dict[str, Callable[..., Rule]] = table(
     choco,
     cocktail,
     data_parallel,
+    demo,
     diloco,
     dilocox,
     eager,

@@ -50,6 +50,7 @@ VARIANTS = {  # options beside the defaults that take another path through the u
     "dilocox": [{"rank": 2}, {"rank": 2, "form": "eager"}],
     "fgd": [{}, {"mix_updates": "random"}, {"mix_parameters": "global", "mix_updates": "complete"}],
     "diloco": [{}, {"optimizer": "heavy_ball"}, {"optimizer": "sgd"}],
+    "demo": [{}, {"signs": True}],
 }
 STEPS = ("even", "uneven", "weighed")
 PROPERTIES = {  # of every run, whatever its rule and topology; those written often are rare in the cover

@@ -44,6 +44,7 @@ _MULOCO = {
     "inner.nesterov": False,
     "inner.weight_decay": 0.01,
 }
+_SIGN_SGD = {"inner.optimizer": "sgd", "inner.momentum": 0.0, "inner.lr": 4e-4, "inner.weight_decay": 0.0}
 _OVERLAP = {"schedule.overlap_steps": 5}
 _GLOBAL_FGD = {
     "rule.name": "fgd",
@@ -60,6 +61,20 @@ METHODS: dict[str, Recipe] = {
     "anchored_gasloc": Recipe({"codec.name": "int4"}),
     "choco": Recipe({"topology.name": "exponential", "codec.name": "int4"}),
     "cocktail": Recipe({"run.local_steps": 1, "codec.name": "cocktail"}),
+    "demo": Recipe({"codec.name": "topk", "codec.k": 32, **_SIGN_SGD}),
+    "distro": Recipe(
+        {
+            "rule.name": "demo",
+            "rule.signs": True,
+            "codec.name": "topk2bit",
+            "codec.k": 32,
+            "codec.tiles": False,
+            **_SIGN_SGD,
+        },
+        source="Psyche's code, PsycheFoundation/psyche (`quantize_1bit`), after DeMo, arXiv 2411.19870",
+        differs="`topk2bit` sends two magnitudes as well, of which only signs are used: 15 bits for each coefficient, where "
+        "place and sign are 13; else as in `demo`",
+    ),
     "dilocox": Recipe({"codec.name": "int4"}),
     "dilocox_adaptive": Recipe(
         {"rule.name": "dilocox", "rule.adapt_every": 5, "codec.name": "int4"},
