@@ -57,7 +57,7 @@ PROPERTIES = {  # of every run, whatever its rule and topology; those written of
     "codec": ("exact", "int8", "topk"),  # nothing lost, a quantizer, a sparsifier
     "steps": STEPS,
     "wrapper": (None, *WRAPPERS),
-    "optimizer": ("adamw", "adamw", "sgd", "sgd", "muon", "accum_adamw"),
+    "optimizer": ("adamw", "adamw", "sgd", "sgd", "muon", "accum_adamw", "qh_adopt"),
     "averaging": (None, None, "gpa", "schedule_free"),
     "clip": (None, 0.5),
     "autocast": (None, None, None, "bf16"),  # takes twice the time here
@@ -278,7 +278,7 @@ def trained(request, tmp_path_factory, forks):
     """Every case, trained by real processes and by the simulator."""
     root, full = tmp_path_factory.mktemp("parity"), request.config.getoption("--full")
     all_of_them = {name: case for name, one in every(1, SIZES).items() if (case := possible(*one))} if full else {}
-    found = {**all_of_them, **covered(every(2, FEW)), **scheduled(full), **mixtures()}
+    found = {**all_of_them, **covered(every(3, FEW)), **scheduled(full), **mixtures()}
     if not full:
         for name, (made, case) in found.items():
             steps = made["run"]["steps"] * rounds_of(made, full) // ROUNDS

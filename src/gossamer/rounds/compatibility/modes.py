@@ -11,7 +11,7 @@ from gossamer.rounds.compatibility.combination import Combination, Incompatibili
 from gossamer.rounds.updates import topology_of_updates
 from gossamer.settings.user_code import is_code
 
-_INNER = ("adamw", "accum_adamw", "sgd")
+_INNER = ("adamw", "accum_adamw", "qh_adopt", "sgd")
 """The inner optimizers that treat each number of a tensor alike, and so a shard as a whole."""
 
 

@@ -237,6 +237,19 @@ METHODS: dict[str, Recipe] = {
         source="as in arXiv 2505.22549, which halves its bytes",
         differs="as in `des_loc`",
     ),
+    "mt_dao": Recipe(
+        {
+            "rule.name": "local_sgd",
+            "schedule.inner_every": [1, 1],
+            "inner.optimizer": "qh_adopt",
+            "inner.betas": [0.995, 0.9999],
+            "inner.eps": 1e-6,
+        },
+        source="MT-DAO, arXiv 2510.05361, with one slow momentum, on ADOPT",
+        differs="parameters and moments are averaged after the optimizer step, not before it; ω (`inner.slow_weight`) is ours; "
+        "the paper's rounds are 32 steps",
+        fails="a round is so long that β₁ᴷ is small: the paper loses 1 to 4 % from 32 to 1,024 steps.",
+    ),
     # Averages of the inner optimizer's iterates.
     "gpa": Recipe(
         {"rule.name": "gossip", "topology.name": "complete", "workers": 1, **_GPA},
