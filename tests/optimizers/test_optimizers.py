@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from gossamer.errors import ConfigError
 from gossamer.layout import attach, layout_of, views
-from gossamer.optimizers import GPA, AccumAdamW, InnerOptimizer, QHAdopt, mu_x_like_diloco, toward
+from gossamer.optimizers import GPA, AccoAdamW, AccumAdamW, InnerOptimizer, QHAdopt, mu_x_like_diloco, toward
 from gossamer.optimizers.inner import InnerConfig, build_optimizer, clip_gradients, lr_scale
 from gossamer.record import checkpoint
 
-KINDS = ("accum_adamw", "adamw", "muon", "qh_adopt", "sgd", "spectral_muon")
+KINDS = ("acco_adamw", "accum_adamw", "adamw", "muon", "qh_adopt", "sgd", "spectral_muon")
 AVERAGINGS = ("gpa", "schedule_free")
 
 
@@ -612,3 +612,30 @@ def test_a_long_scaled_gradient_is_bounded_by_the_fourth_root_of_the_step() -> N
         moved.append(float(before - w.detach()))
         optimizer.state[w]["exp_avg_sq"].fill_(1e-6)
     assert moved == pytest.approx([0.0, 1.0, 2**0.25, 3**0.25])
+
+
+def late(*halves: Tensor) -> list[Tensor]:
+    """As gradients come: nothing at first."""
+    return [torch.zeros_like(halves[0]), *halves]
+
+
+@pytest.mark.parametrize("numel", [257, 70_001])  # the second in several pieces
+def test_where_both_halves_have_one_gradient_acco_is_adamw_bit_for_bit(numel: int) -> None:
+    gradients = draws(6, numel)
+    twice = late(*(g for g in gradients for _ in range(2)))
+    theirs = with_gradients(lambda w: torch.optim.AdamW(w, **OPTIONS, foreach=False), gradients, torch.float32)
+    assert torch.equal(with_gradients(lambda w: AccoAdamW(w, **OPTIONS), twice, torch.float32), theirs)
+    estimated = with_gradients(lambda w: AccoAdamW(w, **OPTIONS), twice[:-1], torch.float32)
+    assert torch.equal(estimated, theirs)  # the first half alone has made the same step
+
+
+def test_the_step_is_that_of_the_mean_of_both_halves_whatever_was_estimated() -> None:
+    halves = draws(8)
+    means = [(a + b) / 2 for a, b in zip(halves[::2], halves[1::2], strict=True)]
+    theirs = with_gradients(lambda w: torch.optim.AdamW(w, **OPTIONS, foreach=False), means, torch.float32)
+    assert torch.equal(with_gradients(lambda w: AccoAdamW(w, **OPTIONS), late(*halves), torch.float32), theirs)
+    estimated = with_gradients(lambda w: AccoAdamW(w, **OPTIONS), late(*halves[:-1]), torch.float32)
+    one = with_gradients(
+        lambda w: torch.optim.AdamW(w, **OPTIONS, foreach=False), [*means[:-1], halves[-2]], torch.float32
+    )
+    assert torch.equal(estimated, one) and not torch.equal(estimated, theirs)

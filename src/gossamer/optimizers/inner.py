@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout
-from gossamer.optimizers import GPA, AccumAdamW, InnerOptimizer, Joined, QHAdopt, SpectralMuon
+from gossamer.optimizers import GPA, AccoAdamW, AccumAdamW, InnerOptimizer, Joined, QHAdopt, SpectralMuon
 from gossamer.optimizers.spectral_muon import computes_bf16, is_fast_in_bf16
 from gossamer.settings.fields import Changeable, OneOf
 from gossamer.settings.options import Count, Decay, NotNegative, Number, Portion, Positive
@@ -109,12 +109,12 @@ class InnerConfig:
     """Settings of the training between two exchanges."""
 
     optimizer: Annotated[
-        str, OneOf(("accum_adamw", "adamw", "muon", "qh_adopt", "sgd", "spectral_muon"), code=True)
+        str, OneOf(("acco_adamw", "accum_adamw", "adamw", "muon", "qh_adopt", "sgd", "spectral_muon"), code=True)
     ] = "adamw"
     """muon is torch's Muon on the hidden matrices, the router of experts among them, and AdamW on all else, spectral_muon the
     same with the Muon of MuLoCo; accum_adamw is AdamW with moments of mean gradients, qh_adopt ADOPT with a slow momentum beside
-    the gradient. "package.module:name" is a function of yours, or a class of torch's, called with the parameters, with `options`,
-    and with those of lr, betas, eps, weight_decay, momentum and nesterov it takes."""
+    the gradient, and acco_adamw AdamW for the rule acco. "package.module:name" is a function of yours, or a class of torch's,
+    called with the parameters, with `options`, and with those of lr, betas, eps, weight_decay, momentum and nesterov it takes."""
     options: Mapping[str, Any] | None = None
     """Keywords for an optimizer of your own."""
     lr: Annotated[Positive, Changeable()] = 1e-3
@@ -218,6 +218,8 @@ def _stepper(config: InnerConfig, model: nn.Module) -> InnerOptimizer:
     if config.optimizer == "accum_adamw":
         groups = _groups(trainable, config.weight_decay)
         return uncompiled(AccumAdamW)(groups, config.lr, config.betas, config.eps, moments_every=config.moments_every)
+    if config.optimizer == "acco_adamw":
+        return uncompiled(AccoAdamW)(_groups(trainable, config.weight_decay), config.lr, config.betas, config.eps)
     if config.optimizer == "qh_adopt":
         groups = _groups(trainable, config.weight_decay)
         return uncompiled(QHAdopt)(groups, config.lr, config.betas, config.eps, slow_weight=config.slow_weight)

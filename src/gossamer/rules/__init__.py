@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from gossamer.rules.acco import acco as acco
 from gossamer.rules.anchored import anchored as anchored
 from gossamer.rules.anchored import anchored_gasloc as anchored_gasloc
 from gossamer.rules.choco import choco as choco
@@ -50,6 +51,7 @@ __all__ = [
 ]
 
 RULES: dict[str, Callable[..., Rule]] = table(
+    acco,
     anchored_gasloc,
     choco,
     cocktail,

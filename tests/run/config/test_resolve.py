@@ -83,6 +83,10 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         Combination(driver="library", rule=dilocox(), topology=complete(4), shards=2),
         ["a mesh of 2 processes", "'dilocox'", "'gasloc'"],
     ),
+    "estimates and rule": (
+        Combination(driver="train", rule=data_parallel(), topology=complete(4), optimizer="acco_adamw"),
+        ["'acco_adamw'", "'data_parallel'", "rule 'acco'"],
+    ),
     "shards, fragments and layers": (
         Combination(
             driver="library", rule=penalized(diloco()), topology=complete(4), shards=2, schedule=Schedule(fragments=2)

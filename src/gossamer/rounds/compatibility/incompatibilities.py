@@ -270,6 +270,14 @@ _SCHEDULE = (
         ),
     ),
     Incompatibility(
+        "estimates and rule",
+        lambda c: c.driver != "library" and c.optimizer == "acco_adamw" and c.rule.name != "acco",
+        lambda c: (
+            f"inner.optimizer is 'acco_adamw', which takes gradients that come a step late, and rule '{c.rule.name}' sends none "
+            "of these; use rule 'acco', or inner.optimizer = 'adamw'"
+        ),
+    ),
+    Incompatibility(
         "all-reduce and overlap",
         lambda c: c.reduction == "all_reduce" and c.schedule.overlap_steps > 0,
         lambda c: (

@@ -58,6 +58,7 @@ _OWN_MOMENTA = (
 _COMBINE_THEN_ADAPT = {"run.local_steps": 1, "schedule.overlap_steps": 1}
 METHODS: dict[str, Recipe] = {
     # The settings of the papers.
+    "acco": Recipe({"inner.optimizer": "acco_adamw"}),
     "anchored_gasloc": Recipe({"codec.name": "int4"}),
     "choco": Recipe({"topology.name": "exponential", "codec.name": "int4"}),
     "cocktail": Recipe({"run.local_steps": 1, "codec.name": "cocktail"}),
