@@ -278,7 +278,7 @@ def trained(request, tmp_path_factory, forks):
     """Every case, trained by real processes and by the simulator."""
     root, full = tmp_path_factory.mktemp("parity"), request.config.getoption("--full")
     all_of_them = {name: case for name, one in every(1, SIZES).items() if (case := possible(*one))} if full else {}
-    found = {**all_of_them, **covered(every(3, FEW)), **scheduled(full), **mixtures()}
+    found = {**all_of_them, **covered(every(4, FEW)), **scheduled(full), **mixtures()}
     if not full:
         for name, (made, case) in found.items():
             steps = made["run"]["steps"] * rounds_of(made, full) // ROUNDS
