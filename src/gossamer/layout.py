@@ -188,6 +188,22 @@ def _layer(name: str) -> str:
     return "" if place is None else ".".join(words[: place + 1])
 
 
+def layers_of(layout: Layout) -> list[list[tuple[int, int]]]:
+    """The slices of the flat vector that each layer has, in the order of their first tensors.
+
+    A layer is all tensors under the same number; those under none are one layer together, as what FSDP's outermost unit holds.
+
+    >>> names = ["embed", "layers.0.up", "layers.0.down", "norm"]
+    >>> ends = [(0, 2), (2, 4), (4, 5), (5, 6)]
+    >>> layers_of(Layout(tuple(Leaf(name, (b - a,), a, b) for name, (a, b) in zip(names, ends)), 6))
+    [[(0, 2), (5, 6)], [(2, 4), (4, 5)]]
+    """
+    found: dict[str, list[tuple[int, int]]] = {}
+    for leaf in layout.leaves:
+        found.setdefault(_layer(leaf.name), []).append((leaf.start, leaf.stop))
+    return [*found.values()]
+
+
 def attach(model: nn.Module, layout: Layout, buffer: Tensor | None = None, *, own_storage: bool = False) -> Tensor:
     """Copies the parameters into a flat buffer `[P]` and makes them views of it; existing optimizers stay valid.
 

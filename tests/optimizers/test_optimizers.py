@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from gossamer.errors import ConfigError
 from gossamer.layout import attach, layout_of, views
-from gossamer.optimizers import GPA, AccumAdamW, InnerOptimizer, mu_x_like_diloco, toward
+from gossamer.optimizers import GPA, AccoAdamW, AccumAdamW, InnerOptimizer, QHAdopt, mu_x_like_diloco, toward
 from gossamer.optimizers.inner import InnerConfig, build_optimizer, clip_gradients, lr_scale
 from gossamer.record import checkpoint
 
-KINDS = ("accum_adamw", "adamw", "muon", "sgd", "spectral_muon")
+KINDS = ("acco_adamw", "accum_adamw", "adamw", "muon", "qh_adopt", "sgd", "spectral_muon")
 AVERAGINGS = ("gpa", "schedule_free")
 
 
@@ -549,3 +549,93 @@ def test_a_parameter_without_a_gradient_keeps_its_window() -> None:
 def test_impossible_settings_of_accum_adamw_are_refused_with_a_sentence(options: dict, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         AccumAdamW(small().parameters(), **options)
+
+
+def qh(**options) -> Callable[[list[nn.Parameter]], QHAdopt]:
+    return lambda w: QHAdopt(w, **{**OPTIONS, **options})
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_qh_adopt_is_the_papers_update_from_the_gradient_alone_to_the_momentum_alone(share: float) -> None:
+    first, *rest = [g.double() for g in draws(15)]
+    theta, u, v = torch.ones(257, dtype=torch.float64), torch.zeros(257, dtype=torch.float64), first * first
+    lr, (beta1, beta2), eps, decay = OPTIONS.values()
+    for t, g in enumerate(rest, start=1):
+        scaled = (g / v.sqrt().clamp(min=eps)).clamp(-(t**0.25), t**0.25)
+        u = beta1 * u + (1 - beta1) * scaled
+        theta = (1 - lr * decay) * theta - lr * ((1 - share) * scaled + share * u)
+        v = beta2 * v + (1 - beta2) * g * g
+    ours = with_gradients(qh(slow_weight=share), draws(15), torch.float64)
+    torch.testing.assert_close(ours, theta, rtol=1e-12, atol=1e-14)
+    without_momentum = with_gradients(qh(slow_weight=share, betas=(0.0, 0.9)), draws(15), torch.float64)
+    only_gradient = with_gradients(qh(slow_weight=0.0), draws(15), torch.float64)
+    torch.testing.assert_close(without_momentum, only_gradient)
+
+
+def test_after_some_steps_a_slow_momentum_remembers_what_the_workers_agreed_on_and_a_fast_one_does_not() -> None:
+    for beta, left in ((0.995, 0.852), (0.9, 0.034)):
+        w = nn.Parameter(torch.ones(3))
+        optimizer = QHAdopt([w], betas=(beta, 0.9999))
+        for g in (1.0, 1.0, *[0.0] * 32):
+            w.grad = torch.full_like(w, g)
+            optimizer.step()
+            if g:
+                agreed = optimizer.state[w]["exp_avg"].clone()
+        assert float(optimizer.state[w]["exp_avg"][0] / agreed[0]) == pytest.approx(left, abs=1e-3)
+
+
+def test_workers_with_one_second_moment_that_average_every_step_take_the_step_on_their_mean_scaled_gradient() -> None:
+    """As data parallelism does: with equal v, which averaging keeps equal for one step, all else is linear in ĝ."""
+    common, gradients = draws(1)[0], [g.clamp(-0.5, 0.5) for g in draws(3)]
+
+    def stepped(g: Tensor) -> tuple[Tensor, Tensor]:
+        w = nn.Parameter(torch.ones(257))
+        optimizer = QHAdopt([w], **{**OPTIONS, "slow_weight": 0.6})
+        for one in (common.abs() + 1.0, g):
+            w.grad = one
+            optimizer.step()
+        return w.detach(), optimizer.state[w]["exp_avg"]
+
+    apart = [stepped(g) for g in gradients]
+    together = stepped(sum(gradients, torch.zeros(257)) / 3)
+    for averaged, wanted in zip((sum(some) / 3 for some in zip(*apart, strict=True)), together, strict=True):
+        torch.testing.assert_close(averaged, wanted)
+
+
+def test_a_long_scaled_gradient_is_bounded_by_the_fourth_root_of_the_step() -> None:
+    w = nn.Parameter(torch.zeros(1))
+    optimizer = QHAdopt([w], lr=1.0, betas=(0.9, 0.9999), weight_decay=0.0, slow_weight=0.0)
+    moved = []
+    for g in (1e-3, *[1e3] * 3):
+        before, w.grad = w.detach().clone(), torch.full_like(w, g)
+        optimizer.step()
+        moved.append(float(before - w.detach()))
+        optimizer.state[w]["exp_avg_sq"].fill_(1e-6)
+    assert moved == pytest.approx([0.0, 1.0, 2**0.25, 3**0.25])
+
+
+def late(*halves: Tensor) -> list[Tensor]:
+    """As gradients come: nothing at first."""
+    return [torch.zeros_like(halves[0]), *halves]
+
+
+@pytest.mark.parametrize("numel", [257, 70_001])  # the second in several pieces
+def test_where_both_halves_have_one_gradient_acco_is_adamw_bit_for_bit(numel: int) -> None:
+    gradients = draws(6, numel)
+    twice = late(*(g for g in gradients for _ in range(2)))
+    theirs = with_gradients(lambda w: torch.optim.AdamW(w, **OPTIONS, foreach=False), gradients, torch.float32)
+    assert torch.equal(with_gradients(lambda w: AccoAdamW(w, **OPTIONS), twice, torch.float32), theirs)
+    estimated = with_gradients(lambda w: AccoAdamW(w, **OPTIONS), twice[:-1], torch.float32)
+    assert torch.equal(estimated, theirs)  # the first half alone has made the same step
+
+
+def test_the_step_is_that_of_the_mean_of_both_halves_whatever_was_estimated() -> None:
+    halves = draws(8)
+    means = [(a + b) / 2 for a, b in zip(halves[::2], halves[1::2], strict=True)]
+    theirs = with_gradients(lambda w: torch.optim.AdamW(w, **OPTIONS, foreach=False), means, torch.float32)
+    assert torch.equal(with_gradients(lambda w: AccoAdamW(w, **OPTIONS), late(*halves), torch.float32), theirs)
+    estimated = with_gradients(lambda w: AccoAdamW(w, **OPTIONS), late(*halves[:-1]), torch.float32)
+    one = with_gradients(
+        lambda w: torch.optim.AdamW(w, **OPTIONS, foreach=False), [*means[:-1], halves[-2]], torch.float32
+    )
+    assert torch.equal(estimated, one) and not torch.equal(estimated, theirs)

@@ -15,9 +15,11 @@ from gossamer.rounds.compatibility import incompatibilities
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rules import (
     RULES,
+    acco,
     anchored,
     anchored_gasloc,
     choco,
+    data_parallel,
     diloco,
     easgd,
     error_feedback,
@@ -176,7 +178,7 @@ def test_replicas_stay_bitwise_equal_through_a_lossy_codec_with_error_feedback()
 @pytest.mark.parametrize("name", RULES)
 def test_error_feedback_through_an_exact_codec_is_the_rule_to_the_last_bit_or_is_refused(name):
     rule = RULES[name]()
-    replicas_are_equal = rule.averages and rule.identical and rule.start is not None and rule.site == "parameters"
+    replicas_are_equal = rule.averages and rule.identical and (rule.start is not None or rule.site == "gradients")
     if not replicas_are_equal or rule.delay_rounds or rule.feeds_back:
         with pytest.raises(ConfigError, match=f"{rule.name}.*choco.*anchored_gasloc"):
             error_feedback(rule)
@@ -381,3 +383,12 @@ def test_a_rule_that_pushes_hears_a_mean_of_some_and_a_rule_for_everyone_a_mean_
     assert sgp().combine is mean and local_sgd().combine is mean
     _, states = play(sgp(), make_topology("ring", 5), random_vectors(5, P), 3)
     assert [t.shape for t in leaves(states[0])] == [(P,), (1,)]
+
+
+def test_acco_is_data_parallelism_one_step_late():
+    start, drift = [torch.zeros(P)] * 3, random_drift(P, dtype=torch.float32)
+    topology = make_topology("complete", 3)
+    for t in range(1, 5):
+        xs, _ = play(acco(), topology, start, t, drift)
+        wanted = play(data_parallel(), topology, start, t - 1, drift)[0] if t > 1 else start
+        assert all(torch.equal(a, b) for a, b in zip(xs, wanted, strict=True))

@@ -42,24 +42,38 @@ def dct_topk(k: Annotated[int, Field(ge=1, le=_TILE)] = 64, values: ValueFormat 
     inner = topk(k, _TILE, values)
 
     def encode(x: Tensor, key: int) -> Kept:
-        coefficients = empty(num_blocks(x.numel(), _TILE) * _TILE, torch.float32, x.device)
-        coefficients[: x.numel()] = x
-        coefficients[x.numel() :] = 0.0
-        _transform(coefficients, dct(x.device))
-        kept = inner.encode(coefficients, key)
+        kept = inner.encode(coefficients(x), key)
         return Kept(kept.indices, kept.values.to(value_dtype(values, x)))
 
     def decode(payload: Kept, like: Tensor) -> Tensor:
-        coefficients = torch.empty(num_blocks(like.numel(), _TILE) * _TILE, device=like.device)
-        x = inner.decode(payload, coefficients)
-        _transform(x, dct(like.device).T)
-        return x[: like.numel()].to(like.dtype)
+        kept = torch.empty(num_blocks(like.numel(), _TILE) * _TILE, device=like.device)
+        return from_coefficients(inner.decode(payload, kept), like)
 
     def payload_bytes(numel: int) -> int:
         assert inner.payload_bytes is not None
         return inner.payload_bytes(num_blocks(numel, _TILE) * _TILE)
 
     return Codec(encode, decode, contraction=inner.contraction, blockwise=_TILE, payload_bytes=payload_bytes)
+
+
+def coefficients(x: Tensor) -> Tensor:
+    """The cosine transform of every run of 4096 elements of a flat tensor, in fp32; the last run is filled up with zeros.
+
+    >>> x = torch.full((4096,), 0.5); coefficients(x)[:2].round(decimals=4)
+    tensor([32.,  0.])
+    """
+    found = empty(num_blocks(x.numel(), _TILE) * _TILE, torch.float32, x.device)
+    found[: x.numel()] = x
+    found[x.numel() :] = 0.0
+    _transform(found, dct(x.device))
+    return found
+
+
+def from_coefficients(found: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `coefficients`, for a tensor of this shape and dtype."""
+    x = found.to(torch.float32, copy=True)
+    _transform(x, dct(like.device).T)
+    return x[: like.numel()].to(like.dtype)
 
 
 @functools.cache

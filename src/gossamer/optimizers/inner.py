@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout
-from gossamer.optimizers import GPA, AccumAdamW, InnerOptimizer, Joined, SpectralMuon
+from gossamer.optimizers import GPA, AccoAdamW, AccumAdamW, InnerOptimizer, Joined, QHAdopt, SpectralMuon
 from gossamer.optimizers.spectral_muon import computes_bf16, is_fast_in_bf16
 from gossamer.settings.fields import Changeable, OneOf
 from gossamer.settings.options import Count, Decay, NotNegative, Number, Portion, Positive
@@ -108,22 +108,27 @@ def _of_user(make: OptimizerFactory, parameters: list[nn.Parameter]) -> InnerOpt
 class InnerConfig:
     """Settings of the training between two exchanges."""
 
-    optimizer: Annotated[str, OneOf(("accum_adamw", "adamw", "muon", "sgd", "spectral_muon"), code=True)] = "adamw"
+    optimizer: Annotated[
+        str, OneOf(("acco_adamw", "accum_adamw", "adamw", "muon", "qh_adopt", "sgd", "spectral_muon"), code=True)
+    ] = "adamw"
     """muon is torch's Muon on the hidden matrices, the router of experts among them, and AdamW on all else, spectral_muon the
-    same with the Muon of MuLoCo; accum_adamw is AdamW with moments of mean gradients. "package.module:name" is a function of
-    yours, or a class of torch's, called with the parameters, with `options`, and with those of lr, betas, eps, weight_decay,
-    momentum and nesterov it takes."""
+    same with the Muon of MuLoCo; accum_adamw is AdamW with moments of mean gradients, qh_adopt ADOPT with a slow momentum beside
+    the gradient, and acco_adamw AdamW for the rule acco. "package.module:name" is a function of yours, or a class of torch's,
+    called with the parameters, with `options`, and with those of lr, betas, eps, weight_decay, momentum and nesterov it takes."""
     options: Mapping[str, Any] | None = None
     """Keywords for an optimizer of your own."""
     lr: Annotated[Positive, Changeable()] = 1e-3
     """Peak learning rate. The updates of muon are scaled to the size of AdamW's, so that one number serves both; those of
     spectral_muon are not, and MuLoCo takes 0.02."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Decay of AdamW's two moments per step; schedule_free has no first moment, and its authors call mu_y β₁."""
+    """Decay of AdamW's two moments per step, and of those of qh_adopt, whose authors take 0.995 and 0.9999; schedule_free has no
+    first moment, and its authors call mu_y β₁."""
     eps: Positive = 1e-8
     """The constant in the denominator of AdamW."""
     moments_every: Count = 4
     """Inner steps whose mean gradient makes one update of accum_adamw's moments (s); its authors take more for more workers."""
+    slow_weight: Portion = 0.9
+    """Weight of the slow momentum in the step of qh_adopt, beside the gradient (ω)."""
     weight_decay: NotNegative = 0.1
     """Decoupled decay per step and unit of learning rate (in sgd an L2 gradient); never on norms and biases."""
     momentum: Decay = 0.95
@@ -213,6 +218,11 @@ def _stepper(config: InnerConfig, model: nn.Module) -> InnerOptimizer:
     if config.optimizer == "accum_adamw":
         groups = _groups(trainable, config.weight_decay)
         return uncompiled(AccumAdamW)(groups, config.lr, config.betas, config.eps, moments_every=config.moments_every)
+    if config.optimizer == "acco_adamw":
+        return uncompiled(AccoAdamW)(_groups(trainable, config.weight_decay), config.lr, config.betas, config.eps)
+    if config.optimizer == "qh_adopt":
+        groups = _groups(trainable, config.weight_decay)
+        return uncompiled(QHAdopt)(groups, config.lr, config.betas, config.eps, slow_weight=config.slow_weight)
     hidden = _hidden_matrices(model)
     if not hidden:
         raise ConfigError(
@@ -303,16 +313,16 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 def share_moments(
     optimizer: InnerOptimizer, model: nn.Module, layout: Layout, buffers: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Moves AdamW's first and second moments into two flat vectors `[P]` in the order of `layout`, of which its state is views.
+    """Moves the two moments of AdamW or QHAdopt into two flat vectors `[P]` in the order of `layout`, of which they become views.
 
     Call it again after `load_state_dict`, which replaces these views by new tensors.
-    Raises: ConfigError for any other optimizer. Cost: none beyond what AdamW keeps.
+    Raises: ConfigError for any other optimizer. Cost: none beyond what the optimizer keeps.
     Source: DES-LOC (arXiv 2505.22549) averages them at periods of their own.
     """
-    if not isinstance(optimizer, AdamW):
+    if not isinstance(optimizer, AdamW | QHAdopt):
         raise ConfigError(
-            f"schedule.inner_every exchanges the moments of AdamW and the inner optimizer is {type(optimizer).__name__}; set "
-            "inner.optimizer = 'adamw', or remove schedule.inner_every"
+            f"schedule.inner_every exchanges the moments of AdamW or QHAdopt and the inner optimizer is "
+            f"{type(optimizer).__name__}; set inner.optimizer = 'adamw' or 'qh_adopt', or remove schedule.inner_every"
         )
     parameters = dict(model.named_parameters())
     like = next(iter(parameters.values()))

@@ -16,7 +16,8 @@ initial values has round -1 and step 0. A number that is not finite is written a
 
 * `{"kind":"train","round":r,"worker":i,"step":s,"loss":x,"lr":y,"tokens":t}`: the mean loss of a local phase, and the
   steps and tokens that this worker has behind it. With `record.hash` also `"hashes":[...]`, see there. Where messages of others
-  did not count, `"declined":{"3":k}` says how many of whom, and `"shortened":{"3":k}` how many a rule has shortened.
+  did not count, `"declined":{"3":k}` says how many of whom, and `"shortened":{"3":k}` how many a rule has shortened. A rule that
+  shortens the mean itself adds `"update_norm":a,"capped_norm":b`, its norm before and after.
   Where stages of it were lost before the round, `"recovered":{"1":"worker 2"}` says what each went on from, or `"neighbours"`.
 * `{"kind":"eval","round":r,"step":s,"tokens":t,"loss":x,"worker_losses":[...],"disagreement":d}`: validation loss of
   the mean model and that of each worker's own, the tokens of all workers, and how far the workers are apart,

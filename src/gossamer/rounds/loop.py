@@ -148,6 +148,14 @@ class OuterLoop:
         shortened, declined = self._distrusted[0] - before[0], self._distrusted[1] - before[1]
         return shortened, declined
 
+    def update_norms(self) -> tuple[float, float] | None:
+        """Of the last update of all fragments, before and after the rule shortened it; None for a rule that takes it as it is."""
+        found = [setup.rule.norms(setup.part.s) for setup in self.fragments if setup.rule.norms is not None]
+        if not found:
+            return None
+        before, after = torch.stack(found).square().sum(0).sqrt().tolist()
+        return before, after
+
     def trust_anew(self) -> None:
         """Forgets what an outer state from elsewhere has counted."""
         self._distrusted = self._counts()

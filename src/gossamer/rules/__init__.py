@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from gossamer.rules.acco import acco as acco
 from gossamer.rules.anchored import anchored as anchored
 from gossamer.rules.anchored import anchored_gasloc as anchored_gasloc
 from gossamer.rules.choco import choco as choco
@@ -10,6 +11,7 @@ from gossamer.rules.clipped import clipped as clipped
 from gossamer.rules.cocktail import cocktail as cocktail
 from gossamer.rules.contract import Context, OuterSGD, Rule
 from gossamer.rules.data_parallel import data_parallel as data_parallel
+from gossamer.rules.demo import demo as demo
 from gossamer.rules.diloco import diloco as diloco
 from gossamer.rules.diloco import slowmo as slowmo
 from gossamer.rules.dilocox import dilocox as dilocox
@@ -24,6 +26,8 @@ from gossamer.rules.gossip import gossip as gossip
 from gossamer.rules.jacobi import jacobi as jacobi
 from gossamer.rules.local_sgd import local_sgd as local_sgd
 from gossamer.rules.noloco import noloco as noloco
+from gossamer.rules.penalized import capped as capped
+from gossamer.rules.penalized import penalized as penalized
 from gossamer.rules.relaysum import relaysum as relaysum
 from gossamer.rules.restarted import omr as omr
 from gossamer.rules.restarted import restarted as restarted
@@ -47,10 +51,12 @@ __all__ = [
 ]
 
 RULES: dict[str, Callable[..., Rule]] = table(
+    acco,
     anchored_gasloc,
     choco,
     cocktail,
     data_parallel,
+    demo,
     diloco,
     dilocox,
     eager,
@@ -74,8 +80,10 @@ RULES: dict[str, Callable[..., Rule]] = table(
 
 WRAPPERS: dict[str, Callable[..., Rule]] = table(
     anchored,
+    capped,
     clipped,
     error_feedback,
+    penalized,
     restarted,
     robust,
     trusted,

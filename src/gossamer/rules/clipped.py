@@ -122,6 +122,7 @@ def clipped(rule: Given[Rule], at: Factor = 1.5, decline: Factor = 2.5, strikes:
         reset=reset_inside(rule.reset),
         start=(lambda s: s.start) if keeps_start else inside(kept),
         unsent=inside(rule.unsent),
+        norms=inside(rule.norms),
         distrusts=lambda s: s.counted,
     )
 

@@ -161,9 +161,14 @@ class Rule(NamedTuple):
     """`adapted(s)` is the rank of the next message, from which the local steps of the next round follow; None for rules whose
     messages all have one size. It must follow from what all workers have received alike, as they must decide alike."""
 
+    by_layer: bool = False
+    """Whether it looks at each of `layers_of(Context.layout)` on its own, which all shards must cut alike."""
     distrusts: Callable[[Tree], Tensor] | None = None
     """`distrusts(s)` is how many messages of each of the n workers were shortened, and how many declined, so far `[2, n]`; None
     for rules that take every message as it is."""
+    norms: Callable[[Tree], Tensor] | None = None
+    """`norms(s)` are those of the last combination of messages, before and after the rule shortened it `[2]`; None for rules that
+    take it as it is."""
 
     def __repr__(self) -> str:
         return in_short(self)

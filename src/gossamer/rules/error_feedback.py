@@ -1,4 +1,4 @@
-"""Error feedback: a worker sends the error of a lossy codec together with its next pseudo-gradient."""
+"""Error feedback: a worker sends the error of a lossy codec together with its next pseudo-gradient or gradient."""
 
 from typing import NamedTuple
 
@@ -29,24 +29,24 @@ def error_feedback(rule: Given[Rule], decay: Share = 1.0) -> Rule:
     rule.
 
     Args:
-        rule: one that sends a pseudo-gradient (one tensor) and receives the mean of all.
+        rule: one that sends a pseudo-gradient or a gradient (one tensor) and receives the mean of all.
         decay: β.
     Cost: that of the rule; its state and the unsent error kept (1 P more).
     Source: error feedback, Seide et al., INTERSPEECH 2014, and arXiv 1901.09847; the decay as in arXiv 2508.15706.
     Fails when: a worker leaves: its unsent error is lost.
-    Raises: ConfigError for rules that do not receive a mean of steps from a common point: errors of parameters do not add up, and
-        `choco` or `anchored` serve such rules. `eager` receives too late to know its errors; `cocktail` and `sparseloco` already
-        keep theirs.
+    Raises: ConfigError for rules that do not receive a mean of gradients, or of steps from a common point: errors of parameters
+        do not add up, and `choco` or `anchored` serve such rules. `eager` receives too late to know its errors; `cocktail`,
+        `demo` and `sparseloco` already keep theirs.
 
     >>> error_feedback(diloco(0.7, 0.6), decay=0.95).state_copies
     3
     """
     # Replicas that are equal after each round, and keep its starting point, send only the drift since then.
-    steps = rule.averages and rule.site == "parameters" and rule.identical and rule.start is not None
+    steps = rule.averages and rule.identical and (rule.start is not None or rule.site == "gradients")
     if not steps or rule.delay_rounds or rule.feeds_back:
         raise ConfigError(
-            f"error feedback needs a rule whose pseudo-gradients are averaged, and got '{rule.name}'; allowed are rules such "
-            "as 'diloco': for compressed gossip use 'choco' on a static graph or 'anchored_gasloc' on any"
+            f"error feedback needs a rule that averages pseudo-gradients or gradients, and got '{rule.name}'; allowed are rules "
+            "such as 'diloco' and 'data_parallel': for compressed gossip use 'choco' on a static graph, or 'anchored_gasloc'"
         )
 
     def init(x: Tensor, ctx: Context) -> _State:
@@ -68,6 +68,7 @@ def error_feedback(rule: Given[Rule], decay: Share = 1.0) -> Rule:
         reset=reset_inside(rule.reset),
         start=inside(rule.start),
         unsent=lambda s: s.unsent,
+        norms=inside(rule.norms),
     )
 
 

@@ -78,6 +78,7 @@ def with_master(rule: Rule) -> Rule:
         start=start,
         mixed=inside(rule.mixed),
         unsent=inside(rule.unsent),
+        norms=inside(rule.norms),
         distrusts=inside(rule.distrusts),
         adapted=None if adapted is None else lambda s: adapted(s.inner),
     )

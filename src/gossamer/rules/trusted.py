@@ -88,4 +88,5 @@ def trusted(rule: Given[Rule], keep: Decay = 0.9, temperature: Positive = 0.1) -
         reset=reset_inside(rule.reset),
         start=inside(rule.start),
         unsent=inside(rule.unsent),
+        norms=inside(rule.norms),
     )

@@ -82,5 +82,6 @@ def weighted(rule: Given[Rule]) -> Rule:
         start=(lambda s: s.start) if kept is None else lambda s: kept(s.inner),
         reset=reset_inside(rule.reset),
         unsent=inside(rule.unsent),
+        norms=inside(rule.norms),
         distrusts=inside(rule.distrusts),
     )

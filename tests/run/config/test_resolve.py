@@ -14,7 +14,20 @@ from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import FITTING, Method
 from gossamer.rounds.compatibility.incompatibilities import INCOMPATIBILITIES, check, combination_faults
 from gossamer.rounds.schedule import Schedule
-from gossamer.rules import RULES, data_parallel, diloco, dilocox, eager, easgd, fgd, gasloc, relaysum, sgp, sparseloco
+from gossamer.rules import (
+    RULES,
+    data_parallel,
+    diloco,
+    dilocox,
+    eager,
+    easgd,
+    fgd,
+    gasloc,
+    penalized,
+    relaysum,
+    sgp,
+    sparseloco,
+)
 from gossamer.run.config.recipes import missing
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.resolve import run_faults as faults_of
@@ -69,6 +82,16 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     "shards and rule": (
         Combination(driver="library", rule=dilocox(), topology=complete(4), shards=2),
         ["a mesh of 2 processes", "'dilocox'", "'gasloc'"],
+    ),
+    "estimates and rule": (
+        Combination(driver="train", rule=data_parallel(), topology=complete(4), optimizer="acco_adamw"),
+        ["'acco_adamw'", "'data_parallel'", "rule 'acco'"],
+    ),
+    "shards, fragments and layers": (
+        Combination(
+            driver="library", rule=penalized(diloco()), topology=complete(4), shards=2, schedule=Schedule(fragments=2)
+        ),
+        ["a mesh of 2 processes", "'penalized_diloco'", "schedule.fragments is 2", "'capped'"],
     ),
     "shards and all-reduce": (
         Combination(driver="library", rule=diloco(), topology=complete(4), shards=2, reduction="all_reduce"),

@@ -50,13 +50,14 @@ VARIANTS = {  # options beside the defaults that take another path through the u
     "dilocox": [{"rank": 2}, {"rank": 2, "form": "eager"}],
     "fgd": [{}, {"mix_updates": "random"}, {"mix_parameters": "global", "mix_updates": "complete"}],
     "diloco": [{}, {"optimizer": "heavy_ball"}, {"optimizer": "sgd"}],
+    "demo": [{}, {"signs": True}],
 }
 STEPS = ("even", "uneven", "weighed")
 PROPERTIES = {  # of every run, whatever its rule and topology; those written often are rare in the cover
     "codec": ("exact", "int8", "topk"),  # nothing lost, a quantizer, a sparsifier
     "steps": STEPS,
     "wrapper": (None, *WRAPPERS),
-    "optimizer": ("adamw", "adamw", "sgd", "sgd", "muon", "accum_adamw"),
+    "optimizer": ("adamw", "adamw", "sgd", "sgd", "muon", "accum_adamw", "qh_adopt"),
     "averaging": (None, None, "gpa", "schedule_free"),
     "clip": (None, 0.5),
     "autocast": (None, None, None, "bf16"),  # takes twice the time here
@@ -277,7 +278,7 @@ def trained(request, tmp_path_factory, forks):
     """Every case, trained by real processes and by the simulator."""
     root, full = tmp_path_factory.mktemp("parity"), request.config.getoption("--full")
     all_of_them = {name: case for name, one in every(1, SIZES).items() if (case := possible(*one))} if full else {}
-    found = {**all_of_them, **covered(every(2, FEW)), **scheduled(full), **mixtures()}
+    found = {**all_of_them, **covered(every(4, FEW)), **scheduled(full), **mixtures()}
     if not full:
         for name, (made, case) in found.items():
             steps = made["run"]["steps"] * rounds_of(made, full) // ROUNDS

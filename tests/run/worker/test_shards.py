@@ -46,7 +46,10 @@ EQUAL = {
     },
 }
 CLOSE = {
-    "clipped": ({**TWO, **MEAN, "inner__clip": 0.3, "run__steps": 20}, 1e-6),
+    "clipped, and penalized by layer": (
+        {**TWO, **MEAN, "rule__penalized": {}, "inner__clip": 0.3, "run__steps": 20},
+        1e-6,
+    ),
     "three uneven shards": (
         {
             **TWO,

@@ -261,12 +261,20 @@ _SCHEDULE = (
         lambda c: (
             c.driver != "library"
             and bool(c.schedule.inner_every)
-            and (c.optimizer != "adamw" or c.averaging is not None)
+            and (c.optimizer not in ("adamw", "qh_adopt") or c.averaging is not None)
         ),
         lambda c: (
-            "schedule.inner_every exchanges the moments of plain AdamW, and the run has "
+            "schedule.inner_every exchanges the moments of plain AdamW or QHAdopt, and the run has "
             + (f"inner.optimizer = '{c.optimizer}'" if c.averaging is None else f"inner.averaging = '{c.averaging}'")
-            + "; use inner.optimizer = 'adamw' without averaging, or remove schedule.inner_every"
+            + "; use inner.optimizer = 'adamw' or 'qh_adopt' without averaging, or remove schedule.inner_every"
+        ),
+    ),
+    Incompatibility(
+        "estimates and rule",
+        lambda c: c.driver != "library" and c.optimizer == "acco_adamw" and c.rule.name != "acco",
+        lambda c: (
+            f"inner.optimizer is 'acco_adamw', which takes gradients that come a step late, and rule '{c.rule.name}' sends none "
+            "of these; use rule 'acco', or inner.optimizer = 'adamw'"
         ),
     ),
     Incompatibility(

@@ -11,7 +11,7 @@ from gossamer.rounds.compatibility.combination import Combination, Incompatibili
 from gossamer.rounds.updates import topology_of_updates
 from gossamer.settings.user_code import is_code
 
-_INNER = ("adamw", "accum_adamw", "sgd")
+_INNER = ("adamw", "accum_adamw", "qh_adopt", "sgd")
 """The inner optimizers that treat each number of a tensor alike, and so a shard as a whole."""
 
 
@@ -422,6 +422,14 @@ MODES: tuple[Incompatibility, ...] = (
         lambda c: (
             f"{_SHARDS.words(c)}, and rule '{c.rule.name}' looks at whole tensors or at all of them, of which each process has "
             "its shard, for more than sums over them; use an elementwise rule such as 'gasloc' or 'diloco'"
+        ),
+    ),
+    Incompatibility(
+        "shards, fragments and layers",
+        lambda c: c.shards > 1 and c.schedule.fragments > 1 and c.rule.by_layer,
+        lambda c: (
+            f"{_SHARDS.words(c)}, and rule '{c.rule.name}' looks at each layer of a fragment, of which a process may have "
+            f"no number, and schedule.fragments is {c.schedule.fragments}; set it to 1, or use 'capped' in its place"
         ),
     ),
     Incompatibility(

@@ -93,6 +93,8 @@ class Journal:
         if (staged := worker.replica.staged) is not None:
             more["boundary_bytes"] = staged.sent_bytes()
         more |= self._recovered(worker.index, round) | self._distrust(worker, round)
+        if (norms := worker.loop.update_norms()) is not None:
+            more |= dict(zip(("update_norm", "capped_norm"), norms, strict=True))
         self.record.log(
             "train",
             round=round,

@@ -44,6 +44,7 @@ _MULOCO = {
     "inner.nesterov": False,
     "inner.weight_decay": 0.01,
 }
+_SIGN_SGD = {"inner.optimizer": "sgd", "inner.momentum": 0.0, "inner.lr": 4e-4, "inner.weight_decay": 0.0}
 _OVERLAP = {"schedule.overlap_steps": 5}
 _GLOBAL_FGD = {
     "rule.name": "fgd",
@@ -57,9 +58,24 @@ _OWN_MOMENTA = (
 _COMBINE_THEN_ADAPT = {"run.local_steps": 1, "schedule.overlap_steps": 1}
 METHODS: dict[str, Recipe] = {
     # The settings of the papers.
+    "acco": Recipe({"inner.optimizer": "acco_adamw"}),
     "anchored_gasloc": Recipe({"codec.name": "int4"}),
     "choco": Recipe({"topology.name": "exponential", "codec.name": "int4"}),
     "cocktail": Recipe({"run.local_steps": 1, "codec.name": "cocktail"}),
+    "demo": Recipe({"codec.name": "topk", "codec.k": 32, **_SIGN_SGD}),
+    "distro": Recipe(
+        {
+            "rule.name": "demo",
+            "rule.signs": True,
+            "codec.name": "topk2bit",
+            "codec.k": 32,
+            "codec.tiles": False,
+            **_SIGN_SGD,
+        },
+        source="Psyche's code, PsycheFoundation/psyche (`quantize_1bit`), after DeMo, arXiv 2411.19870",
+        differs="`topk2bit` sends two magnitudes as well, of which only signs are used: 15 bits for each coefficient, where "
+        "place and sign are 13; else as in `demo`",
+    ),
     "dilocox": Recipe({"codec.name": "int4"}),
     "dilocox_adaptive": Recipe(
         {"rule.name": "dilocox", "rule.adapt_every": 5, "codec.name": "int4"},
@@ -150,6 +166,18 @@ METHODS: dict[str, Recipe] = {
         source="arXiv 2510.15830",
         fails="the outer learning rate and momentum are tuned for many workers: one worker averages less noise away.",
     ),
+    "edit": Recipe(
+        {"rule.name": "diloco", "rule.momentum": 0.8, "rule.penalized": {}},
+        source="EDiT, arXiv 2412.07210; the penalty also as in the authors' code, atorch",
+        differs="no data parallelism in the first steps; a model sharded inside a worker (`run.shards`) is exchanged at the end "
+        "of a round, not layer by layer during the next forward pass",
+    ),
+    "a_edit": Recipe(
+        {"rule.name": "diloco", "rule.momentum": 0.8, "rule.penalized": {}, "run.adapt": True},
+        source="A-EDiT, arXiv 2412.07210",
+        differs="as in `edit`; local steps follow each worker's pace, where theirs all train for the same seconds; their code "
+        "can mix steps into the weights, which here are of norms alone",
+    ),
     "streaming_diloco": Recipe(
         {
             "rule.name": "diloco",
@@ -209,6 +237,19 @@ METHODS: dict[str, Recipe] = {
         {"rule.name": "local_sgd", "schedule.inner_every": [1, 1]},
         source="as in arXiv 2505.22549, which halves its bytes",
         differs="as in `des_loc`",
+    ),
+    "mt_dao": Recipe(
+        {
+            "rule.name": "local_sgd",
+            "schedule.inner_every": [1, 1],
+            "inner.optimizer": "qh_adopt",
+            "inner.betas": [0.995, 0.9999],
+            "inner.eps": 1e-6,
+        },
+        source="MT-DAO, arXiv 2510.05361, with one slow momentum, on ADOPT",
+        differs="parameters and moments are averaged after the optimizer step, not before it; ω (`inner.slow_weight`) is ours; "
+        "the paper's rounds are 32 steps",
+        fails="a round is so long that β₁ᴷ is small: the paper loses 1 to 4 % from 32 to 1,024 steps.",
     ),
     # Averages of the inner optimizer's iterates.
     "gpa": Recipe(

@@ -392,7 +392,8 @@ def inner_copies(config: InnerConfig, layout: Layout) -> float:
     averages = 2.0 if config.averaging is not None else 0.0
     config = without_momentum(config)
     if config.optimizer not in ("muon", "spectral_muon"):
-        return averages + {"adamw": 2.0, "accum_adamw": 3.0, "sgd": float(config.momentum > 0)}[config.optimizer]
+        kept = {"acco_adamw": 4.0, "accum_adamw": 3.0, "adamw": 2.0, "qh_adopt": 2.0, "sgd": float(config.momentum > 0)}
+        return averages + kept[config.optimizer]
     hidden = [
         leaf.stop - leaf.start
         for leaf in layout.leaves

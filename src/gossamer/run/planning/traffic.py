@@ -175,7 +175,7 @@ def _once(rule: Rule) -> Rule:
 
         return of
 
-    return rule._replace(init=kept(rule.init), send=kept(rule.send), distrusts=None)
+    return rule._replace(init=kept(rule.init), send=kept(rule.send), distrusts=None, norms=None)
 
 
 def _of_phases(config: RunSettings, method: WithServer | InPairs, layout: Layout) -> Traffic:

@@ -141,7 +141,7 @@ def run_and_parts(run: Run, given: Keywords) -> tuple[RunConfig, UserParts]:
     return config, UserParts({**imported.own, **own}, imported.codes)
 
 
-_IDLE = {f"inner.{name}" for name in (*PASSED_BY_NAME, "moments_every")}
+_IDLE = {f"inner.{name}" for name in (*PASSED_BY_NAME, "moments_every", "slow_weight")}
 """Settings that an optimizer which a program gave as an object does not get."""
 _QUIET = {"tensorboard": False, "export": False}
 """Of what is recorded where there is no run file."""
