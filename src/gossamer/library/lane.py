@@ -227,7 +227,7 @@ def _warn_of_plain() -> None:
     """Warns once in this process."""
     log.warning(
         "traffic between sites is not encrypted: parameters and settings cross the network in the clear; keep it in a network of "
-        "your own or in a tunnel, or give all sites elastic=True and peers='peers.toml' (gossamer keys)"
+        "your own or in a tunnel, or give all sites peers='peers.toml' (gossamer keys)"
     )
 
 

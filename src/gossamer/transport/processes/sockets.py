@@ -169,6 +169,19 @@ class SocketTransport:
             for peer, like in sorted(exchange.likes.items())
         }
 
+    def broadcast(self, data: Tensor) -> None:
+        """Overwrites flat bytes in host memory with those of worker 0, before the first exchange. Raises: as `wait`."""
+        # Of a leg that no exchange has: worker 0 may have posted its first message before another has this.
+        ticket = Ticket(0, leg=2)
+        for peer in self._peers if self.worker == 0 else (0,):
+            if self.worker == 0:
+                self.post(ticket, peer, [data])
+            else:
+                self.expect(ticket, peer, [data])
+        self.wait(ticket)
+        for frames in self.collect(ticket).values():
+            data.copy_(frames[0])
+
     def deliveries(self) -> list[Delivery]:
         """The messages received since the last call."""
         # Threads append meanwhile, which needs no lock: what comes later is returned by the next call.
