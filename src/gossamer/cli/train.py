@@ -96,8 +96,8 @@ def command(
             runs may start with fewer than configured; with --rank they are some of those of all machines
         restarts: with --local, how often all processes of a run in rounds start again when a signal ends one of them; they go on
             from the newest round, and a middle stage whose checkpoints are gone from what others have of it
-        join: join a running elastic, pairwise or asynchronous run through any worker; auto: read the address from the run
-            folder
+        join: join a running elastic, pairwise or asynchronous run through any worker, or with [peers] a run in rounds that
+            starts, at its first machine; auto: read the address from the run folder
         allow_code: import the Python code that the resumed folder names though the folder is from elsewhere, or the code has
             changed since
     """

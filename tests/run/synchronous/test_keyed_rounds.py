@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -145,8 +146,8 @@ def refusal(config: RunConfig) -> str:
 def test_what_goes_over_a_process_group_is_refused_by_name_with_keys(tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     peers = {"here": listed(new_key("here", tmp_path / "key.pem"), N)}
-    staged = {"pipeline__stages": 2, "data__accumulate": 2, "model__layers": 2}
-    cases: Sequence[tuple[dict[str, object], str]] = (
+    staged: dict[str, Any] = {"pipeline__stages": 2, "data__accumulate": 2, "model__layers": 2}
+    cases: Sequence[tuple[dict[str, Any], str]] = (
         (
             {"run__reduction": "all_reduce", "rule__name": "local_sgd", "topology__name": "complete"},
             "reduction is 'all_reduce'",
@@ -155,7 +156,7 @@ def test_what_goes_over_a_process_group_is_refused_by_name_with_keys(tmp_path: P
         ({"run__shards": 2}, "the run has [peers] and run.shards is 2"),
     )
     for changes, sentence in cases:
-        assert sentence in refusal(tiny(workers=N, peers=peers, **changes)), changes  # type: ignore[arg-type]
+        assert sentence in refusal(tiny(workers=N, peers=peers, **changes)), changes
     key = {"GOSSAMER_KEY": str(tmp_path / "key.pem")}
     (tmp_path / "run.toml").write_text(dump(tiny(workers=N, peers=peers, run__backend="nccl")))
     launched = {"RANK": "0", "WORLD_SIZE": str(N), "MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "1", **key}
