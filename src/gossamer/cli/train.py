@@ -128,7 +128,7 @@ def command(
     if served.key is not None:
         os.environ[KEY] = str(served.key.resolve())
     if served.listen is not None:
-        among = _listen_at(served.listen, run, join) or among
+        among = _listen_at(served.listen, run, join, among)
     _must_be_dialled("--join", join)
     _must_be_dialled("--server", served.server if served.worker is not None else None)
     if served.mailbox is not None:
@@ -138,7 +138,7 @@ def command(
     keys = keys_for(run.peers, run.workers)  # before processes are started, so that a key that is missing is told once
     if keys is None:
         _warn_of_plain(run, served, among, join)
-    elif local is not None and run.kind != "server" and (among is None or served.listen is not None):
+    elif local is not None and run.kind != "server" and (among is None or among.first == 0):
         keys.must_start(local)
     if among is not None:
         among = among._replace(keys=keys)
@@ -208,12 +208,11 @@ def _warn_of_plain(config: "ResolvedRun", served: ServerOptions, among: "Among |
     )
 
 
-def _listen_at(address: str, config: "ResolvedRun", join: str | None) -> "Among | None":
-    """Has the workers here listen at an address, before any are started.
+def _listen_at(address: str, config: "ResolvedRun", join: str | None, among: "Among | None") -> "Among | None":
+    """Has the workers here listen at an address, before any are started; returns their place among those of all machines.
 
-    Returns: of the first machine of a run in rounds, the place of its workers: there the store of the run is at this address,
-        and its workers listen at the next ports.
-    Raises: ConfigError where nobody can join.
+    The first machine of a run in rounds gets its place here: the store of the run is at this address, and the workers listen at
+    the next ports. Raises: ConfigError where nobody can join.
     """
     from gossamer.run.participant.seat import LISTEN
     from gossamer.transport.processes.interfaces import announced_address
@@ -224,13 +223,15 @@ def _listen_at(address: str, config: "ResolvedRun", join: str | None) -> "Among 
     except ValueError:
         raise ConfigError(f"--listen got '{address}'; give HOST:PORT, such as 10.0.0.1:29400") from None
     os.environ[LISTEN] = address
-    if join is not None or config.kind == "server" or _goes_on(config):
-        return None
+    if config.kind == "server" or _goes_on(config):
+        return among
     if not config.peers:
         raise ConfigError(
             f"--listen got '{address}', and the run has neither [peers] nor run.elastic = true, so nobody can join it; add one "
             "of the two, or start the run on all machines with --rank I --of N --address HOST"
         )
+    if join is not None or among is not None:
+        return among
     os.environ[LISTEN] = shown(host, port + 1)
     where = shown(announced_address(host), port)
     say(f"the run starts once all {config.workers} workers are there: the others take part with --join {where}")
