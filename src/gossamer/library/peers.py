@@ -207,11 +207,11 @@ class Peers:
         start = str(said[0][2])
         # Of a part of the store for this start: what an earlier Outer of the same workers reported there is not of this one.
         member = member._replace(store=PrefixStore(start, store), behind=lane.behind)
-        run = int(hashlib.sha256(repr((common, lane.shard)).encode()).hexdigest()[:16], 16)
+        run = int(hashlib.sha256(repr((common, lane.shard, start)).encode()).hexdigest()[:16], 16)
         group, tensors = None, (x, *(others.values() if common.rest == "broadcast" else ()))
         if listener is not None:
             endpoint = Endpoint(listener, run, member.secret, timeout_s, keys=lane.keys)
-            transport = SocketTransport(member, endpoint, [str(one[3]) for one in said])
+            transport = SocketTransport(member, endpoint, [one[3] for one in said])
             carry, reduce = transport.broadcast, None
         else:
             group = _group_of(backend, member, lane, timeout_s)

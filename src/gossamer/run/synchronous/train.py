@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gossamer.data.tokenizer import load_tokenizer
-from gossamer.errors import CheckpointError, ConfigError, DataError, GossamerError, PeerError
+from gossamer.errors import CheckpointError, ConfigError, DataError, GossamerError
 from gossamer.network.pacing import note_of
 from gossamer.record import checkpoint
 from gossamer.record.addresses import Address, write_address
@@ -67,7 +67,6 @@ from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.pipe import Pipe
 from gossamer.transport.processes.sockets import SocketTransport
 from gossamer.transport.processes.stopping import Stopping
-from gossamer.transport.sockets.addresses import split
 from gossamer.transport.sockets.connection import Endpoint
 
 log = logging.getLogger("gossamer")
@@ -206,13 +205,6 @@ def _connections(
     listener, address = listening_towards(os.environ["MASTER_ADDR"])
     open_.callback(listener.close)
     addresses = agree(member, config.digest, address, timeout_s=timeout_s)
-    for worker, one in enumerate(addresses):
-        try:
-            split(one)
-        except (AttributeError, TypeError, ValueError):
-            raise PeerError(
-                f"worker {worker} published no address ({one!r:.60}); install the same gossamer version everywhere"
-            ) from None
     write_address(folder, Address(member.worker, address, run))
     transport = SocketTransport(member, Endpoint(listener, run, member.secret, timeout_s, keys=keys), addresses)
     open_.callback(transport.close, at_once=True)

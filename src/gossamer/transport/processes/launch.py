@@ -24,13 +24,11 @@ from gossamer.transport.alike import difference, read_settings
 from gossamer.transport.keys import Keys
 from gossamer.transport.processes.backend import connected, hang_up, threads_end
 from gossamer.transport.processes.interfaces import GLOO, advised, use_interface_towards
-from gossamer.transport.processes.keyed_store import KeyedStore
+from gossamer.transport.processes.keyed_store import KeyedStore, meeting_store
 from gossamer.transport.processes.member import Member, sizes_of_workers
 from gossamer.transport.processes.store import (
     ENTRY_BYTES,
     Entries,
-    hosted_store,
-    reached_store,
     shared_part,
     store_answers,
 )
@@ -325,18 +323,12 @@ def _store(rank: int | None, timeout_s: float, keys: Keys | None = None) -> tupl
             f"the run has [peers], and the launcher (torchrun) has a store at MASTER_ADDR = '{host}' that cannot encrypt; start "
             "the first machine with --listen HOST:PORT and each other one with --join HOST:PORT, without it"
         )
-    hosts, behind = rank is not None and _hosts_store(rank), None
+    hosts, mine = rank is not None and _hosts_store(rank), rank
+    if keys is not None and rank is None:
+        mine = min(keys.numbers(keys.certificate), default=0)
+    needed = None if is_theirs else keys  # that of our own launcher is on loopback
     try:
-        if keys is None or is_theirs:  # with keys that of our launcher, on loopback
-            store = (hosted_store if hosts else reached_store)(host, port, timeout_s)
-        elif hosts:
-            keys.must_own(0)
-            behind = KeyedStore.hosted(host, port, keys, timeout_s)
-            store = behind.store
-        else:
-            me = min(keys.numbers(keys.certificate), default=0) if rank is None else rank
-            behind = KeyedStore.reached(host, port, keys, me, timeout_s)
-            store = behind.store
+        store, behind = meeting_store(host, port, hosts=hosts, me=mine or 0, keys=needed, timeout_s=timeout_s)
     except (RuntimeError, OSError) as error:
         advice, me = advised(host), "this process" if rank is None else f"worker {rank}"
         raise TransportError(

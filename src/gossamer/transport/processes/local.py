@@ -24,10 +24,10 @@ import torch
 from gossamer.record.progress import counting_children
 from gossamer.stop_signals import deaf, has_launcher
 from gossamer.transport.keys import Keys
-from gossamer.transport.processes.keyed_store import KeyedStore
+from gossamer.transport.processes.keyed_store import meeting_store
 from gossamer.transport.processes.launch import intra_op_threads
 from gossamer.transport.processes.member import place_of, sizes_of_workers
-from gossamer.transport.processes.store import Entries, hosted_store, reached_store, report_fallen, shared_part
+from gossamer.transport.processes.store import Entries, hosted_store, report_fallen, shared_part
 from gossamer.transport.secret import SECRET, environment_secret, new_secret
 
 LISTENER = "GOSSAMER_LISTENER"
@@ -162,10 +162,8 @@ def _workers(
 
     def report(name: str, code: int) -> None:
         with contextlib.suppress(RuntimeError, OSError):  # that of worker 0, which may be gone or not there yet
-            there = store
-            if there is None and among.keys is not None:
-                there = KeyedStore.reached(among.host, among.port, among.keys, among.first, REPORT_S).store
-            shared = shared_part(there or reached_store(among.host, among.port, REPORT_S))
+            place = {"hosts": False, "me": among.first, "keys": among.keys, "timeout_s": REPORT_S}
+            shared = shared_part(store or meeting_store(among.host, among.port, **place)[0])
             report_fallen(Entries(shared, secret, REPORT_S), name, code)
 
     with _children(len(names), work, secret) as start:

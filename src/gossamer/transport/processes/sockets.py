@@ -12,6 +12,7 @@ peers costs them no memory.
 import contextlib
 import queue
 import secrets
+import sys
 import threading
 import time
 from collections import deque
@@ -20,7 +21,8 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from gossamer.errors import RefusedError
+from gossamer.errors import PeerError, RefusedError
+from gossamer.layout import Reused
 from gossamer.transport import wire
 from gossamer.transport.contract import Delivery, Sound, Ticket, Wait
 from gossamer.transport.elastic.ask import View, show
@@ -28,6 +30,7 @@ from gossamer.transport.elastic.members import MemberStatus, SlotEntry
 from gossamer.transport.processes.group import GRACE_S, Way
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.waiting import PeerWait
+from gossamer.transport.sockets.addresses import split
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import CLOSED, Endpoint, Owner, PeerConnection
 from gossamer.transport.sockets.handshake import dial
@@ -37,6 +40,13 @@ from gossamer.transport.sockets.listener import Arrival, ConnectionLimit, Listen
 
 _PARTING_S = 5.0
 """How long the others have to read that this worker has ended."""
+
+
+def _is_address(said: object) -> bool:
+    try:
+        return isinstance(said, str) and bool(split(said))
+    except ValueError:
+        return False
 
 
 class _Exchange:
@@ -65,17 +75,23 @@ class SocketTransport:
     Args:
         member: which worker this process is, where the collected frames shall be, and the store of the notice board.
         endpoint: where this process listens.
-        addresses: where each worker listens, already.
+        addresses: where each worker says that it listens already.
+    Raises: PeerError for what is no address.
 
-    Cost: no copy of a message that is one contiguous frame, one of any other, and those between a device and the host; the
-        memory of each message that is received. Two threads per peer.
+    Cost: no copy of a message that is one contiguous frame, one of any other, and those between a device and the host. Two
+        threads per peer.
     """
 
     keeps_frames = False
 
-    def __init__(self, member: Member, endpoint: Endpoint, addresses: Sequence[str]) -> None:
+    def __init__(self, member: Member, endpoint: Endpoint, addresses: Sequence[object]) -> None:
         self.worker = me = member.worker
-        self._member, self._endpoint, self._addresses = member, endpoint, addresses
+        for worker, one in enumerate(addresses):
+            if not _is_address(one):
+                raise PeerError(
+                    f"worker {worker} published no address ({one!r:.60}); install the same gossamer version everywhere"
+                )
+        self._member, self._endpoint, self._addresses = member, endpoint, [str(one) for one in addresses]
         self._patience = PeerWait(member, endpoint.timeout_s)
         self._exchanges: dict[Ticket, _Exchange] = {}
         self._deliveries: deque[Delivery] = deque(maxlen=1 << 14)  # nobody may ask for them, nor for waits
@@ -102,6 +118,7 @@ class SocketTransport:
             self._gone,
             self._refusals,
             self._left,
+            Reused(sys.maxsize).take,  # to touch fresh memory costs as much as a transfer over loopback
         )
         arrivals = {peer: queue.SimpleQueue[Channel]() for peer in range(member.workers) if peer != me}
         self._peers = {peer: _Peer(self._connection(peer, came), came) for peer, came in arrivals.items()}

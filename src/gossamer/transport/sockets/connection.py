@@ -10,11 +10,13 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
+from torch import Tensor
+
 from gossamer.errors import GossamerError, RefusedError, TransportError
 from gossamer.transport.keys import Keys
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.header import LetterKind, Limits
-from gossamer.transport.sockets.letter import Letter, body_of, receive_letter, send_letter
+from gossamer.transport.sockets.letter import Letter, body_of, fresh_memory, receive_letter, send_letter
 from gossamer.transport.sockets.listener import Refusals
 
 REFUSAL_BYTES = 1000
@@ -57,6 +59,8 @@ class Owner(NamedTuple):
     refusals: Refusals
     sent: Callable[["PeerConnection", Letter], None] = lambda connection, letter: None
     """A letter has left, and its body may change."""
+    memory: Callable[[int], Tensor] = fresh_memory
+    """Gives that of a body that comes."""
 
 
 class PeerConnection:
@@ -162,7 +166,9 @@ class PeerConnection:
         owner = self._owner
         try:
             while (
-                letter := receive_letter(channel, owner.run, owner.limits, self._accepts, idle=True)
+                letter := receive_letter(
+                    channel, owner.run, owner.limits, self._accepts, idle=True, memory=owner.memory
+                )
             ).kind not in _LAST:
                 owner.heard(self, letter)
             self._end(CLOSED if letter.kind is LetterKind.END else refused_by("it", letter))
