@@ -186,9 +186,9 @@ def run_status(folder: Path, *, now_s: float | None = None) -> RunStatus:
     simulated = (folder / "metrics.jsonl").exists() and not any(folder.glob("metrics-[0-9]*.jsonl"))
     kind = "simulation" if simulated else run.kind
     trained = [line for line in metrics if line["kind"] == "train" and isinstance(line.get("worker"), int)]
-    in_rounds = kind not in ("pair", "no waiting")
-    elastic = kind in ("elastic", "pair", "no waiting") or (kind == "rounds" and bool(run.peers))
-    addresses = {one.slot: one for one in reversed(read_addresses(folder)) if one.slot < n} if elastic else {}
+    elastic, in_rounds = kind in ("elastic", "pair", "no waiting"), kind not in ("pair", "no waiting")
+    listens = elastic or (kind == "rounds" and bool(run.peers))
+    addresses = {one.slot: one for one in reversed(read_addresses(folder)) if one.slot < n} if listens else {}
     lives = read_outcomes(folder) if in_rounds else _lives_in_order(folder, rounds)
     named = {one.alive for some in lives.values() for life in some for one in life.rounds}
     records = _Records(

@@ -43,8 +43,7 @@ from gossamer.transport.elastic.members import (
     Members,
     MemberStatus,
     SlotEntry,
-    membership_update,
-    read_membership_update,
+    is_process,
 )
 from gossamer.transport.elastic.newcomer import Applicant, ask
 from gossamer.transport.keys import keys_for
@@ -53,7 +52,6 @@ from gossamer.transport.processes.launch import agree, join, part
 from gossamer.transport.secret import folder_secret
 from gossamer.transport.sockets.addresses import is_loopback, listen, shown, split
 from gossamer.transport.sockets.connection import Endpoint
-from gossamer.transport.sockets.header import Limits
 from gossamer.transport.sockets.mailbox import MAILBOX, listen_in, opened
 
 log = logging.getLogger("gossamer")
@@ -347,9 +345,7 @@ def fact_of(slot: int, value: object, brought: Brought[Fact]) -> Stated[Fact]:
     """What a process has published at the start. Raises: PeerError for anything else."""
     match value:
         case [str(address), int(nonce), kept, more]:
-            entry = SlotEntry(0, 0, nonce, MemberStatus.ALIVE, 0, address)
-            sound = read_membership_update(membership_update({0: entry}), Limits(1, 0, 0)) is not None
-            if sound and address and (fact := brought.read(more)) is not None:
+            if address and is_process(address, nonce) and (fact := brought.read(more)) is not None:
                 return Stated(address, nonce, heard(slot, kept), fact)
     raise PeerError(f"worker {slot} published no address ({value!r:.60}); install the same gossamer version everywhere")
 

@@ -26,11 +26,10 @@ from gossamer.layout import Reused
 from gossamer.transport import wire
 from gossamer.transport.contract import Delivery, Sound, Ticket, Wait
 from gossamer.transport.elastic.ask import View, show
-from gossamer.transport.elastic.members import MemberStatus, SlotEntry
+from gossamer.transport.elastic.members import MemberStatus, SlotEntry, is_process
 from gossamer.transport.processes.group import GRACE_S, Way
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.waiting import PeerWait
-from gossamer.transport.sockets.addresses import split
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import CLOSED, Endpoint, Owner, PeerConnection
 from gossamer.transport.sockets.handshake import dial
@@ -40,13 +39,6 @@ from gossamer.transport.sockets.listener import Arrival, ConnectionLimit, Listen
 
 _PARTING_S = 5.0
 """How long the others have to read that this worker has ended."""
-
-
-def _is_address(said: object) -> bool:
-    try:
-        return isinstance(said, str) and bool(split(said))
-    except ValueError:
-        return False
 
 
 class _Exchange:
@@ -87,7 +79,7 @@ class SocketTransport:
     def __init__(self, member: Member, endpoint: Endpoint, addresses: Sequence[object]) -> None:
         self.worker = me = member.worker
         for worker, one in enumerate(addresses):
-            if not _is_address(one):
+            if not one or not is_process(one):
                 raise PeerError(
                     f"worker {worker} published no address ({one!r:.60}); install the same gossamer version everywhere"
                 )
