@@ -4,17 +4,19 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from test_transport import frames_of, same
 from torch.distributed import HashStore
 
-from gossamer.errors import PeerError, RefusedError
+from gossamer.errors import LostConnectionError, PeerError, RefusedError
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic.ask import look
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.sockets import SocketTransport
+from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import Endpoint
 from gossamer.transport.sockets.handshake import dial
 from gossamer.transport.sockets.header import LetterKind, Limits
@@ -25,8 +27,17 @@ TIMEOUT_S = 4.0
 
 
 @pytest.fixture
-def workers() -> Iterator[list[SocketTransport]]:
-    """The connections of three workers."""
+def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SocketTransport]]:
+    """The connections of three workers, each of which somebody hangs up on once: a listener that too many dial at once does."""
+    left = {(1, 0), (2, 0), (2, 1)}
+
+    def hung_up_on(address: str, secret: bytes, *, me: int, whom: int, **how: Any) -> Channel:
+        if (me, whom) in left:
+            left.remove((me, whom))
+            raise LostConnectionError("it was lost during the handshake")
+        return dial(address, secret, me=me, whom=whom, **how)
+
+    monkeypatch.setattr("gossamer.transport.processes.sockets.dial", hung_up_on)
     store, listeners = HashStore(), [socket.create_server(("127.0.0.1", 0)) for _ in range(N)]
     addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
     made = [
@@ -39,6 +50,7 @@ def workers() -> Iterator[list[SocketTransport]]:
     ]
     try:
         yield made
+        assert not left
     finally:
         for one in made:
             one.close(at_once=True)

@@ -37,6 +37,8 @@ from gossamer.transport.sockets.header import LIFE_LIMIT, WATCHER, LetterKind, L
 from gossamer.transport.sockets.letter import Letter
 from gossamer.transport.sockets.listener import Arrival, ConnectionLimit, Listener, Refusals
 
+_AGAIN_S = 0.1
+"""After a connection that could not be made."""
 _PARTING_S = 5.0
 """How long the others have to read that this worker has ended."""
 
@@ -227,15 +229,24 @@ class SocketTransport:
         endpoint = self._endpoint
 
         def dialled() -> Channel:
-            return dial(
-                self._addresses[peer],
-                endpoint.secret,
-                run=endpoint.run,
-                me=self.worker,
-                timeout_s=endpoint.timeout_s,
-                keys=endpoint.keys,
-                whom=peer,
-            )
+            deadline = time.monotonic() + endpoint.timeout_s
+            while True:
+                try:
+                    return dial(
+                        self._addresses[peer],
+                        endpoint.secret,
+                        run=endpoint.run,
+                        me=self.worker,
+                        timeout_s=endpoint.timeout_s,
+                        keys=endpoint.keys,
+                        whom=peer,
+                    )
+                except (RefusedError, ConnectionRefusedError):  # it would be so again
+                    raise
+                except (OSError, PeerError):  # where all dial at once, a listener hangs up on those that are too many
+                    if self._closed or time.monotonic() >= deadline:
+                        raise
+                time.sleep(_AGAIN_S)
 
         def came() -> Channel:
             try:
