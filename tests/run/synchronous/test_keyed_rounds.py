@@ -24,7 +24,7 @@ from gossamer.transport.sockets.handshake import dial
 from tiny import tiny
 
 pytestmark = [pytest.mark.usefixtures("forks"), pytest.mark.timeout(200)]
-N, SAVED = 3, 8
+N, EVERY = 3, 2
 
 
 def listed(key: Path, workers: int) -> dict[str, object]:
@@ -40,7 +40,12 @@ class Machines:
         self.keys = {name: new_key(name, root / f"{name}.pem") for name in ("berlin", "paris", "stranger")}
         self.peers = {"berlin": listed(self.keys["berlin"], 2), "paris": listed(self.keys["paris"], 1)}
         self.config = tiny(
-            workers=N, peers=self.peers, run__steps=240, run__checkpoint_every=SAVED, run__timeout_s=30.0
+            workers=N,
+            peers=self.peers,
+            run__steps=48,
+            topology__name="ring",
+            run__checkpoint_every=2 * EVERY,
+            run__timeout_s=30.0,
         )
         (root / "run.toml").write_text(dump(self.config))
         self.commands: list[Command] = []
@@ -60,7 +65,7 @@ class Machines:
         self.port = free_port()
         if resumed:
             return [self.start(w, "--resume", self.folder(w), *words) for w in range(N)]
-        new = (self.root / "run.toml", "--set", "run.pace_s=0.03", "--out")
+        new = (self.root / "run.toml", "--set", "run.pace_s=0.4", "--out")
         return [self.start(w, *new, self.folder(w)) for w in range(N)]
 
     def saved(self, worker: int) -> list[int]:
@@ -85,13 +90,13 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
 
 
 def test_machines_with_keys_start_stop_and_die_together_and_go_on_to_the_bits_of_the_simulation(
-    machines: Machines,
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = machines.start_all()
-    machines.until_saved(SAVED)
+    machines.until_saved(EVERY)
     # Each worker says how far all are, though the folder of each has its own lines alone.
-    with_key = {"GOSSAMER_KEY": str(machines.keys["berlin"])}
-    said = Command("status", machines.folder(0), "--json", **with_key).finish()[1]
+    monkeypatch.setenv("GOSSAMER_KEY", str(machines.keys["berlin"]))
+    _, said = run("status", machines.folder(0), "--json")
     told = json.loads(said.splitlines()[-1])
     assert told["answered"] == [0] and [one["standing"] for one in told["workers"]] == ["alive"] * N, told
     assert all(one["round"] > 0 for one in told["workers"]), told
@@ -108,7 +113,7 @@ def test_machines_with_keys_start_stop_and_die_together_and_go_on_to_the_bits_of
     assert f"stopped after round {stopped} of {machines.config.rounds}, and saved" in ends[2][1], ends
 
     running = machines.start_all(resumed=True)
-    machines.until_saved(stopped + SAVED)
+    machines.until_saved(stopped + EVERY)
     running[2].kill()
     ends = [one.finish() for one in running]
     assert [code for code, _ in ends] == [2, 2, -signal.SIGKILL], ends
@@ -135,6 +140,22 @@ def test_a_key_joins_as_its_own_workers_alone_and_a_run_that_waits_in_vain_names
     assert [code for code, _ in ends] == [2] * N, ends
     assert "worker 2 did not come within 4 s, and the run needs 3" in ends[0][1], ends
     assert any("worker 0, 1, which this machine's key may be, is in the run already" in said for _, said in ends), ends
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_workers_that_are_numbered_over_machines_meet_behind_their_keys(machines: Machines, elastic: bool) -> None:
+    file, of_two = machines.root / "run.toml", {**machines.peers, "berlin": listed(machines.keys["berlin"], 1)}
+    file.write_text(dump(tiny(workers=2, peers=of_two, run__steps=8, run__timeout_s=30.0, run__elastic=elastic)))
+    address, words = f"127.0.0.1:{machines.port}", ("train", file, "--of", 2, "--out")
+    for rank, key in enumerate(("berlin", "paris")):
+        place = (machines.folder(rank), "--rank", rank, "--address", address)
+        machines.commands.append(Command(*words, *place, GOSSAMER_KEY=str(machines.keys[key]), OMP_NUM_THREADS="1"))
+    stranger = {"GOSSAMER_KEY": str(machines.keys["paris"]), "OMP_NUM_THREADS": "1"}
+    code, said = Command(*words, machines.folder(2), "--rank", 0, "--address", address, **stranger).finish()  # type: ignore[arg-type]
+    assert code == 2 and "with the workers 1, and this process is worker 0" in said, said
+    ends = [one.finish() for one in machines.commands]
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert not any("not encrypted" in said or "no secret" in said for _, said in ends), ends
 
 
 def refusal(config: RunConfig) -> str:
