@@ -61,7 +61,7 @@ class Machines:
         return self.commands[-1]
 
     def start_all(self, *words: object, resumed: bool = False) -> list[Command]:
-        """All three: anew, so slowly that a test can act amid the run, or from their folders."""
+        """All three: in new folders, so slowly that a test can act amid the run, or from their folders."""
         self.port = free_port()
         if resumed:
             return [self.start(w, "--resume", self.folder(w), *words) for w in range(N)]
