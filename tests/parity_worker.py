@@ -3,7 +3,7 @@
     run_local(5, train_cases, ["cases.json"])
 
 `cases.json` lists run folders, run documents and whether to resume. The cases of each number of workers run in one process group;
-a process whose number is too large for the rest ends early.
+a process whose number is too large for the rest ends early. Cases with [peers] exchange over encrypted connections instead.
 """
 
 import json
@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import parse
 from gossamer.run.synchronous.train import train_member
+from gossamer.transport.keys import keys_for
 from gossamer.transport.processes.launch import join, leave
 from gossamer.transport.processes.member import Member
 from tiny import DEVICE
@@ -39,6 +40,8 @@ def train_cases(argv: Sequence[str]) -> int:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=timedelta(seconds=TIMEOUT_S))
         for folder, document, resume in some:
             member = Member.at(rank, n, first.device, PrefixStore(folder, first.store))
-            train_member(resolve(parse(document), real=True), Path(folder), member, resume=resume)
+            config = resolve(parse(document), real=True)
+            keys = keys_for(config.peers, config.workers)
+            train_member(config, Path(folder), member, keys, resume=resume)
     leave()
     return 0

@@ -41,6 +41,7 @@ from gossamer.transport.elastic import transport as elastic_transport
 from gossamer.transport.elastic.newcomer import Applicant, ask
 from gossamer.transport.keys import Keys, read_peers
 from gossamer.transport.processes.local import loopback
+from gossamer.transport.processes.sockets import SocketTransport
 from gossamer.transport.sockets.channel import Channel
 
 TIMEOUT_S = 20.0
@@ -454,26 +455,34 @@ def peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     return tmp_path / "peers.toml"
 
 
+@pytest.mark.parametrize("elastic", [True, False])
 def test_sites_with_keys_have_the_bits_of_those_without_and_every_connection_between_them_is_encrypted(
-    peers: Path, monkeypatch: pytest.MonkeyPatch
+    peers: Path, monkeypatch: pytest.MonkeyPatch, elastic: bool
 ) -> None:
     def trained(keyed: Path | None, join: str, site: int) -> list[torch.Tensor]:
         model = torch.nn.Linear(3, 2)
         torch.nn.init.ones_(model.weight)
-        torch.nn.init.zeros_(model.bias)
-        with gossamer.Outer(
-            model, "diloco", local_steps=1, timeout_s=TIMEOUT_S, elastic=True, site=(site, 2), join=join, peers=keyed
-        ) as outer:
-            assert outer._site is not None
+        torch.nn.init.constant_(model.bias, site)
+        model.register_buffer("frozen", torch.full((2, 2), float(site)))
+        options = {"timeout_s": TIMEOUT_S, "elastic": elastic, "site": (site, 2), "join": join, "peers": keyed}
+        with gossamer.Outer(model, "diloco", local_steps=1, rest="broadcast", **options) as outer:
             for step in range(3):
                 if step == 2:  # before the last round, after which the other may have left
-                    links = [link for some in outer._site._inner._links.values() for link in some]
+                    transport = outer._peers.transport
+                    if isinstance(transport, SocketTransport):
+                        links = [peer.connection for peer in transport._peers.values()]
+                    else:  # of sites that stay, gloo carries what is not encrypted
+                        inner = None if outer._site is None else outer._site._inner
+                        links = [] if inner is None else [link for some in inner._links.values() for link in some]
                     shown = [link.channel.certificate is not None for link in links if link.channel is not None]
-                    assert shown and all(one is (keyed is not None) for one in shown)
+                    assert bool(shown) is (elastic or keyed is not None) and all(
+                        one is (keyed is not None) for one in shown
+                    )
                 with torch.no_grad():
                     model.weight += 0.1 * (1 + site + step)
                 outer.step()
             outer.finish()
+        assert not any(buffer.any() for buffer in model.buffers()), "those of site 0"
         return [p.detach().clone() for p in model.parameters()]
 
     # Both sites are threads of this process, so each is given its key by hand.
@@ -513,7 +522,9 @@ def test_peers_that_do_not_fit_the_sites_are_refused_in_a_sentence(
 ) -> None:
     join = f"127.0.0.1:{free_port()}"
     monkeypatch.setenv("GOSSAMER_KEY", str(peers.parent / "0.pem"))
-    assert "and no elastic=True" in refusal(lambda: small(0, 2, join, peers=peers, elastic=False))
+    assert "neither can encrypt" in refusal(
+        lambda: small(0, 2, join, peers=peers, elastic=False, reduction="all_reduce")
+    )
     assert "has [peers] for 2 sites and there are 3" in refusal(lambda: small(0, 3, join, peers=peers))
     assert "with the workers 0, and this process is worker 1" in refusal(lambda: small(1, 2, join, peers=str(peers)))
     assert "are not a file" in refusal(lambda: small(0, 2, join, peers="nowhere.toml"))

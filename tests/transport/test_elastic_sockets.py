@@ -17,7 +17,7 @@ import torch
 
 from gossamer.errors import PeerError, TransportError
 from gossamer.record.packed import cold, frozen, unpacked
-from gossamer.run.participant.state_transfer import fetch_state, serve_state
+from gossamer.run.participant.state_transfer import fetch_state
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic import newcomer
 from gossamer.transport.elastic import transport as elastic_transport
@@ -251,7 +251,7 @@ def test_who_needs_a_state_asks_again_as_long_as_its_donor_has_not_come_up_and_n
             listeners[1].accept()[0].close()  # as of one that is too busy to answer within the time of a handshake
         listeners[1].settimeout(None)
         donor = ElasticTransport(Members(limits(2), 1, entries), Endpoint(listeners[1], RUN, SECRET, LIMIT_S))
-        donor._host = lambda channel: serve_state(channel, donor, endpoint, lambda: kept)
+        donor._host = lambda channel: donor.serve(channel, lambda _: kept)
         offer, state = asking.result(LIMIT_S)
     assert (offer.donor, offer.after, state["x"].tolist()) == (1, 6, [1.0, 1.0])
     donor.close()

@@ -27,7 +27,7 @@ from gossamer.cli.run_file_options import (
 )
 from gossamer.cli.watch import WATCHABLE, Watchable
 from gossamer.errors import ConfigError
-from gossamer.record.progress import echo
+from gossamer.record.progress import echo, say
 from gossamer.stop_signals import start_forkserver
 
 if TYPE_CHECKING:
@@ -96,18 +96,18 @@ def command(
             runs may start with fewer than configured; with --rank they are some of those of all machines
         restarts: with --local, how often all processes of a run in rounds start again when a signal ends one of them; they go on
             from the newest round, and a middle stage whose checkpoints are gone from what others have of it
-        join: join a running elastic, pairwise or asynchronous run through any worker; auto: read the address from the run
-            folder
+        join: join a running elastic, pairwise or asynchronous run through any worker, or with [peers] a run in rounds that
+            starts, at its first machine; auto: read the address from the run folder
         allow_code: import the Python code that the resumed folder names though the folder is from elsewhere, or the code has
             changed since
     """
     if local is not None and (file is None or file.is_file()):  # otherwise it is refused, without waiting for torch
         import_early()
     among = machines.entered()
-    if restarts < 0 or (restarts and (local is None or among is not None)):
+    if restarts < 0 or (restarts and (local is None or among is not None or served.listen is not None)):
         raise ConfigError(
             f"--restarts is {restarts}, and only who has started all processes can start them again; give it with --local N and "
-            "without --rank"
+            "without --rank and --listen"
         )
     config, folder, resumed = run_and_folder(file, changes.words, out, resume)
     from gossamer.record.locks import must_be_idle
@@ -128,7 +128,7 @@ def command(
     if served.key is not None:
         os.environ[KEY] = str(served.key.resolve())
     if served.listen is not None:
-        _listen_at(served.listen, run, join)
+        among = _listen_at(served.listen, run, join, among)
     _must_be_dialled("--join", join)
     _must_be_dialled("--server", served.server if served.worker is not None else None)
     if served.mailbox is not None:
@@ -138,9 +138,10 @@ def command(
     keys = keys_for(run.peers, run.workers)  # before processes are started, so that a key that is missing is told once
     if keys is None:
         _warn_of_plain(run, served, among, join)
-    if keys is not None and local is not None and among is None and _goes_on(run):
+    elif local is not None and run.kind != "server" and (among is None or among.first == 0):
         keys.must_start(local)
     if among is not None:
+        among = among._replace(keys=keys)
         _check_place(run, among, local, served.given or (f"--join {join}" if join else ""))
     if local is not None and among is None:
         must_be_idle(folder)  # before a table shows how far it is
@@ -201,33 +202,56 @@ def _warn_of_plain(config: "ResolvedRun", served: ServerOptions, among: "Among |
         hosts.append(os.environ.get("MASTER_ADDR", "localhost"))  # torchrun on several machines
     if is_launched() or all(host == "localhost" or is_loopback(host) for host in hosts):
         return
-    do = (
-        "list the keys of all machines as [peers] in the run file (gossamer keys)"
-        if _goes_on(config) or config.kind == "server"
-        else "only elastic, asynchronous and served runs have [peers]"
-    )
     log.warning(
         "traffic of this run is not encrypted: parameters and settings cross the network in the clear; keep it in a network of "
-        "your own or in a tunnel, or encrypt it: %s",
-        do,
+        "your own or in a tunnel, or encrypt it: list the keys of all machines as [peers] in the run file (gossamer keys)"
     )
 
 
-def _listen_at(address: str, config: "ResolvedRun", join: str | None) -> None:
-    """Has the workers here listen at an address, before any are started. Raises: ConfigError where nobody can join."""
+def _listen_at(address: str, config: "ResolvedRun", join: str | None, among: "Among | None") -> "Among | None":
+    """Has the workers here listen at an address, before any are started; returns their place among those of all machines.
+
+    The first machine of a run in rounds gets its place here: the store of the run is at this address, and the workers listen at
+    the next ports. Raises: ConfigError where nobody can join.
+    """
     from gossamer.run.participant.seat import LISTEN
+    from gossamer.transport.processes.interfaces import announced_address
+    from gossamer.transport.sockets.addresses import shown, split
+
+    try:
+        host, port = split(address)
+    except ValueError:
+        raise ConfigError(f"--listen got '{address}'; give HOST:PORT, such as 10.0.0.1:29400") from None
+    os.environ[LISTEN] = address
+    if config.kind == "server" or _goes_on(config):
+        return among
+    if not config.peers:
+        raise ConfigError(
+            f"--listen got '{address}', and the run has neither [peers] nor run.elastic = true, so nobody can join it; add one "
+            "of the two, or start the run on all machines with --rank I --of N --address HOST"
+        )
+    if join is not None or among is not None:
+        return among
+    os.environ[LISTEN] = shown(host, port + 1)
+    where = shown(announced_address(host), port)
+    say(f"the run starts once all {config.workers} workers are there: the others take part with --join {where}")
+    return Machines(rank=0, of=config.workers, address=where).entered()
+
+
+def _join_at(address: str, config: "ResolvedRun") -> None:
+    """Has this process take part in a run in rounds that starts, as a worker of its key. Raises: ConfigError."""
     from gossamer.transport.sockets.addresses import split
 
     try:
-        split(address)
+        host, port = split(address)
     except ValueError:
-        raise ConfigError(f"--listen got '{address}'; give HOST:PORT, such as 10.0.0.1:29400") from None
-    if join is None and config.kind != "server" and not _goes_on(config):
         raise ConfigError(
-            f"--listen got '{address}' and run.elastic is false, so nobody can join this run; set it to true, or start the run "
-            "on all machines with --rank I --of N --address HOST"
-        )
-    os.environ[LISTEN] = address
+            f"--join got '{address}'; give HOST:PORT, as the first machine prints it, such as 10.0.0.1:29400"
+        ) from None
+    for name in ("RANK", "TORCHELASTIC_USE_AGENT_STORE"):  # of a launcher: the number follows from the key
+        os.environ.pop(name, None)
+    own = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(config.workers)}
+    os.environ.update({**own, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
 
 
 def _goes_on(config: "ResolvedRun") -> bool:
@@ -275,7 +299,7 @@ def _check_place(config: "ResolvedRun", among: "Among", local: int | None, elsew
                 f"--rank {among.first} --of {among.of} with --local {local}, but the run's workers have {[*sizes]} processes; "
                 "give the number of the first process of the first worker here, and no more workers than begin there"
             )
-    if among.first == 0 and not environment_secret() and not is_loopback(among.host):
+    if among.first == 0 and not config.peers and not environment_secret() and not is_loopback(among.host):
         log.warning(
             "this run has no secret, so whoever reaches its ports may take part, and nobody can --join it later; write one into "
             "a file with `openssl rand -hex 32`, copy it to all machines and give --secret FILE, or set %s",
@@ -305,7 +329,7 @@ def _train_one(
         from gossamer.run.elastic.train_elastic import train_elastic
 
         train_elastic(config, folder, join=join, resume=resume)
-    elif join is not None:
+    elif join is not None and (config.kind == "server" or not config.peers):
         raise ConfigError(f"--join got '{join}' and run.elastic is false, so nobody can join this run; set it to true")
     elif config.kind == "server":
         _train_served(config, folder, served, resume=resume)
@@ -317,6 +341,8 @@ def _train_one(
     else:
         from gossamer.run.synchronous.train import train
 
+        if join is not None:
+            _join_at(join, config)
         train(config, folder, resume=resume)
 
 
@@ -403,8 +429,6 @@ def _start_workers(
     elif among is None:
         must_be_new(folder, None)  # here, as each worker would say it
     if resume and has_ended(config, folder):
-        from gossamer.record.progress import say
-
         say(ended(folder, config.rounds))
         return 0
     if config.kind == "server":

@@ -2,7 +2,7 @@
 
 import gc
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -150,8 +150,8 @@ def must_be_alike(said: Sequence[object], names: Sequence[str]) -> None:
     )
 
 
-def broadcast(tensor: Tensor, group: dist.ProcessGroup, carrier: torch.device) -> None:
-    """Overwrites a tensor with that of the first worker of a group, whose messages this device carries."""
+def broadcast(tensor: Tensor, carry: Callable[[Tensor], None], carrier: torch.device) -> None:
+    """Overwrites a tensor with that of the first worker: `carry` does so with flat bytes on this device."""
     if tensor.layout != torch.strided:
         raise ConfigError(
             f"a frozen parameter or buffer is sparse ({tensor.layout}), which rest='broadcast' does not send; load the same on "
@@ -159,7 +159,7 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup, carrier: torch.device) -
         )
     if tensor.numel():
         data = _bytes_of(tensor).to(carrier)
-        group.broadcast(data, 0).wait()
+        carry(data)
         tensor.detach().copy_(data.to(tensor.device).view(tensor.dtype).view(tensor.shape))
 
 

@@ -18,10 +18,10 @@ from gossamer.errors import ConfigError, PeerError, first_line
 from gossamer.library.dtensors import processes_of
 from gossamer.transport.keys import Keys
 from gossamer.transport.processes.interfaces import GLOO, address_towards
-from gossamer.transport.processes.keyed_store import KeyedStore
+from gossamer.transport.processes.keyed_store import KeyedStore, meeting_store
 from gossamer.transport.processes.launch import agree, launched
 from gossamer.transport.processes.member import Member
-from gossamer.transport.processes.store import Entries, hosted_store, reached_store, store_answers
+from gossamer.transport.processes.store import Entries, store_answers
 from gossamer.transport.secret import environment_secret
 from gossamer.transport.sockets.addresses import is_loopback, own_address, split
 
@@ -181,14 +181,7 @@ def opened(lane: Lane, join: str, timeout_s: float) -> tuple[Store, KeyedStore |
     Raises: OSError or RuntimeError when it cannot be reached, or made; PeerError and ConfigError for keys that do not fit.
     """
     (host, port), first = split(join), lane.worker == lane.shard == 0
-    if lane.keys is None:
-        return (hosted_store if first else reached_store)(host, port, timeout_s), None
-    if first:
-        lane.keys.must_own(0)
-        behind = KeyedStore.hosted(host, port, lane.keys, timeout_s)
-    else:
-        behind = KeyedStore.reached(host, port, lane.keys, lane.worker, timeout_s)
-    return behind.store, behind
+    return meeting_store(host, port, hosts=first, me=lane.worker, keys=lane.keys, timeout_s=timeout_s)
 
 
 def at_board(lane: Lane, join: str, timeout_s: float) -> Lane:
@@ -227,7 +220,7 @@ def _warn_of_plain() -> None:
     """Warns once in this process."""
     log.warning(
         "traffic between sites is not encrypted: parameters and settings cross the network in the clear; keep it in a network of "
-        "your own or in a tunnel, or give all sites elastic=True and peers='peers.toml' (gossamer keys)"
+        "your own or in a tunnel, or give all sites peers='peers.toml' (gossamer keys)"
     )
 
 

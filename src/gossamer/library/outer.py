@@ -102,7 +102,7 @@ class Outer(Generic[M]):
             sites, and waits for them. Each process keeps a copy of parameters and outer state in host memory for the others.
         peers: a TOML file with the tables [peers.NAME] that `gossamer keys show` prints, one for each site in the order of their
             numbers. All connections between sites, those to the place where they meet too, are then TLS 1.3 with a key of
-            this machine (GOSSAMER_KEY, or the one of `gossamer keys` that is listed); needs `elastic=True`.
+            this machine (GOSSAMER_KEY, or the one of `gossamer keys` that is listed).
     Raises: ConfigError and PairingError for what cannot work, such as WORLD_SIZE above 1 without RANK, MASTER_ADDR or
         MASTER_PORT; TransportError when the store of the processes cannot be reached; PeerError when workers do not come, or
         disagree on model, rule, topology, codec or another of these, with what each has.
@@ -173,7 +173,7 @@ class Outer(Generic[M]):
             check_option("Outer", name, given, kind)
         reshard(model)
         mesh = mesh_of(model.named_parameters(), mesh)
-        must_be_a_site(site, join, process_group, elastic, peers)
+        must_be_a_site(site, join, process_group, elastic, peers, reduction)
         keys = keys_of_sites(peers, site)
         lane = lane_of_site(site, mesh, timeout_s, keys) if site else lane_in(ranks_of(process_group), mesh, timeout_s)
         # Where sites come and go the first process waits for others, and its siblings longer for it.

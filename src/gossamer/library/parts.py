@@ -211,12 +211,19 @@ def _topology(given: object, rule: Rule, n: int, seed: int) -> Topology:
     return given
 
 
-def must_be_a_site(site: object, join: object, group: object, elastic: bool, peers: object) -> None:
+def must_be_a_site(
+    site: object, join: object, group: object, elastic: bool, peers: object, reduction: Reduction
+) -> None:
     """Raises ConfigError unless a site and the address where sites join are both given and right, or neither is."""
-    if peers is not None and not elastic:
+    if peers is not None and (site is None or reduction == "all_reduce"):
         raise ConfigError(
-            f"Outer got peers={peers!r:.80} and no elastic=True: only sites that may come and go have encrypted connections; "
-            "give site=(0, 3), join='HOST:PORT' and elastic=True too, or leave it out and tunnel the connections (WireGuard)"
+            f"Outer got peers={peers!r:.80} "
+            + (
+                "and no site: workers of one process group exchange over gloo or NCCL, which cannot encrypt; give site=(0, 3) "
+                "and join='HOST:PORT' too, or leave it out"
+                if site is None
+                else "and reduction='all_reduce', which gloo or NCCL computes, and neither can encrypt; set it to 'ordered'"
+            )
         )
     if site is None and join is None:
         if elastic:

@@ -8,6 +8,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +30,11 @@ from gossamer.transport.processes.backend import Backend, backend_of, gloo_group
 from gossamer.transport.processes.group import GroupTransport, all_reduce
 from gossamer.transport.processes.launch import agree
 from gossamer.transport.processes.member import Member
+from gossamer.transport.processes.sockets import SocketTransport
 from gossamer.transport.processes.store import Entries, NoAnswerError
 from gossamer.transport.secret import environment_secret
+from gossamer.transport.sockets.addresses import listen, shown
+from gossamer.transport.sockets.connection import Endpoint
 
 _LONGEST = 160  # characters of a peer's words in an error
 _ANSWER_S = 2.0
@@ -194,21 +198,30 @@ class Peers:
         backend, store = "gloo" if lane.joint is not None else backend_of(theirs), lane.store
         member = Member.at(lane.worker, lane.n, x.device, store, secret=environment_secret())
         rest = fingerprints(others, numbers=common.rest == "compare") if common.rest != "own" else []
-        said = agree(member, "gossamer.Outer", [common, rest, secrets.token_hex(8)], timeout_s=timeout_s)
-        must_agree([one[0] if isinstance(one, list) and len(one) == 3 else None for one in said], common)
+        # Listens before it says its address: who reads it may connect at once.
+        listener = None if lane.keys is None else listen(lane.address, 0)
+        address = "" if listener is None else shown(*listener.getsockname()[:2])
+        said = agree(member, "gossamer.Outer", [common, rest, secrets.token_hex(8), address], timeout_s=timeout_s)
+        must_agree([one[0] if isinstance(one, list) and len(one) == 4 else None for one in said], common)
         must_be_alike([one[1] for one in said], list(others))
         start = str(said[0][2])
         # Of a part of the store for this start: what an earlier Outer of the same workers reported there is not of this one.
-        member = member._replace(store=PrefixStore(start, store))
-        group = _group_of(backend, member, lane, timeout_s)
-        run = int(hashlib.sha256(repr(common).encode()).hexdigest()[:16], 16)
-        transport = GroupTransport(member, run=run, timeout_s=timeout_s, group=group)
-        reduce = all_reduce(timeout_s, group) if common.reduction == "all_reduce" else None
-        peers = cls(transport, reduce, group, member, start, timeout_s)
+        member = member._replace(store=PrefixStore(start, store), behind=lane.behind)
+        run = int(hashlib.sha256(repr((common, lane.shard, start)).encode()).hexdigest()[:16], 16)
+        group, tensors = None, (x, *(others.values() if common.rest == "broadcast" else ()))
+        if listener is not None:
+            endpoint = Endpoint(listener, run, member.secret, timeout_s, keys=lane.keys)
+            transport = SocketTransport(member, endpoint, [one[3] for one in said])
+            carry, reduce = transport.broadcast, None
+        else:
+            group = _group_of(backend, member, lane, timeout_s)
+            transport = GroupTransport(member, run=run, timeout_s=timeout_s, group=group)
+            reduce = all_reduce(timeout_s, group) if common.reduction == "all_reduce" else None
+            carry = partial(_broadcast_in, group)
         carrier = x.device if backend == "nccl" else torch.device("cpu")
-        for tensor in (x, *(others.values() if common.rest == "broadcast" else ())):
-            broadcast(tensor, group, carrier)
-        return peers
+        for tensor in tensors:
+            broadcast(tensor, carry, carrier)
+        return cls(transport, reduce, group, member, start, timeout_s)
 
     def agree(self, call: str, facts: object) -> list[Any]:
         """What each worker says in a call of `Outer`, in their order. Raises PeerError naming who says nothing in time."""
@@ -283,6 +296,8 @@ class Peers:
         """Ends all transfers and connections; the user's own process group stays open. A second call does nothing."""
         self.transport.close()
         self._hang_up()
+        if self._member is not None and self._member.behind is not None:
+            self._member.behind.close()
 
     def _hang_up(self) -> None:
         if self._group is not None:
@@ -292,6 +307,10 @@ class Peers:
                 self._group.shutdown()
         self._group = None
         atexit.unregister(self._hang_up)
+
+
+def _broadcast_in(group: dist.ProcessGroup, data: Tensor) -> None:
+    group.broadcast(data, 0).wait()
 
 
 def _group_of(backend: Backend, member: Member, lane: Lane, timeout_s: float) -> dist.ProcessGroup:

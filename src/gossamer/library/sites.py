@@ -41,10 +41,9 @@ from gossamer.transport.elastic.members import (
     Members,
     MemberStatus,
     SlotEntry,
-    membership_update,
-    read_membership_update,
+    is_process,
 )
-from gossamer.transport.elastic.newcomer import Applicant, Handover, Offer, ask, host
+from gossamer.transport.elastic.newcomer import Applicant, Handover, Offer, ask, ask_for_state
 from gossamer.transport.elastic.transport import ElasticTransport
 from gossamer.transport.processes.keyed_store import KeyedStore
 from gossamer.transport.processes.launch import agree
@@ -341,26 +340,10 @@ class ElasticSite:
             self._boundary(
                 None
             )  # before, this object may not be whole: the transport's threads begin with the transport
-            inner, endpoint = self._inner, self._endpoint
-            owned = None if endpoint.keys is None else endpoint.keys.numbers(channel.certificate)
-
-            def give_slot(place: Applicant) -> SlotEntry | None:
-                wanted = None if place.wants is None else {place.wants}
-                allowed = owned if wanted is None else wanted if owned is None else wanted & owned
-                return inner.give_slot(place.nonce, place.address, allowed)
-
-            host(
-                channel,
-                endpoint.run,
-                inner.members.limits,
-                inner.worker,
-                boundary=self._boundary,
-                give_slot=give_slot,
-                entries=lambda: dict(inner.members.entries),
-                keys=endpoint.keys,
-            )
-        except (OSError, GossamerError) as error:
-            log.info("site %d stopped serving one that comes back: %s", self.lane.worker, error)
+        except PeerError as error:
+            log.info("site %d serves nobody yet: %s", self.lane.worker, error)
+        else:
+            self._inner.serve(channel, self._boundary)
 
     # --- the state of others ------------------------------------------------------------------------------------------
 
@@ -501,22 +484,11 @@ class ElasticSite:
 
     def _asked(self, donor: int, after: int | None) -> Offer | None:
         """What a site gives in this lane; None where it cannot be reached."""
-        entry, endpoint = self._inner.members.entries.get(donor), self._endpoint
-        own = self._inner.members.own
+        entry = self._inner.members.entries.get(donor)
         if entry is None:
             return None
-        place = Applicant(own.nonce, own.address, own.slot, True, None, after)
         try:
-            return ask(
-                entry.address,
-                endpoint.secret,
-                place,
-                run=endpoint.run,
-                limits=self._inner.members.limits,
-                timeout_s=endpoint.timeout_s,
-                keys=endpoint.keys,
-                whom=donor,
-            )
+            return ask_for_state(entry, self._inner.members, self._endpoint, after=after)
         except (OSError, PeerError) as error:
             log.info("site %d got no state of site %d: %s", self.lane.worker, donor, error)
             return None
@@ -693,14 +665,14 @@ class _Meets:
         said = agree(member, "gossamer.Outer", facts, timeout_s=self._timeout_s)
         must_agree([one[0] if isinstance(one, list) and len(one) == len(facts) else None for one in said], self._common)
         must_be_alike([one[1] for one in said], self._names)
-        entries = [
-            SlotEntry(site, 0, int(nonce), MemberStatus.ALIVE, 0, str(address))
-            for site, (_, _, _, address, nonce) in enumerate(said)
-        ]
-        if read_membership_update(membership_update(dict(enumerate(entries))), self._limits) is None:
+        if not all(is_process(address, nonce) for _, _, _, address, nonce in said):
             raise PeerError(
                 f"one of {lane.n} sites says {said!r:.80} of where it is; install the same gossamer version everywhere"
             )
+        entries = [
+            SlotEntry(site, 0, nonce, MemberStatus.ALIVE, 0, address)
+            for site, (_, _, _, address, nonce) in enumerate(said)
+        ]
         return _Start(lane, str(said[0][2]), Members(self._limits, lane.worker, entries), None)
 
     def come_back(self, donor: int) -> _Start:

@@ -299,7 +299,15 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         ),
         ["elastic is true", "schedule.overlap_steps = 2", "'gasloc'"],
     ),
-    "peers and rounds": (Combination(peers=True, driver="train"), ["[peers]", "run.elastic is False", "gloo"]),
+    "peers and all-reduce": (
+        Combination(peers=True, driver="train", rule=diloco(), topology=complete(2), reduction="all_reduce"),
+        ["[peers]", "run.reduction is 'all_reduce'", "none can encrypt", "'ordered'"],
+    ),
+    "peers and stages": (
+        Combination(peers=True, driver="train", stages=2),
+        ["[peers]", "pipeline.stages is 2", "gloo"],
+    ),
+    "peers and shards": (Combination(peers=True, driver="train", shards=2), ["[peers]", "run.shards is 2", "encrypt"]),
     "elastic and asynchronous": (PAIR._replace(elastic=True), ["run.elastic", "'a2cid2'", "(pair)"]),
     "elastic and rule": (
         Combination(elastic=True, rule=relaysum(), topology=tree(3)),

@@ -1,20 +1,24 @@
-"""What is simulated is what runs: simulator and real gloo processes, equal to the last bit, whole checkpoints included.
+"""What is simulated is what runs: simulator and real processes, equal to the last bit, whole checkpoints included.
 
 `make parity` runs every allowed pairing, on up to five workers; otherwise a cover on three and four, in which each rule comes up
-with and without loss and with equal and unequal steps, each topology comes up, and so do every two properties of a run.
+with and without loss and with equal and unequal steps, each topology comes up, and so do every two properties of a run. Every
+second case exchanges over gloo, and the others over encrypted connections, as with [peers].
 """
 
+import base64
 import contextlib
 import functools
 import itertools
 import json
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from gossamer import rng
-from gossamer.errors import ConfigError, PairingError
+from gossamer.errors import ConfigError, MissingPackageError, PairingError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.rounds.compatibility.combination import Combination
@@ -25,6 +29,7 @@ from gossamer.run.config.run_file import digest, parse
 from gossamer.run.simulated.simulate import simulate
 from gossamer.topologies import TOPOLOGIES, make_topology
 from gossamer.topologies.mixing import pull
+from gossamer.transport.keys import KEY, certificate_of, new_key
 from gossamer.transport.processes.local import run_local
 from gossamer.tree import leaves
 from parity_worker import train_cases
@@ -273,6 +278,14 @@ def mixtures():
     return found
 
 
+def key_of(folder):
+    """What a run file lists of a new key in this folder; nothing where keys cannot be made here."""
+    with contextlib.suppress(MissingPackageError):
+        key = new_key("here", folder / "key.pem")
+        return {"certificate": base64.b64encode(certificate_of(key)).decode()}
+    return None
+
+
 @pytest.fixture(scope="module")
 def trained(request, tmp_path_factory, forks):
     """Every case, trained by real processes and by the simulator."""
@@ -283,13 +296,15 @@ def trained(request, tmp_path_factory, forks):
         for name, (made, case) in found.items():
             steps = made["run"]["steps"] * rounds_of(made, full) // ROUNDS
             found[name] = {**made, "run": {**made["run"], "steps": steps}}, case
-    plan = []
-    for name, (made, case) in found.items():
+    plan, listed = [], key_of(root)
+    for place, (name, (made, case)) in enumerate(found.items()):
         if case["resumed"]:  # what real processes go on from was written by the simulator
             simulate(parse(made), root / "real" / name, until=STOP)
-        plan.append([str(root / "real" / name), made, case["resumed"]])
+        peers = {"here": {**listed, "workers": made["workers"]}} if listed and place % 2 else {}
+        plan.append([str(root / "real" / name), {**made, "peers": peers}, case["resumed"]])
     (root / "cases.json").write_text(json.dumps(plan))
-    code = run_local(max(made["workers"] for made, _ in found.values()), train_cases, [str(root / "cases.json")])
+    with mock.patch.dict(os.environ, {KEY: str(root / "key.pem")}):
+        code = run_local(max(made["workers"] for made, _ in found.values()), train_cases, [str(root / "cases.json")])
     assert code == 0
     for name, (made, _) in found.items():
         simulate(parse(made), root / "simulated" / name)

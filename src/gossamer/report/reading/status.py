@@ -1,8 +1,8 @@
 """How a run is doing: what its folder tells, and what those workers say that answer.
 
 The files tell what each worker has done, and its lock whether it is still there on this machine. A worker that listens (of an
-elastic run, or of one that waits for nobody) is asked for its view of all others; views are merged as the workers themselves
-merge them. Needs no torch.
+elastic run, of one that waits for nobody, or of any with [peers]) is asked for its view of all others; views are merged as the
+workers themselves merge them. Needs no torch.
 """
 
 import time
@@ -187,7 +187,8 @@ def run_status(folder: Path, *, now_s: float | None = None) -> RunStatus:
     kind = "simulation" if simulated else run.kind
     trained = [line for line in metrics if line["kind"] == "train" and isinstance(line.get("worker"), int)]
     elastic, in_rounds = kind in ("elastic", "pair", "no waiting"), kind not in ("pair", "no waiting")
-    addresses = {one.slot: one for one in reversed(read_addresses(folder)) if one.slot < n} if elastic else {}
+    listens = elastic or (kind == "rounds" and bool(run.peers))
+    addresses = {one.slot: one for one in reversed(read_addresses(folder)) if one.slot < n} if listens else {}
     lives = read_outcomes(folder) if in_rounds else _lives_in_order(folder, rounds)
     named = {one.alive for some in lives.values() for life in some for one in life.rounds}
     records = _Records(

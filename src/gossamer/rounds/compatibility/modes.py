@@ -98,6 +98,10 @@ _EXPERTS = _Given(
     lambda c: f"each expert lies on {len(c.holders[-1])} of {len(c.holders[0])} workers (model.experts.holders)",
 )
 
+_KEYED = _Given(
+    lambda c: c.peers and c.driver == "train" and c.kind == "rounds" and not c.elastic, lambda c: "the run has [peers]"
+)
+
 _OWN_SECONDS = "but each process of a worker would measure its own seconds"
 _NO_WHOLE_WORKER = "but a hash is of a whole worker, which no process has"
 _GONE = "but a worker of several processes is gone when one of them is"
@@ -255,12 +259,20 @@ MODES: tuple[Incompatibility, ...] = (
             "does not have; use a schedule without, and a rule without delay such as 'gasloc', or sites of a fixed number"
         ),
     ),
+    *_rows(
+        "peers",
+        _KEYED,
+        {
+            "all-reduce": "which a process group of torch computes, and none can encrypt; set it to 'ordered'",
+            "stages": "whose processes exchange activations over gloo, which cannot encrypt; set it to 1, or remove [peers]",
+        },
+    ),
     Incompatibility(
-        "peers and rounds",
-        lambda c: c.peers and c.driver == "train" and c.kind == "rounds" and not c.elastic,
+        "peers and shards",
+        lambda c: _KEYED.on(c) and _OWN_SHARDS.on(c),
         lambda c: (
-            f"the run has [peers] and run.elastic is {c.elastic}, so its workers exchange over gloo, which cannot encrypt; set "
-            "run.elastic = true, or remove [peers]"
+            f"{_KEYED.words(c)} and {_OWN_SHARDS.words(c)}, whose processes exchange shards over a process group of torch, which "
+            "cannot encrypt; set it to 1, or remove [peers]"
         ),
     ),
     Incompatibility(

@@ -31,7 +31,7 @@ from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import prepare, use_recorded_threads
 from gossamer.run.participant.seat import Brought, Seat, addresses_in, join_run, started
-from gossamer.run.participant.state_transfer import fetch_state, serve_state
+from gossamer.run.participant.state_transfer import fetch_state
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import Task
 from gossamer.stop_signals import Asked, leaving
@@ -298,7 +298,7 @@ class Participant(ABC, Generic[Connections]):
         # Before `begin` has kept a state there is none to give, and a ghost's own counts for nobody: who asks may ask another.
         is_ghost = self.seat.members.own.status == MemberStatus.GHOST
         if not is_ghost and self._ready.wait(self.seat.endpoint.timeout_s):
-            serve_state(channel, self.transport, self.seat.endpoint, lambda: self.kept)
+            self.transport.serve(channel, lambda _: self.kept)
 
     def open_folder(
         self,

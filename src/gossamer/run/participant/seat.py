@@ -43,17 +43,15 @@ from gossamer.transport.elastic.members import (
     Members,
     MemberStatus,
     SlotEntry,
-    membership_update,
-    read_membership_update,
+    is_process,
 )
 from gossamer.transport.elastic.newcomer import Applicant, ask
-from gossamer.transport.keys import Keys, keys_for
+from gossamer.transport.keys import keys_for
 from gossamer.transport.processes.interfaces import address_towards, announced_address
 from gossamer.transport.processes.launch import agree, join, part
 from gossamer.transport.secret import folder_secret
 from gossamer.transport.sockets.addresses import is_loopback, listen, shown, split
 from gossamer.transport.sockets.connection import Endpoint
-from gossamer.transport.sockets.header import Limits
 from gossamer.transport.sockets.mailbox import MAILBOX, listen_in, opened
 
 log = logging.getLogger("gossamer")
@@ -143,7 +141,7 @@ def started(
     Args: `open_` holds the lock of its slot in the run folder until it is closed.
     Raises: ConfigError, CheckpointError; PeerError when workers do not come or run another configuration.
     """
-    wait_s, store, keys = config.run.timeout_s, Store(config, folder), _keys_of_machine(config)
+    wait_s, store, keys = config.run.timeout_s, Store(config, folder), keys_for(config.peers, config.workers)
     member = join(
         config.workers,
         backend="gloo",
@@ -151,12 +149,14 @@ def started(
         threads=config.run.threads,
         timeout_s=wait_s,
         group=False,
+        fewer=True,
+        keys=keys,
     )
     me = member.worker
     open_.enter_context(holding(folder, me))  # before it reads what of the folder counts, and cuts the rest
     past = resumed(config, folder, resume)
     # Listens before it publishes its address: who reads it may connect at once.
-    listener, address = _listening(os.environ["MASTER_ADDR"])
+    listener, address = listening_towards(os.environ["MASTER_ADDR"])
     nonce = secrets.randbits(NONCE_BITS)
     own = Own(KeptRounds({})) if past is None else brought.own(me, past)
     settings, common = run_settings(config, task), f"{run:016x} {brought.word}"
@@ -193,17 +193,6 @@ def started(
     return Seat(members, endpoint, line, after, donor, past is not None, own.content if has_own and after else None)
 
 
-def _keys_of_machine(config: RunSettings) -> Keys | None:
-    """Those of a run with [peers]. Raises: ConfigError where its processes would find each other over other machines."""
-    keys = keys_for(config.peers, config.workers)
-    if keys is not None and not is_loopback(host := os.environ.get("MASTER_ADDR", "127.0.0.1")) and host != "localhost":
-        raise ConfigError(
-            f"the run has [peers] and was started over machines by their numbers (MASTER_ADDR = '{host}'), which find each other "
-            "without encryption; start the first with --local 1 --listen HOST:PORT, and each other one with --join HOST:PORT"
-        )
-    return keys
-
-
 def _own_round(own: Own, kept: KeptRounds, after: int) -> int:
     """The newest round that this process has, where a run goes on after another; 0 where it left in the first, -1 for none."""
     return max(kept.whole, default=-1 if own.content is None or not after else 0)
@@ -238,7 +227,7 @@ def join_run(config: RunSettings, folder: Path, run: int, where: str, others: Se
             if address in tries.final:
                 continue
             try:
-                listener, own = _listening(split(address)[0])
+                listener, own = listening_towards(split(address)[0])
             except (OSError, ValueError) as error:
                 tries.failed(address, error)
                 continue
@@ -356,9 +345,7 @@ def fact_of(slot: int, value: object, brought: Brought[Fact]) -> Stated[Fact]:
     """What a process has published at the start. Raises: PeerError for anything else."""
     match value:
         case [str(address), int(nonce), kept, more]:
-            entry = SlotEntry(0, 0, nonce, MemberStatus.ALIVE, 0, address)
-            sound = read_membership_update(membership_update({0: entry}), Limits(1, 0, 0)) is not None
-            if sound and address and (fact := brought.read(more)) is not None:
+            if address and is_process(address, nonce) and (fact := brought.read(more)) is not None:
                 return Stated(address, nonce, heard(slot, kept), fact)
     raise PeerError(f"worker {slot} published no address ({value!r:.60}); install the same gossamer version everywhere")
 
@@ -374,7 +361,7 @@ def warn_of_loopback(own: str, addresses: Sequence[str]) -> None:
         )
 
 
-def _listening(towards: str) -> tuple[socket.socket, str]:
+def listening_towards(towards: str) -> tuple[socket.socket, str]:
     """A listening socket on the address of this machine from which `towards` is reached, and its `host:port`.
 
     Where the user has said where to listen, there; of several processes of this machine each takes the next port. One that

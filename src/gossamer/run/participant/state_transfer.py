@@ -1,4 +1,4 @@
-"""How a worker of a running run takes over the state of another one, and gives its own away."""
+"""How a worker of a running run takes over the state of another one."""
 
 import logging
 import time
@@ -9,9 +9,7 @@ from gossamer.errors import CheckpointError, GossamerError, PeerError, first_lin
 from gossamer.record.packed import unpacked
 from gossamer.record.progress import say
 from gossamer.transport.elastic.members import Members, MemberStatus
-from gossamer.transport.elastic.newcomer import Applicant, Handover, Offer, ask, host
-from gossamer.transport.elastic.transport import ElasticTransport
-from gossamer.transport.sockets.channel import Channel
+from gossamer.transport.elastic.newcomer import Offer, ask_for_state
 from gossamer.transport.sockets.connection import Endpoint
 
 PAUSE_S = 0.5
@@ -46,21 +44,11 @@ def fetch_state(
     Raises: PeerError when nobody gives any.
     """
     why, ended, deadline = "nobody else is alive", set[int](), time.monotonic() + endpoint.timeout_s
-    place = Applicant(members.own.nonce, members.own.address, members.me, inner)
     while True:
         alive = [entry for entry in members.with_status(MemberStatus.ALIVE) if entry.nonce not in ended]
         for entry in sorted(alive, key=lambda entry: (entry.slot == before, entry.slot != first)):
             try:
-                offer = ask(
-                    entry.address,
-                    endpoint.secret,
-                    place,
-                    run=endpoint.run,
-                    limits=members.limits,
-                    timeout_s=endpoint.timeout_s,
-                    keys=endpoint.keys,
-                    whom=entry.slot,
-                )
+                offer = ask_for_state(entry, members, endpoint, inner=inner)
                 state = accept(offer, unpacked(offer.raw or b""))
             except (OSError, GossamerError) as error:
                 why = f"worker {entry.slot}: {first_line(error)}"
@@ -80,23 +68,3 @@ def fetch_state(
     raise PeerError(
         f"worker {members.me} is {behind} rounds along and found nobody to take a state from: {why}; join again"
     )
-
-
-def serve_state(
-    channel: Channel, transport: ElasticTransport, endpoint: Endpoint, kept: Callable[[], Handover]
-) -> None:
-    """Serves one newcomer with what this worker has `kept` when it asks; one that is lost is logged."""
-    allowed = None if endpoint.keys is None else endpoint.keys.numbers(channel.certificate)
-    try:
-        host(
-            channel,
-            endpoint.run,
-            transport.members.limits,
-            transport.worker,
-            boundary=lambda _: kept(),
-            keys=endpoint.keys,
-            give_slot=lambda place: transport.give_slot(place.nonce, place.address, allowed),
-            entries=lambda: dict(transport.members.entries),
-        )
-    except (OSError, GossamerError) as error:
-        log.info("worker %d stopped serving a newcomer: %s", transport.worker, error)

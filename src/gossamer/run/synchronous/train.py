@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
 from gossamer.data.tokenizer import load_tokenizer
-from gossamer.errors import CheckpointError, DataError, GossamerError
+from gossamer.errors import CheckpointError, ConfigError, DataError, GossamerError
 from gossamer.network.pacing import note_of
 from gossamer.record import checkpoint
+from gossamer.record.addresses import Address, write_address
 from gossamer.record.fault import Fault
 from gossamer.record.folder import RunFolder, Unrecorded
 from gossamer.record.lineage import Lineage
@@ -47,6 +46,7 @@ from gossamer.run.config.layouts import layout_for
 from gossamer.run.config.pipeline import stage_in
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.participant.agreement import compare_first_batches, use_equal_threads, use_recorded_threads
+from gossamer.run.participant.seat import listening_towards
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.shards import Shards
 from gossamer.run.worker.stages.checkpoints import Store, partition_of
@@ -59,12 +59,15 @@ from gossamer.stop_signals import Asked, leaving
 from gossamer.topologies import Topology
 from gossamer.transport.alike import short_settings
 from gossamer.transport.contract import Delivery, Reduce
+from gossamer.transport.keys import Keys, keys_for
 from gossamer.transport.processes.board import Board
 from gossamer.transport.processes.group import GroupTransport, all_reduce
 from gossamer.transport.processes.launch import agree, join, leave, part
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.pipe import Pipe
+from gossamer.transport.processes.sockets import SocketTransport
 from gossamer.transport.processes.stopping import Stopping
+from gossamer.transport.sockets.connection import Endpoint
 
 log = logging.getLogger("gossamer")
 
@@ -78,12 +81,15 @@ KEPT = 16
 def train(config: ResolvedRun, folder: Path, *, resume: Resume = False) -> None:
     """Joins the other processes by the variables of their launcher, trains to the end and leaves.
 
-    Where a process of the run is asked to stop, all end after one and the same round, and save.
+    Where a process of the run is asked to stop, all end after one and the same round, and save. With [peers] the processes
+    exchange over encrypted connections of their own, and else over a process group of torch; all else is the same.
 
     Raises: ConfigError, DataError, CheckpointError; PeerError naming the worker that failed first; TrainingError;
         KeyboardInterrupt when the run was stopped.
     """
-    run = config.run
+    run, keys = config.run, keys_for(config.peers, config.workers)
+    if keys is not None and run.backend == "nccl":
+        raise ConfigError("the run has [peers] and run.backend is 'nccl', which cannot encrypt; set it to 'auto'")
     member = join(
         config.workers,
         parts=config.processes,
@@ -91,6 +97,8 @@ def train(config: ResolvedRun, folder: Path, *, resume: Resume = False) -> None:
         device=run.device,
         threads=run.threads,
         timeout_s=run.timeout_s,
+        group=keys is None,
+        keys=keys,
         part_is="stage" if run.shards == 1 else "shard",
     )
     failed: GossamerError | OSError | KeyboardInterrupt | None = None
@@ -98,7 +106,7 @@ def train(config: ResolvedRun, folder: Path, *, resume: Resume = False) -> None:
         asked.at_once = True
         try:
             with holding(folder, member.worker, member.part, member.parts):
-                train_member(config, folder, member, resume=resume, asked=asked)
+                train_member(config, folder, member, keys, resume=resume, asked=asked)
         except (GossamerError, OSError, KeyboardInterrupt) as error:
             failed = error
         asked.over = True
@@ -124,6 +132,7 @@ def train_member(
     config: ResolvedRun,
     folder: Path,
     member: Member,
+    keys: Keys | None = None,
     *,
     resume: Resume = False,
     asked: Asked | None = None,
@@ -131,6 +140,7 @@ def train_member(
     """Trains the worker that this process is; bitwise equal to the simulator, unless local steps adapt to measured seconds.
 
     Args:
+        keys: those of the run; None exchanges over the process group.
         resume: continues from the newest round of which every worker has a sound checkpoint; "auto" starts where nobody has.
         asked: whether this process has been asked to stop, with all others; until training begins it ends at once.
     Raises: as `train`.
@@ -153,7 +163,7 @@ def train_member(
         part(member, min(config.run.timeout_s, 10.0))  # so that all can say why, and not that the store is gone
         raise
     if start.round == config.rounds:
-        dist.barrier()  # whoever hosts the store must not leave while another still reads it
+        part(member, config.run.timeout_s)  # whoever hosts the store must not leave while another still reads it
         return
     compare_first_batches(member, task, config.run.timeout_s)
     with contextlib.ExitStack() as open_:
@@ -162,12 +172,12 @@ def train_member(
             open_.callback(pipe.close)
         open_.enter_context(quieted(member.part > 0))  # a worker speaks once
         stopwatch = Stopwatch(member.worker, recorded_s(folder, member.worker, start.cut))
-        trainer = _trainer(config, task, member, pipe, stopwatch)
+        own = None if keys is None else [_connections(config, folder, member, keys, open_)]
+        trainer = _trainer(config, task, member, pipe, stopwatch, own)
         stopped, unreadable = _train_rounds(trainer, start, member, asked or Asked(), open_)
+    with contextlib.suppress(GossamerError):  # of others, when this process is done
+        part(member, config.run.timeout_s)  # whoever hosts the store must not leave while another still asks it
     if stopped is not None:
-        part(
-            member, config.run.timeout_s
-        )  # whoever hosts the store must not leave while another still reads when to stop
         if unreadable is not None:
             raise DataError(saved_when_unreadable(unreadable, folder, stopped))
         raise _Stopped(f"stopped after round {stopped} of {config.rounds}, and saved; resume with --resume {folder}")
@@ -177,7 +187,7 @@ class _Trainer(NamedTuple):
     """What this process trains with."""
 
     worker: Worker
-    transports: tuple[GroupTransport, ...]
+    transports: tuple[GroupTransport | SocketTransport, ...]
     """One, or where peers are in stages and this worker is not, one to each stage."""
     stopwatch: Stopwatch
     stages: OwnStages | None
@@ -186,14 +196,39 @@ class _Trainer(NamedTuple):
     """To the other processes of the worker."""
 
 
-def _trainer(config: ResolvedRun, task: Task, member: Member, pipe: Pipe | None, stopwatch: Stopwatch) -> _Trainer:
+def _connections(
+    config: ResolvedRun, folder: Path, member: Member, keys: Keys, open_: contextlib.ExitStack
+) -> SocketTransport:
+    """Encrypted connections with all other workers, which end with `open_`."""
+    run, timeout_s = int(config.digest, 16), config.run.timeout_s
+    # Listens before it publishes its address: who reads it may connect at once.
+    listener, address = listening_towards(os.environ["MASTER_ADDR"])
+    open_.callback(listener.close)
+    addresses = agree(member, config.digest, address, timeout_s=timeout_s)
+    write_address(folder, Address(member.worker, address, run))
+    transport = SocketTransport(member, Endpoint(listener, run, member.secret, timeout_s, keys=keys), addresses)
+    open_.callback(transport.close, at_once=True)
+    return transport
+
+
+def _trainer(
+    config: ResolvedRun,
+    task: Task,
+    member: Member,
+    pipe: Pipe | None,
+    stopwatch: Stopwatch,
+    transports: Sequence[GroupTransport | SocketTransport] | None,
+) -> _Trainer:
+    """What this process trains with; `transports` are those over its own connections."""
     run, m = config.run, config.in_rounds
     sides = (
         [member]
         if config.pipeline.workers is None or pipe
         else list(map(member.on_side, range(config.pipeline.stages)))
     )
-    transports = tuple(GroupTransport(side, run=int(config.digest, 16), timeout_s=run.timeout_s) for side in sides)
+    transports = transports or [
+        GroupTransport(side, run=int(config.digest, 16), timeout_s=run.timeout_s) for side in sides
+    ]
     cut = shard = None
     if pipe is not None and run.shards > 1:
         shard = lambda whole: Shards(whole, config, member, pipe)  # noqa: E731
@@ -208,7 +243,7 @@ def _trainer(config: ResolvedRun, task: Task, member: Member, pipe: Pipe | None,
         return in_sides(setup, m.codec, transports, stage_of)
 
     worker = Worker(replica, m, transports[0], reduce, sides=with_sides if len(transports) > 1 else None)
-    return _Trainer(worker, transports, stopwatch, stages, pipe)
+    return _Trainer(worker, (*transports,), stopwatch, stages, pipe)
 
 
 def _train_rounds(

@@ -372,6 +372,15 @@ def _entry(value: object, limits: Limits) -> SlotEntry | None:
     return None
 
 
+def is_process(address: object, nonce: object = 0) -> bool:
+    """Whether a process may say that it listens there, empty for nowhere, and that this is its random number.
+
+    >>> is_process("127.0.0.1:4000", 7), is_process("127.0.0.1", 7), is_process("127.0.0.1:4000", -1), is_process(None)
+    (True, False, False, False)
+    """
+    return type(nonce) is int and 0 <= nonce < _NONCES and isinstance(address, str) and _is_address(address)
+
+
 def _is_address(text: str) -> bool:
     """Whether this may be where a process listens; empty for one of which nothing is known."""
     named = text.isascii() and text.isprintable() and len(text) <= _LONGEST_ADDRESS and " " not in text

@@ -17,9 +17,17 @@ from typing import NamedTuple
 
 from gossamer.errors import PeerError
 from gossamer.record.jsonl import json_from_peer
-from gossamer.transport.elastic.members import MemberStatus, SlotEntry, membership_update, read_membership_update
+from gossamer.transport.elastic.members import (
+    Members,
+    MemberStatus,
+    SlotEntry,
+    is_process,
+    membership_update,
+    read_membership_update,
+)
 from gossamer.transport.keys import Keys
 from gossamer.transport.sockets.channel import Channel
+from gossamer.transport.sockets.connection import Endpoint
 from gossamer.transport.sockets.handshake import dial
 from gossamer.transport.sockets.header import NEWCOMER, SMALL_BYTES, LetterKind, Limits
 from gossamer.transport.sockets.letter import Letter, body_of, receive_letter, send_letter
@@ -27,7 +35,6 @@ from gossamer.transport.sockets.letter import Letter, body_of, receive_letter, s
 CHUNK_BYTES = 1 << 20
 LIMIT_BYTES = 1 << 38
 """Most bytes of a state."""
-_NONCES = 1 << 62
 
 
 class Handover:
@@ -186,6 +193,26 @@ def ask(
     return offer._replace(raw=bytes(raw))
 
 
+def ask_for_state(
+    entry: SlotEntry, members: Members, endpoint: Endpoint, *, inner: bool = True, after: int | None = None
+) -> Offer:
+    """The state of the worker that fills a slot, for one that has a slot already.
+
+    Args: `inner` and `after` as of `Applicant`. Raises: as `ask`.
+    """
+    own = members.own
+    return ask(
+        entry.address,
+        endpoint.secret,
+        Applicant(own.nonce, own.address, own.slot, inner, None, after),
+        run=endpoint.run,
+        limits=members.limits,
+        timeout_s=endpoint.timeout_s,
+        keys=endpoint.keys,
+        whom=entry.slot,
+    )
+
+
 def _small(letter: Letter, size: int) -> bool:
     return size <= (CHUNK_BYTES if letter.kind == LetterKind.CHUNK else SMALL_BYTES)
 
@@ -201,14 +228,11 @@ def _place(letter: Letter, limits: Limits) -> Applicant | None:
             "after": None | int() as after,
         } if (
             letter.kind == LetterKind.ASK
-            and 0 <= nonce < _NONCES
             and _is_at_most(slot, limits.workers - 1)
             and _is_at_most(wants, limits.workers - 1)
             and _is_at_most(after, limits.rounds)
         ):
-            entry = SlotEntry(0, 0, nonce, MemberStatus.JOINING, 0, address)
-            sound = read_membership_update(membership_update({0: entry}), limits) is not None
-            return Applicant(nonce, address, slot, inner, wants, after) if sound else None
+            return Applicant(nonce, address, slot, inner, wants, after) if is_process(address, nonce) else None
     return None
 
 

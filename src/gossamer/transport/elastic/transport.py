@@ -23,6 +23,7 @@ from gossamer.transport.elastic.ask import View, look, show
 from gossamer.transport.elastic.closing import Closing, LeftOutError
 from gossamer.transport.elastic.core import ElasticCore, Outcome, Outgoing
 from gossamer.transport.elastic.members import Members, MemberStatus, SlotEntry, SlotTakenError, membership_update
+from gossamer.transport.elastic.newcomer import Applicant, Handover, host
 from gossamer.transport.elastic.redial import Redial
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import Endpoint, Owner, PeerConnection
@@ -429,6 +430,33 @@ class ElasticTransport:
             entry = self.core.give_slot(nonce, address, self.redial.ended, allowed)
             self._flush()
         return entry
+
+    def serve(self, channel: Channel, boundary: Callable[[int | None], Handover]) -> None:
+        """Gives a newcomer a slot that its key may have, and what `boundary` returns; one that is lost on the way is logged.
+
+        Args: `boundary` returns the state after as many rounds as the newcomer asks for, None for the newest.
+        """
+        endpoint = self._endpoint
+        owned = None if endpoint.keys is None else endpoint.keys.numbers(channel.certificate)
+
+        def given(place: Applicant) -> SlotEntry | None:
+            wanted = None if place.wants is None else {place.wants}
+            allowed = owned if wanted is None else wanted if owned is None else wanted & owned
+            return self.give_slot(place.nonce, place.address, allowed)
+
+        try:
+            host(
+                channel,
+                endpoint.run,
+                self.members.limits,
+                self.worker,
+                boundary=boundary,
+                give_slot=given,
+                entries=lambda: dict(self.members.entries),
+                keys=endpoint.keys,
+            )
+        except (OSError, GossamerError) as error:
+            log.info("worker %d stopped serving a newcomer: %s", self.worker, error)
 
     def close(self, *, leaves: bool = True, for_good: bool = True) -> None:
         """Says goodbye, unless this worker has failed and so never `leaves`, sends what is queued and ends all connections.

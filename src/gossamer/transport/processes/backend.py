@@ -188,6 +188,11 @@ def hang_up(group: dist.ProcessGroup | None = None, limit_s: float = 2.0) -> boo
             # none: so every peer has its turn. A receive on a closed connection fails at once.
             with contextlib.suppress(RuntimeError):
                 hold(peer, group).wait(timedelta(milliseconds=1))
+    return threads_end(limit_s)
+
+
+def threads_end(limit_s: float = 2.0) -> bool:
+    """Waits for the threads that are inside torch, at most `limit_s`, and returns whether all have ended; as `hang_up`."""
     _FOLLOWERS.close()
     deadline = time.monotonic() + limit_s
     threads = [thread for thread in threading.enumerate() if thread.name == THREADS]

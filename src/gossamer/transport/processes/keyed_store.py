@@ -11,11 +11,18 @@ import threading
 import time
 from collections.abc import Callable
 
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from gossamer.errors import PeerError, RefusedError
 from gossamer.transport.keys import Keys
-from gossamer.transport.processes.store import FIRST_PAUSE_S, LONGEST_PAUSE_S, client_of, hosted_store, listening
+from gossamer.transport.processes.store import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    client_of,
+    hosted_store,
+    listening,
+    reached_store,
+)
 from gossamer.transport.sockets.addresses import shown
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.handshake import dial
@@ -86,6 +93,23 @@ class KeyedStore:
     def close(self) -> None:
         """Takes no more connections."""
         self._port.close()
+
+
+def meeting_store(
+    host: str, port: int, *, hosts: bool, me: int, keys: Keys | None, timeout_s: float
+) -> tuple[Store, KeyedStore | None]:
+    """The store where processes meet, which this one `hosts` or reaches; with keys also what carries it, which is to be closed.
+
+    Args: `me` is a worker whose number this machine's key has.
+    Raises: OSError or RuntimeError when it cannot be reached, or made; PeerError and ConfigError for keys that do not fit.
+    """
+    if keys is None:
+        return (hosted_store if hosts else reached_store)(host, port, timeout_s), None
+    keys.must_own(me)
+    behind = (
+        KeyedStore.hosted(host, port, keys, timeout_s) if hosts else KeyedStore.reached(host, port, keys, me, timeout_s)
+    )
+    return behind.store, behind
 
 
 class _Gate:

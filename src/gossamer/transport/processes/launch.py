@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import resource
+import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -20,11 +21,19 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 from gossamer.errors import ConfigError, PeerError, TransportError, first_line
 from gossamer.record.jsonl import json_from_peer
 from gossamer.transport.alike import difference, read_settings
-from gossamer.transport.processes.backend import connected, hang_up
+from gossamer.transport.keys import Keys
+from gossamer.transport.processes.backend import connected, hang_up, threads_end
 from gossamer.transport.processes.interfaces import GLOO, advised, use_interface_towards
+from gossamer.transport.processes.keyed_store import KeyedStore, meeting_store
 from gossamer.transport.processes.member import Member, sizes_of_workers
-from gossamer.transport.processes.store import ENTRY_BYTES, hosted_store, reached_store, shared_part, store_answers
+from gossamer.transport.processes.store import (
+    ENTRY_BYTES,
+    Entries,
+    shared_part,
+    store_answers,
+)
 from gossamer.transport.secret import environment_secret
+from gossamer.transport.sockets.addresses import is_loopback
 
 log = logging.getLogger("gossamer")
 
@@ -38,9 +47,13 @@ def join(
     threads: int = 0,
     timeout_s: float = 300.0,
     group: bool = True,
+    fewer: bool = False,
+    keys: Keys | None = None,
     part_is: str = "stage",
 ) -> Member:
     """Makes this process the worker, or the part of one, that the environment of torchrun (or `run_local`) names.
+
+    With keys, and without a number in the environment, it is the first worker of its key that no other process is.
 
     Args:
         workers: the number of workers the run file asks for.
@@ -50,22 +63,32 @@ def join(
         threads: as `intra_op_threads` takes them.
         timeout_s: how long to wait for the others.
         part_is: what a process of a worker of several is called.
-        group: whether to make a process group; the workers of an elastic run only meet at the store, and may be fewer.
+        group: whether to make a process group; without one the workers only meet at the store.
+        fewer: whether some workers may be absent.
+        keys: those of the run, behind which the store is where machines meet at it.
     Raises: ConfigError when the environment does not fit, PeerError when workers do not come, TransportError when the
         store cannot be reached.
     """
-    if not group:
+    if fewer:
         workers = min(workers, _number("WORLD_SIZE"))
     sizes = sizes_of_workers(workers, parts)
-    rank, ranks = _rank(sizes), sum(sizes)
+    rank, ranks = None if keys is not None and not os.environ.get("RANK") else _rank(sizes), sum(sizes)
     where = device_of(device)
     backend = _backend(backend, where, ranks)
     torch.set_num_threads(intra_op_threads(threads, _number("LOCAL_WORLD_SIZE", default=ranks)))
     if where.type == "cuda":
         torch.cuda.set_device(where)
-    member = Member.at(rank, workers, where, _store(rank, timeout_s), sizes, environment_secret())
-    member = member._replace(part_is=part_is, timeout_s=timeout_s)
-    _assemble(member, backend if group else "elastic", timeout_s)
+    store, behind = _store(rank, timeout_s, keys)
+    with contextlib.ExitStack() as undo:
+        if keys is not None and behind is not None:
+            mine = [rank] if rank is not None else [r for r in sorted(keys.numbers(keys.certificate)) if r < ranks]
+            rank = _claimed(Entries(store, environment_secret(), timeout_s), mine, undo)
+            os.environ["RANK"] = str(rank)
+        assert rank is not None
+        member = Member.at(rank, workers, where, store, sizes, environment_secret())
+        member = member._replace(part_is=part_is, timeout_s=timeout_s, behind=behind)
+        _assemble(member, backend if group else "elastic" if fewer else "sockets", timeout_s)
+        undo.pop_all()
     if not group:
         return member
     use_interface_towards(os.environ["MASTER_ADDR"])
@@ -107,7 +130,7 @@ def launched(timeout_s: float) -> Member | None:
         raise ConfigError(f"RANK is {rank}; with WORLD_SIZE {n} it must be between 0 and {n - 1}, as torchrun sets it")
     where = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank
     if where not in _STORES:
-        _STORES[where] = _store(rank, timeout_s)
+        _STORES[where] = _store(rank, timeout_s)[0]
     return Member.at(rank, n, torch.device("cpu"), _STORES[where], secret=environment_secret())
 
 
@@ -216,7 +239,7 @@ def agree(
 
 
 def part(member: Member, timeout_s: float) -> None:
-    """Ends this process's use of the store, for runs that need it only at their start.
+    """Ends this process's use of the store: at the end of a run, or once all have started where none needs it afterwards.
 
     Where worker 0 hosts the store, it ends with worker 0's last reference to it. So worker 0 waits here until all the others have
     read what they need: the slowest asks a moment after the fastest has gone on. One that dies meanwhile costs `timeout_s`.
@@ -227,10 +250,12 @@ def part(member: Member, timeout_s: float) -> None:
             entries.set(names[member.rank - 1], "")
     elif _hosts_store(member.rank) and (late := entries.absent(names, timeout_s)):
         log.warning(
-            "%s may not have learnt how the run starts within %g s; look at their logs",
+            "%s may still need the store of the run, which ends with this process, after %g s; look at their logs",
             _workers([1 + rank for rank in late], member),
             timeout_s,
         )
+    if member.behind is not None:
+        member.behind.close()
 
 
 def _disagreement(
@@ -256,7 +281,7 @@ def leave(timeout_s: float = 5.0) -> bool:
         GPU waits for a peer that is gone), end the process by `os._exit`: a thread that came back now would abort it.
     """
     if not dist.is_initialized():
-        return True
+        return threads_end()  # those that have asked the store
     silent = hang_up()
     # It waits for transfers in flight, so for ever where a peer is gone; from a thread it can be given up.
     end = threading.Thread(target=dist.destroy_process_group, daemon=True)
@@ -265,21 +290,52 @@ def leave(timeout_s: float = 5.0) -> bool:
     return silent and not end.is_alive()
 
 
-def _store(rank: int, timeout_s: float) -> Store:
-    """The store that all workers share: torchrun's or the launcher's if they host one, else worker 0 does."""
+def _claimed(entries: Entries, ranks: Sequence[int], undo: contextlib.ExitStack) -> int:
+    """The first of these ranks that no other process has; it is free again when `undo` is closed. Raises: PeerError."""
+    token = secrets.token_hex(8)
+    with store_answers():
+        for rank in ranks:
+            if entries.first(f"place/{rank}", token) == token.encode():
+                undo.callback(_forgotten, entries, f"place/{rank}")
+                return rank
+    raise PeerError(
+        f"worker {', '.join(map(str, ranks))}, which this machine's key may be, is in the run already, or has been before it was "
+        "killed; end that one, or start the run on all machines again"
+    )
+
+
+def _forgotten(entries: Entries, name: str) -> None:
+    with contextlib.suppress(RuntimeError):  # the store is gone, and the entry with it
+        entries.remove(name)
+
+
+def _store(rank: int | None, timeout_s: float, keys: Keys | None = None) -> tuple[Store, KeyedStore | None]:
+    """The store that all workers share: torchrun's or the launcher's if they host one, else worker 0 does; and what carries it.
+
+    Args: `rank` is None for a process that joins with keys.
+    """
     host, port = os.environ.get("MASTER_ADDR"), _number("MASTER_PORT")
     if not host:
         raise ConfigError(_unset("MASTER_ADDR"))
-    hosts = _hosts_store(rank)
+    is_theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if keys is not None and is_theirs and host != "localhost" and not is_loopback(host):
+        raise ConfigError(
+            f"the run has [peers], and the launcher (torchrun) has a store at MASTER_ADDR = '{host}' that cannot encrypt; start "
+            "the first machine with --listen HOST:PORT and each other one with --join HOST:PORT, without it"
+        )
+    hosts, mine = rank is not None and _hosts_store(rank), rank
+    if keys is not None and rank is None:
+        mine = min(keys.numbers(keys.certificate), default=0)
+    needed = None if is_theirs else keys  # that of our own launcher is on loopback
     try:
-        store = (hosted_store if hosts else reached_store)(host, port, timeout_s)
+        store, behind = meeting_store(host, port, hosts=hosts, me=mine or 0, keys=needed, timeout_s=timeout_s)
     except (RuntimeError, OSError) as error:
-        advice = advised(host)
+        advice, me = advised(host), "this process" if rank is None else f"worker {rank}"
         raise TransportError(
-            f"worker {rank} could not {'open' if hosts else 'reach'} the store at {host}:{port} within {timeout_s:g} s "
+            f"{me} could not {'open' if hosts else 'reach'} the store at {host}:{port} within {timeout_s:g} s "
             f"({first_line(error)}); check that address and that its machine is up{advice and f'; {advice}'}"
         ) from error
-    return shared_part(store)
+    return shared_part(store), behind
 
 
 def _hosts_store(rank: int) -> bool:

@@ -23,9 +23,11 @@ import torch
 
 from gossamer.record.progress import counting_children
 from gossamer.stop_signals import deaf, has_launcher
+from gossamer.transport.keys import Keys
+from gossamer.transport.processes.keyed_store import meeting_store
 from gossamer.transport.processes.launch import intra_op_threads
 from gossamer.transport.processes.member import place_of, sizes_of_workers
-from gossamer.transport.processes.store import Entries, hosted_store, reached_store, report_fallen, shared_part
+from gossamer.transport.processes.store import Entries, hosted_store, report_fallen, shared_part
 from gossamer.transport.secret import SECRET, environment_secret, new_secret
 
 LISTENER = "GOSSAMER_LISTENER"
@@ -42,6 +44,8 @@ class Among(NamedTuple):
     host: str
     """The machine of rank 0, where the store of the run is."""
     port: int
+    keys: Keys | None = None
+    """Those of the run, behind which that store is."""
 
 
 Work = Callable[[Sequence[str]], int]
@@ -158,7 +162,8 @@ def _workers(
 
     def report(name: str, code: int) -> None:
         with contextlib.suppress(RuntimeError, OSError):  # that of worker 0, which may be gone or not there yet
-            shared = shared_part(store or reached_store(among.host, among.port, REPORT_S))
+            place = {"hosts": False, "me": among.first, "keys": among.keys, "timeout_s": REPORT_S}
+            shared = shared_part(store or meeting_store(among.host, among.port, **place)[0])
             report_fallen(Entries(shared, secret, REPORT_S), name, code)
 
     with _children(len(names), work, secret) as start:

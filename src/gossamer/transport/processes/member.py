@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
+from gossamer.transport.processes.keyed_store import KeyedStore
 from gossamer.transport.processes.store import Entries
 
 
@@ -49,6 +50,8 @@ class Member(NamedTuple):
     """What a part is called."""
     timeout_s: float = 300.0
     """How long the store has for each answer."""
+    behind: KeyedStore | None = None
+    """What carries the store, where it is reached through keys."""
 
     @property
     def entries(self) -> Entries:

@@ -172,6 +172,10 @@ class Entries(NamedTuple):
         """Writes an entry unless there is one, and returns the content of the one that counts."""
         return self.opened(name, self._ask(lambda: self.store.compare_set(name, "", self.sealed(name, text))))
 
+    def remove(self, name: str) -> None:
+        """Removes an entry, if it is there."""
+        self._ask(lambda: self.store.delete_key(name))
+
     def changed(self, name: str, change: Callable[[bytes | None], str | None]) -> bytes | None:
         """Writes what `change` makes of the content of an entry, and returns the content that counts then.
 

@@ -10,11 +10,13 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
+from torch import Tensor
+
 from gossamer.errors import GossamerError, RefusedError, TransportError
 from gossamer.transport.keys import Keys
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.header import LetterKind, Limits
-from gossamer.transport.sockets.letter import Letter, body_of, receive_letter, send_letter
+from gossamer.transport.sockets.letter import Letter, body_of, fresh_memory, receive_letter, send_letter
 from gossamer.transport.sockets.listener import Refusals
 
 REFUSAL_BYTES = 1000
@@ -22,6 +24,8 @@ PARTING_S = 5.0
 """How long the other end has to read why a connection ends."""
 SETTLES_S = 5.0
 """How often a connection that sends nothing looks whether the other end has all of it."""
+CLOSED = "it was closed"
+"""Why a connection is gone whose other end has said that nothing follows."""
 _LAST = {LetterKind.END, LetterKind.REFUSAL}
 
 
@@ -53,6 +57,10 @@ class Owner(NamedTuple):
     lost: Callable[["PeerConnection", str], None]
     """The connection is gone, and why; called once."""
     refusals: Refusals
+    sent: Callable[["PeerConnection", Letter], None] = lambda connection, letter: None
+    """A letter has left, and its body may change."""
+    memory: Callable[[int], Tensor] = fresh_memory
+    """Gives that of a body that comes."""
 
 
 class PeerConnection:
@@ -132,9 +140,10 @@ class PeerConnection:
             while (item := self._next_letter(channel)) is not None and not self._closed:
                 letter = item if isinstance(item, Letter) else item()
                 send_letter(channel, letter, self._owner.run)
+                self._owner.sent(self, letter)
                 if letter.kind is LetterKind.END:
                     return  # the connection lasts until the other end has closed, which the reader notices
-            self._end("it was closed")
+            self._end(CLOSED)
         except (OSError, GossamerError) as error:
             self._end(str(error))
 
@@ -157,10 +166,12 @@ class PeerConnection:
         owner = self._owner
         try:
             while (
-                letter := receive_letter(channel, owner.run, owner.limits, self._accepts, idle=True)
+                letter := receive_letter(
+                    channel, owner.run, owner.limits, self._accepts, idle=True, memory=owner.memory
+                )
             ).kind not in _LAST:
                 owner.heard(self, letter)
-            self._end("it was closed" if letter.kind is LetterKind.END else refused_by("it", letter))
+            self._end(CLOSED if letter.kind is LetterKind.END else refused_by("it", letter))
         except TransportError as error:
             owner.refusals.add(f"worker {self.peer}", error)
             # The owner goes on at once, and the other end has some seconds to read what was wrong.

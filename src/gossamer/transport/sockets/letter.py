@@ -19,6 +19,11 @@ from gossamer.transport.sockets.header import encode as encode_header
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
+def fresh_memory(size: int) -> Tensor:
+    """An uninitialised uint8 buffer of this many bytes."""
+    return torch.empty(size, dtype=torch.uint8)
+
+
 class Letter(NamedTuple):
     """One letter; its fields but the body are those of `LetterHead`."""
 
@@ -63,6 +68,7 @@ def receive_letter(
     *,
     idle: bool = False,
     deadline: float | None = None,
+    memory: Callable[[int], Tensor] = fresh_memory,
 ) -> Letter:
     """The next letter.
 
@@ -70,6 +76,7 @@ def receive_letter(
         accepts: whether a body of this size may follow such a letter, which has none yet.
         idle: allows the other end to be silent for ever before a letter begins.
         deadline: on the clock of `time.monotonic`, for all of it.
+        memory: gives that of the body.
     Raises: OSError when the connection is lost or stalls, TransportError for what is no letter, RefusedError for one that cannot
         be.
     """
@@ -83,7 +90,7 @@ def receive_letter(
             f"it sent {size} bytes as {letter.kind.name.lower()} in {letter.ticket}, which is not what may come now; all workers "
             "must run the same rule, codec and model",
         )
-    body = torch.empty(size, dtype=torch.uint8)
+    body = memory(size)
     channel.read_into(body.numpy().data, deadline)
     if size and wire.checksum(body) != check:
         raise RefusedError(

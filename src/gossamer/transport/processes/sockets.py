@@ -1,0 +1,361 @@
+"""One worker per process over encrypted connections: what a process group of torch is to a run without keys.
+
+gloo and NCCL cannot encrypt. So where a run has keys, each pair of workers has one connection of ours
+(`gossamer.transport.sockets`), which the worker of the higher number opens. No departure is tolerated: a message counts as soon
+as it is here, without the COMMIT of an elastic run, and a connection that is lost ends all who wait for something from it. Whom a
+worker waits for, and who failed first, is on the notice board in the store of the run, as over a process group.
+
+A payload that this worker has not announced yet waits inside its connection, whose reader stops: a worker that is ahead of its
+peers costs them no memory.
+"""
+
+import contextlib
+import queue
+import secrets
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from gossamer.errors import PeerError, RefusedError
+from gossamer.layout import Reused
+from gossamer.transport import wire
+from gossamer.transport.contract import Delivery, Sound, Ticket, Wait
+from gossamer.transport.elastic.ask import View, show
+from gossamer.transport.elastic.members import MemberStatus, SlotEntry, is_process
+from gossamer.transport.processes.group import GRACE_S, Way
+from gossamer.transport.processes.member import Member
+from gossamer.transport.processes.waiting import PeerWait
+from gossamer.transport.sockets.channel import Channel
+from gossamer.transport.sockets.connection import CLOSED, Endpoint, Owner, PeerConnection
+from gossamer.transport.sockets.handshake import dial
+from gossamer.transport.sockets.header import LIFE_LIMIT, WATCHER, LetterKind, Limits
+from gossamer.transport.sockets.letter import Letter
+from gossamer.transport.sockets.listener import Arrival, ConnectionLimit, Listener, Refusals
+
+_AGAIN_S = 0.1
+"""After a connection that could not be made."""
+_PARTING_S = 5.0
+"""How long the others have to read that this worker has ended."""
+
+
+class _Exchange:
+    """The messages of one ticket."""
+
+    def __init__(self) -> None:
+        self.likes: dict[int, tuple[Tensor, ...]] = {}
+        """The form of the message of each peer."""
+        self.came: dict[int, Tensor] = {}
+        self.pending: set[tuple[Way, int]] = set()
+        self.posted: tuple[tuple[Tensor, ...], Tensor] | None = None
+        """The frames that were posted last, which may go to further peers, and their bytes."""
+
+
+class _Peer(NamedTuple):
+    """What is known of another worker."""
+
+    connection: PeerConnection
+    arrivals: "queue.SimpleQueue[Channel]"
+    """The connection that it has opened."""
+
+
+class SocketTransport:
+    """The transport of this process over connections of its own; see `gossamer.transport.contract.Transport`.
+
+    Args:
+        member: which worker this process is, where the collected frames shall be, and the store of the notice board.
+        endpoint: where this process listens.
+        addresses: where each worker says that it listens already.
+    Raises: PeerError for what is no address.
+
+    Cost: no copy of a message that is one contiguous frame, one of any other, and those between a device and the host. Two
+        threads per peer.
+    """
+
+    keeps_frames = False
+
+    def __init__(self, member: Member, endpoint: Endpoint, addresses: Sequence[object]) -> None:
+        self.worker = me = member.worker
+        for worker, one in enumerate(addresses):
+            if not one or not is_process(one):
+                raise PeerError(
+                    f"worker {worker} published no address ({one!r:.60}); install the same gossamer version everywhere"
+                )
+        self._member, self._endpoint, self._addresses = member, endpoint, [str(one) for one in addresses]
+        self._patience = PeerWait(member, endpoint.timeout_s)
+        self._exchanges: dict[Ticket, _Exchange] = {}
+        self._deliveries: deque[Delivery] = deque(maxlen=1 << 14)  # nobody may ask for them, nor for waits
+        self._waits: deque[Wait] = deque(maxlen=1 << 14)
+        self._news = threading.Condition()
+        """Held by whoever looks at the exchanges or changes them; notified whenever a message has come or left."""
+        self._closed = False
+        self._lost: dict[int, str] = {}
+        """Why the connection with a worker is gone."""
+        self._rounds = dict.fromkeys(range(member.workers), 0)
+        """The newest round of which each has sent a message."""
+        self._began_s: dict[int, float] = {}
+        """When the header of the message that is coming from a peer was read."""
+        self._nonce = secrets.randbelow(LIFE_LIMIT)
+        self._refusals, self._guests = Refusals(), ConnectionLimit()
+        most = LIFE_LIMIT - 1  # what a message may be is known once its exchange is announced (`_accepts`)
+        self._owner = Owner(
+            me,
+            endpoint.run,
+            Limits(member.workers, most, most, most),
+            endpoint.timeout_s,
+            self._accepts,
+            self._heard,
+            self._gone,
+            self._refusals,
+            self._left,
+            Reused(sys.maxsize).take,  # to touch fresh memory costs as much as a transfer over loopback
+        )
+        arrivals = {peer: queue.SimpleQueue[Channel]() for peer in range(member.workers) if peer != me}
+        self._peers = {peer: _Peer(self._connection(peer, came), came) for peer, came in arrivals.items()}
+        self._listener = Listener(
+            endpoint.listener, endpoint.secret, endpoint.run, self._arrived, self._refusals, keys=endpoint.keys
+        )
+
+    def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor], sound: Sound | None = None) -> None:
+        """Announces that `peer` will send frames of these shapes and dtypes; from now on its bytes are read.
+
+        Raises: TransportError when the message would be larger than `wire.LIMIT_BYTES`.
+        """
+        wire.frames_bytes(like)
+        with self._news:
+            exchange = self._exchanges.setdefault(ticket, _Exchange())
+            assert peer not in exchange.likes, (ticket, peer)
+            exchange.likes[peer] = tuple(like)
+            exchange.pending.add(("from", peer))
+            self._news.notify_all()
+
+    def post(self, ticket: Ticket, peer: int, frames: Sequence[Tensor]) -> None:
+        """Starts sending; the frames must stay unchanged until `ready(ticket)`."""
+        with self._news:
+            exchange = self._exchanges.setdefault(ticket, _Exchange())
+        if exchange.posted is None or [*map(id, exchange.posted[0])] != [*map(id, frames)]:
+            exchange.posted = (*frames,), wire.on_host(wire.pack_frames(frames))
+        letter = Letter(LetterKind.PAYLOAD, self.worker, ticket, round=ticket.round, body=exchange.posted[1])
+        with self._news:
+            exchange.pending.add(("to", peer))
+            self._rounds[self.worker] = max(self._rounds[self.worker], ticket.round)
+        self._peers[peer].connection.send(letter)
+
+    def ready(self, ticket: Ticket) -> bool:
+        """Whether everything expected under the ticket has come and everything posted has left.
+
+        Raises: PeerError when a peer died or has sent what does not fit.
+        """
+        with self._news:
+            exchange = self._exchanges.setdefault(ticket, _Exchange())
+            failed = self._failed(exchange)
+            if failed is None:
+                return not exchange.pending
+        raise self._patience.failed(ticket.round, self._member.rank_of(failed), self._cause(failed))
+
+    def wait(self, ticket: Ticket) -> None:
+        """Returns once `ready(ticket)`.
+
+        Raises: PeerError after the timeout, or as soon as a failure is known, naming the worker that failed first if that can be
+            known.
+        """
+        start_s = time.perf_counter()
+        with self._news:
+            exchange = self._exchanges.setdefault(ticket, _Exchange())
+        self._patience.wait(ticket.round, lambda seconds: self._missing(exchange, seconds))
+        self.ready(ticket)
+        self._waits.append(Wait(ticket, start_s, time.perf_counter()))
+
+    def collect(self, ticket: Ticket) -> dict[int, list[Tensor]]:
+        """The frames that came under a ticket that is ready, by peer; forgets the ticket."""
+        with self._news:
+            exchange = self._exchanges.pop(ticket, None) or _Exchange()
+        assert not exchange.pending, f"{ticket} is not ready"
+        return {
+            peer: wire.unpack_frames(exchange.came[peer].to(self._member.device), like)
+            for peer, like in sorted(exchange.likes.items())
+        }
+
+    def broadcast(self, data: Tensor) -> None:
+        """Overwrites flat bytes in host memory with those of worker 0, before the first exchange. Raises: as `wait`."""
+        # Of a leg that no exchange has: worker 0 may have posted its first message before another has this.
+        ticket = Ticket(0, leg=2)
+        for peer in self._peers if self.worker == 0 else (0,):
+            if self.worker == 0:
+                self.post(ticket, peer, [data])
+            else:
+                self.expect(ticket, peer, [data])
+        self.wait(ticket)
+        for frames in self.collect(ticket).values():
+            data.copy_(frames[0])
+
+    def deliveries(self) -> list[Delivery]:
+        """The messages received since the last call."""
+        # Threads append meanwhile, which needs no lock: what comes later is returned by the next call.
+        return [self._deliveries.popleft() for _ in range(len(self._deliveries))]
+
+    def waits(self) -> list[Wait]:
+        """The times that `wait` blocked its caller since the last call."""
+        waited = list(self._waits)
+        self._waits.clear()
+        return waited
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Ends all connections, once the others have read what is queued, or `at_once`. A second call does nothing."""
+        with self._news:
+            if self._closed:
+                return
+            self._closed = True
+            self._news.notify_all()  # readers that wait for an announcement
+        self._listener.close()
+        self._listener.hang_up()
+        self._guests.close()
+        # At the same time: a peer that hangs costs these seconds once, and not for each that hangs.
+        limit_s = 0.0 if at_once else min(_PARTING_S, self._endpoint.timeout_s)
+        enders = [threading.Thread(target=peer.connection.finish, args=(limit_s,)) for peer in self._peers.values()]
+        for ender in enders:
+            ender.start()
+        for ender in enders:
+            ender.join()
+        self._exchanges.clear()
+
+    # --- the connections ----------------------------------------------------------------------------------------------
+
+    def _connection(self, peer: int, arrivals: "queue.SimpleQueue[Channel]") -> PeerConnection:
+        endpoint = self._endpoint
+
+        def dialled() -> Channel:
+            deadline = time.monotonic() + endpoint.timeout_s
+            while True:
+                try:
+                    return dial(
+                        self._addresses[peer],
+                        endpoint.secret,
+                        run=endpoint.run,
+                        me=self.worker,
+                        timeout_s=endpoint.timeout_s,
+                        keys=endpoint.keys,
+                        whom=peer,
+                    )
+                except (RefusedError, ConnectionRefusedError):  # it would be so again
+                    raise
+                except (OSError, PeerError):  # where all dial at once, a listener hangs up on those that are too many
+                    if self._closed or time.monotonic() >= deadline:
+                        raise
+                time.sleep(_AGAIN_S)
+
+        def came() -> Channel:
+            try:
+                return arrivals.get(timeout=endpoint.timeout_s)
+            except queue.Empty:
+                raise TimeoutError(f"it did not connect for {endpoint.timeout_s:g} s") from None
+
+        return PeerConnection(peer, self._owner, dialled if peer < self.worker else came)
+
+    def _arrived(self, arrival: Arrival) -> None:
+        """Somebody has connected who has shown a key of the run."""
+        channel, host, number, same = arrival
+        channel.wait_at_most(self._endpoint.timeout_s)
+        if same and number == WATCHER:
+            self._guests.admit(channel, host)
+            with channel, contextlib.suppress(OSError):
+                show(channel, self._view(), self._endpoint.run)
+            self._guests.release(channel)
+            return
+        if same and number in self._peers and number > self.worker:
+            # Whoever has its key could open any number of them: the first counts, and others never get any farther.
+            peer = self._peers[number]
+            if peer.connection.channel is None and peer.arrivals.empty() and not self._closed:
+                peer.arrivals.put(channel)
+                return
+        channel.close()
+        self._refusals.add(
+            host,
+            RefusedError("bounds" if same else "other run", f"it calls itself worker {number}, which nobody awaits"),
+        )
+
+    def _accepts(self, connection: PeerConnection, letter: Letter, size: int) -> bool:
+        peer, ticket = connection.peer, letter.ticket
+        if letter.kind is not LetterKind.PAYLOAD:
+            return False
+        with self._news:
+            # It may be ahead of this worker. Until the exchange is announced, its bytes stay in the connection.
+            self._news.wait_for(lambda: self._closed or self._expects(ticket, peer))
+            if self._closed:
+                raise ConnectionError(CLOSED)
+            self._began_s[peer] = time.perf_counter()
+            return size == wire.frames_bytes(self._exchanges[ticket].likes[peer])
+
+    def _expects(self, ticket: Ticket, peer: int) -> bool:
+        exchange = self._exchanges.get(ticket)
+        return exchange is not None and ("from", peer) in exchange.pending
+
+    def _heard(self, connection: PeerConnection, letter: Letter) -> None:
+        peer, began_s, now_s = connection.peer, self._began_s[connection.peer], time.perf_counter()
+        self._deliveries.append(Delivery(letter.ticket, peer, letter.body.numel(), now_s - began_s, began_s))
+        with self._news:
+            self._rounds[peer] = max(self._rounds[peer], letter.round)
+            exchange = self._exchanges[letter.ticket]
+            exchange.came[peer] = letter.body
+            self._settle(exchange, "from", peer)
+
+    def _left(self, connection: PeerConnection, letter: Letter) -> None:
+        """A message has left this process."""
+        with self._news:
+            if letter.kind is LetterKind.PAYLOAD and (exchange := self._exchanges.get(letter.ticket)) is not None:
+                self._settle(exchange, "to", connection.peer)
+
+    def _settle(self, exchange: _Exchange, way: Way, peer: int) -> None:
+        exchange.pending.discard((way, peer))
+        if not exchange.pending:
+            self._news.notify_all()
+
+    def _gone(self, connection: PeerConnection, why: str) -> None:
+        # A peer that has ended after the last message may be noticed before this process has noted that the message left.
+        if not self._closed:
+            time.sleep(GRACE_S)
+        with self._news:
+            self._lost[connection.peer] = why
+            self._news.notify_all()
+
+    # --- whom it waits for --------------------------------------------------------------------------------------------
+
+    def _failed(self, exchange: _Exchange) -> int | None:
+        """The lowest peer of those that an exchange waits for and that are gone."""
+        return min((peer for _, peer in exchange.pending if peer in self._lost), default=None)
+
+    def _missing(self, exchange: _Exchange, seconds: float) -> list[int]:
+        """Waits at most so long, and returns the ranks that the exchange still waits for; none once it is done or has failed."""
+        with self._news:
+            if self._news.wait_for(lambda: not exchange.pending or self._failed(exchange) is not None, seconds):
+                return []
+            receives = sorted(peer for way, peer in exchange.pending if way == "from")
+            return [*map(self._member.rank_of, receives or sorted(peer for _, peer in exchange.pending))]
+
+    def _cause(self, peer: int) -> Literal["closed", "foreign", "changed"]:
+        """What was wrong with a peer whose connection is gone."""
+        refused = {what.rpartition(": ")[2] for what in self._refusals.counts if what.startswith(f"worker {peer}: ")}
+        return "changed" if "checksum" in refused else "foreign" if refused else "closed"
+
+    def _view(self) -> View:
+        """What this worker knows of all, for whoever asks how the run is doing."""
+        now_s = time.monotonic()
+        with self._news:
+            status = {
+                peer: MemberStatus.ALIVE
+                if peer not in self._lost
+                else MemberStatus.LEFT
+                if self._lost[peer] == CLOSED
+                else MemberStatus.SUSPECT
+                for peer in range(len(self._addresses))
+            }
+            entries = [
+                SlotEntry(slot, 0, 0, status[slot], 0, address, self._rounds[slot])
+                for slot, address in enumerate(self._addresses)
+            ]
+        moved = {slot: peer.connection.moved_s for slot, peer in self._peers.items()}
+        return View(self.worker, entries, {slot: now_s - s for slot, s in moved.items() if s}, self._refusals.counts)

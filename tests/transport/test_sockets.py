@@ -1,0 +1,147 @@
+"""Connections of a run in rounds with keys: each worker a thread here, over loopback, with one notice board."""
+
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from test_transport import frames_of, same
+from torch.distributed import HashStore
+
+from gossamer.errors import LostConnectionError, PeerError, RefusedError
+from gossamer.transport.contract import Ticket
+from gossamer.transport.elastic.ask import look
+from gossamer.transport.processes.member import Member
+from gossamer.transport.processes.sockets import SocketTransport
+from gossamer.transport.sockets.channel import Channel
+from gossamer.transport.sockets.connection import Endpoint
+from gossamer.transport.sockets.handshake import dial
+from gossamer.transport.sockets.header import LetterKind, Limits
+from gossamer.transport.sockets.letter import Letter
+
+RUN, SECRET, N = 7, b"known to all workers of this run", 3
+TIMEOUT_S = 4.0
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SocketTransport]]:
+    """The connections of three workers, each of which somebody hangs up on once: a listener that too many dial at once does."""
+    left = {(1, 0), (2, 0), (2, 1)}
+
+    def hung_up_on(address: str, secret: bytes, *, me: int, whom: int, **how: Any) -> Channel:
+        if (me, whom) in left:
+            left.remove((me, whom))
+            raise LostConnectionError("it was lost during the handshake")
+        return dial(address, secret, me=me, whom=whom, **how)
+
+    monkeypatch.setattr("gossamer.transport.processes.sockets.dial", hung_up_on)
+    store, listeners = HashStore(), [socket.create_server(("127.0.0.1", 0)) for _ in range(N)]
+    addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
+    made = [
+        SocketTransport(
+            Member.at(i, N, torch.device("cpu"), store, secret=SECRET),
+            Endpoint(listener, RUN, SECRET, TIMEOUT_S),
+            addresses,
+        )
+        for i, listener in enumerate(listeners)
+    ]
+    try:
+        yield made
+        assert not left
+    finally:
+        for one in made:
+            one.close(at_once=True)
+
+
+def exchange(workers: list[SocketTransport], ticket: Ticket) -> list[dict[int, list[torch.Tensor]]]:
+    """What each has of the frames that all send to all; frames of worker i have the seed i."""
+
+    def take_part(me: SocketTransport) -> dict[int, list[torch.Tensor]]:
+        others = [i for i in range(N) if i != me.worker]
+        for i in others:
+            me.expect(ticket, i, frames_of(i))
+        for i in others:
+            me.post(ticket, i, frames_of(me.worker))
+        me.wait(ticket)
+        return me.collect(ticket)
+
+    with ThreadPoolExecutor(N) as threads:
+        return list(threads.map(take_part, workers))
+
+
+def test_frames_of_every_form_arrive_from_all_and_are_timed(workers: list[SocketTransport]) -> None:
+    for round in range(3):
+        for me, got in enumerate(exchange(workers, Ticket(round))):
+            assert got.keys() == {*range(N)} - {me} and all(same(got[i], frames_of(i)) for i in got)
+    deliveries = workers[0].deliveries()
+    assert sorted((one.ticket.round, one.peer) for one in deliveries) == [(r, i) for r in range(3) for i in (1, 2)]
+    assert all(one.seconds >= 0 and one.payload_bytes for one in deliveries) and len(workers[0].waits()) == 3
+
+
+def test_messages_of_a_worker_that_is_ahead_wait_until_they_are_announced(workers: list[SocketTransport]) -> None:
+    ahead, behind, frame = workers[0], workers[1], [torch.arange(1000.0)]
+    for round in range(20):
+        ahead.post(Ticket(round), 1, frame)
+    time.sleep(0.1)
+    for round in range(20):
+        behind.expect(Ticket(round), 0, frame)
+        behind.wait(Ticket(round))
+        assert same(behind.collect(Ticket(round))[0], frame)
+    ahead.wait(Ticket(19))  # what was posted has left, and its memory may change
+
+
+def test_a_message_that_came_counts_though_its_sender_has_ended_and_another_names_it(
+    workers: list[SocketTransport],
+) -> None:
+    frame = [torch.ones(5)]
+    workers[1].expect(Ticket(3), 0, frame)
+    workers[0].post(Ticket(3), 1, frame)
+    workers[0].wait(Ticket(3))
+    workers[0].close()
+    workers[1].wait(Ticket(3))
+    assert same(workers[1].collect(Ticket(3))[0], frame)
+    workers[1].expect(Ticket(4), 0, frame)
+    with pytest.raises(PeerError, match="worker 0 closed its connection in round 4; it was ended or ended early"):
+        workers[1].wait(Ticket(4))
+    # It waits for a worker that lives, and learns from the notice board who failed first.
+    workers[2].expect(Ticket(4), 1, frame)
+    with pytest.raises(PeerError, match="worker 0 closed its connection in round 4, as worker 1 reported"):
+        workers[2].wait(Ticket(4))
+
+
+def test_a_message_of_another_size_ends_the_connection_and_names_its_sender(workers: list[SocketTransport]) -> None:
+    workers[1].expect(Ticket(0), 0, [torch.ones(5)])
+    workers[0].post(Ticket(0), 1, [torch.ones(6)])
+    with pytest.raises(PeerError, match="worker 0 sent bytes that do not match the agreed message in round 0"):
+        workers[1].wait(Ticket(0))
+
+
+def test_a_worker_that_sends_nothing_is_named_after_the_timeout(workers: list[SocketTransport]) -> None:
+    workers[1].expect(Ticket(0), 0, [torch.ones(5)])
+    with pytest.raises(PeerError, match=f"worker 0 did not answer for {TIMEOUT_S:g} s in round 0"):
+        workers[1].wait(Ticket(0))
+
+
+def test_a_second_connection_in_a_workers_name_takes_no_part_and_a_watcher_learns_of_all(
+    workers: list[SocketTransport],
+) -> None:
+    exchange(workers, Ticket(5))
+    address = workers[0]._addresses[0]
+    with dial(address, SECRET, run=RUN, me=2, timeout_s=TIMEOUT_S) as channel, pytest.raises(ConnectionError):
+        channel.read(1)
+    with pytest.raises(RefusedError, match="runs another configuration"):
+        dial(address, SECRET, run=RUN + 1, me=2, timeout_s=TIMEOUT_S)
+    view = look(address, SECRET, run=RUN, limits=Limits(N, 9, 9), timeout_s=TIMEOUT_S)
+    assert [(one.status.name, one.round) for one in view.entries] == [("ALIVE", 5)] * N
+    assert view.silent_s.keys() == {1, 2} and sum(view.refused.values()) == 2
+    exchange(workers, Ticket(6))
+
+
+def test_a_letter_that_is_no_payload_ends_the_connection(workers: list[SocketTransport]) -> None:
+    workers[0]._peers[1].connection.send(Letter(LetterKind.PING, 0))
+    workers[1].expect(Ticket(0), 0, [torch.ones(5)])
+    with pytest.raises(PeerError, match="worker 0 sent bytes that do not match"):
+        workers[1].wait(Ticket(0))
