@@ -39,6 +39,7 @@ from gossamer.rounds.loop import OuterLoop
 from gossamer.rounds.mean_model import mean_of, mean_over_workers
 from gossamer.rules import RULES, make_rule
 from gossamer.run.config.recipes import missing, recipes
+from gossamer.settings.over_time import timetable_of
 from gossamer.testing.drifted_workers import flat_layout as layout
 from gossamer.topologies import make_topology
 from gossamer.transport.memory import MemoryNetwork, MemoryTransport
@@ -858,7 +859,9 @@ def test_messages_of_every_rule_are_compared_and_no_bit_changes(rule, topology, 
         meters, network, xs = [Meter() for _ in range(4)], MemoryNetwork(4), [torch.ones(64) for _ in range(4)]
         m = Method(rule, topology, codec, gossamer.Schedule(), PLAIN)
         loops = [
-            OuterLoop(m, network.transport(i), [(x, layout(64))], local_steps=1, full_steps=1, seed=0)
+            OuterLoop(
+                m, network.transport(i), [(x, layout(64))], local_steps=1, timetable=timetable_of(((0, 1),)), seed=0
+            )
             for i, x in enumerate(xs)
         ]
         for round in range(3):

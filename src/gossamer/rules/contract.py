@@ -161,6 +161,9 @@ class Rule(NamedTuple):
     """`adapted(s)` is the rank of the next message, from which the local steps of the next round follow; None for rules whose
     messages all have one size. It must follow from what all workers have received alike, as they must decide alike."""
 
+    at: Callable[[int, int], "Rule"] | None = None
+    """`at(step, steps)` is the rule with the numbers that are in force at an inner step of a run of so many (0: not known), where
+    some change over a run; None where none do. It keeps the same state. The factory decorator fills it in."""
     distrusts: Callable[[Tree], Tensor] | None = None
     """`distrusts(s)` is how many messages of each of the n workers were shortened, and how many declined, so far `[2, n]`; None
     for rules that take every message as it is."""
