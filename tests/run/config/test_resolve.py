@@ -135,6 +135,34 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         ),
         ["run.local_steps changes", "schedule.overlap_steps = 3", "schedule.fragments = 1"],
     ),
+    "synchronous start and asynchronous": (
+        Combination(kind="server", server="async_sgd", networks={}, synchronous_steps=3),
+        ["run.synchronous_steps is 3", "asynchronously"],
+    ),
+    "synchronous start and elastic": (
+        Combination(rule=gasloc(), topology=random(4), elastic=True, synchronous_steps=3),
+        ["run.synchronous_steps is 3", "run.elastic is true", "all workers in every step"],
+    ),
+    "synchronous start and adapt": (
+        Combination(driver="train", rule=gasloc(), topology=random(4), adapt=True, synchronous_steps=3),
+        ["run.synchronous_steps is 3", "run.adapt"],
+    ),
+    "synchronous start and gradients": (
+        Combination(rule=data_parallel(), topology=complete(3), synchronous_steps=3),
+        ["run.synchronous_steps is 3", "'data_parallel'", "remove run.synchronous_steps"],
+    ),
+    "synchronous start and experts": (
+        EXPERTS._replace(synchronous_steps=3),
+        ["run.synchronous_steps is 3", "model.experts.holders"],
+    ),
+    "synchronous start and processes": (
+        Combination(driver="train", rule=diloco(), topology=complete(4), shards=2, synchronous_steps=3),
+        ["run.synchronous_steps is 3", "run.shards is 2"],
+    ),
+    "synchronous start and several sends": (
+        Combination(rule=diloco(), topology=complete(4), schedule=Schedule(fragments=2), synchronous_steps=3),
+        ["run.synchronous_steps is 3", "2 parts", "send once a round"],
+    ),
     "Outer and rule that adapts": (
         Combination(driver="library", rule=dilocox(adapt_every=2), topology=complete(4)),
         ["'dilocox' with adapt_every = 2", "Outer"],

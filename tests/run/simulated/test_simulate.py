@@ -239,6 +239,16 @@ def test_a_synchronous_start_is_data_parallelism_and_ends_with_equal_workers_and
             assert kept and all(torch.equal(leaf, x) or not leaf.any() for leaf in kept)
 
 
+def test_rounds_grow_as_the_learning_rate_comes_down_and_a_resume_keeps_the_length_that_they_follow(tmp_path):
+    qsr = {"shape": "qsr", "base": 2, "alpha": 0.003}
+    config = single(run__steps=40, run__local_steps=qsr, run__checkpoint_every=1)
+    simulate(config, tmp_path / "run", until=2)
+    with pytest.raises(ConfigError, match=r"rounds would begin at other inner steps.*leave .*run\.steps as they were"):
+        simulate(single(run__steps=60, run__local_steps=qsr), tmp_path / "run", resume=True)
+    simulate(config, tmp_path / "run", resume=True)
+    assert read_trace(tmp_path / "run").steps[:, 0].tolist() == [9, 9, 18, 4]
+
+
 def test_training_lowers_the_loss_on_text_that_was_held_out(tmp_path):
     config = single(
         run__steps=30, run__local_steps=5, run__eval_every=5, inner__lr=8e-3, data__batch_size=8, data__seq_len=32

@@ -24,7 +24,7 @@ from gossamer.rounds.schedule import Schedule
 from gossamer.run.config.pipeline import PipelineConfig
 from gossamer.run.config.run_file import LoopSettings, RunLength
 from gossamer.run.config.user_parts import UserParts
-from gossamer.settings.over_time import Steps, EqualRounds
+from gossamer.settings.over_time import EqualRounds, Steps
 from gossamer.topologies import Topology
 from gossamer.transport.keys import Peer
 
