@@ -220,7 +220,11 @@ _SCHEDULE = (
     ),
     Incompatibility(
         "local steps that change and overlap",
-        lambda c: len({_lags(c.schedule, c.rule, full_steps) for full_steps in c.all_full_steps}) > 1,
+        lambda c: (
+            c.timetable is not None
+            and max(c.schedule.slots, c.schedule.overlap_steps) <= min(c.all_full_steps)  # else it is refused already
+            and len({_lags(c.schedule, c.rule, full_steps) for full_steps in {*c.all_full_steps}}) > 1
+        ),
         lambda c: (
             f"run.local_steps changes, and with schedule.fragments = {c.schedule.fragments}, schedule.sends = {c.schedule.sends} "
             f"and schedule.overlap_steps = {c.schedule.overlap_steps} some parts would be received in the round that sends them "
