@@ -39,6 +39,7 @@ from gossamer.rounds.loop import OuterLoop
 from gossamer.rounds.mean_model import mean_of, mean_over_workers
 from gossamer.rules import RULES, make_rule
 from gossamer.run.config.recipes import missing, recipes
+from gossamer.settings.over_time import timetable_of
 from gossamer.testing.drifted_workers import flat_layout as layout
 from gossamer.topologies import make_topology
 from gossamer.transport.memory import MemoryNetwork, MemoryTransport
@@ -113,6 +114,43 @@ def test_saved_and_loaded_after_any_step_it_continues_to_the_same_bits(rule, sch
     train(again, second, 15, seed=1)
     assert (second.rounds, second.steps) == (loop.rounds, loop.steps) == divmod(steps + 15, 6)
     assert torch.equal(flat(whole), flat(again))
+
+
+def test_local_steps_and_numbers_of_a_rule_change_in_a_loop_of_ones_own_and_go_on_from_a_saved_state():
+    def loop():
+        model = net()
+        rule = make_rule("diloco", lr={0: 0.5, 2: 0.9}, momentum={"shape": "cosine", "to": 0.1, "steps": 8})
+        return model, gossamer.Outer(model, rule, local_steps={0: 1, 2: 3})
+
+    model, outer = loop()
+    ended, states = [], {}
+    for step in range(8):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.1 * (step + 1))
+        ended.append(outer.step())
+        states[step] = [p.detach().clone() for p in model.parameters()], outer.state_dict()
+    assert ended == [True, True, False, False, True, False, False, True] and outer.steps_taken == 8
+    again, resumed = loop()
+    with torch.no_grad():
+        for p, saved in zip(again.parameters(), states[3][0], strict=True):
+            p.copy_(saved)
+    resumed.load_state_dict(states[3][1])
+    for step in range(4, 8):
+        with torch.no_grad():
+            for p in again.parameters():
+                p.add_(0.1 * (step + 1))
+        assert resumed.step() == ended[step]
+    assert torch.equal(flat(model), flat(again))
+    with pytest.raises(CheckpointError, match="local steps"):
+        gossamer.Outer(net(), outer.method.rule, local_steps={0: 1, 2: 4}).load_state_dict(states[3][1])
+    for wrong, words in (
+        ({3: 1}, "local_steps begins at inner step 3"),
+        ({0: 1, 2: 0}, r"local_steps\[2\] = 0, which must be a whole number"),
+        ({"shape": "qsr", "base": 1, "alpha": 0.1}, "Outer does not know yours"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            gossamer.Outer(net(), "gossip", local_steps=wrong)
 
 
 def test_a_state_goes_into_a_loop_that_has_ended_a_round_and_into_none_that_is_within_one():
@@ -858,7 +896,9 @@ def test_messages_of_every_rule_are_compared_and_no_bit_changes(rule, topology, 
         meters, network, xs = [Meter() for _ in range(4)], MemoryNetwork(4), [torch.ones(64) for _ in range(4)]
         m = Method(rule, topology, codec, gossamer.Schedule(), PLAIN)
         loops = [
-            OuterLoop(m, network.transport(i), [(x, layout(64))], local_steps=1, full_steps=1, seed=0)
+            OuterLoop(
+                m, network.transport(i), [(x, layout(64))], local_steps=1, timetable=timetable_of(((0, 1),)), seed=0
+            )
             for i, x in enumerate(xs)
         ]
         for round in range(3):

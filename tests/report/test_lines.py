@@ -18,6 +18,9 @@ from gossamer.record.logs.trace import read_trace
 from gossamer.report.reading.follow import FollowedRun
 from gossamer.report.reading.lines import KINDS_OF_FILES, line_of_kind, run_file_of
 from gossamer.run.config.document import load_run
+from gossamer.run.config.resolve import settings_of
+from gossamer.run.config.run_file import dump
+from tiny import tiny
 
 SAMPLES = Path(__file__).parents[1] / "samples" / "0.1.0"
 FILES = sorted(path for kind in KINDS_OF_FILES for path in SAMPLES.glob(f"*/{kind}*.jsonl") if path.stat().st_size)
@@ -100,3 +103,16 @@ def test_a_record_that_is_a_link_to_nothing_is_no_record_that_is_missing(tmp_pat
     with pytest.raises(OSError, match="No such file"):
         keep_before(tmp_path / "metrics.jsonl", 1)
     assert not (tmp_path / "away").exists()
+
+
+def test_a_run_whose_local_steps_change_is_shown_with_its_own_rounds(tmp_path: Path) -> None:
+    qsr = {"shape": "qsr", "base": 2, "alpha": 0.003}
+    for steps, local_steps in ((12, {"0": 1, "4": [4, 2, 4]}), (40, qsr)):
+        config = tiny(run__steps=steps, run__local_steps=local_steps, run__synchronous_steps=2)
+        (tmp_path / "run.toml").write_text(dump(config))
+        shown = run_file_of(tmp_path / "run.toml")
+        assert shown.timetable == config.timetable and shown.rounds == config.rounds
+        assert shown.steps_before(shown.rounds) * config.step_tokens == sum(settings_of(config).worker_tokens)
+    (tmp_path / "run.toml").write_text(dump(config).replace('"qsr"', '"x"'))
+    with pytest.raises(DataError, match="local_steps"):
+        run_file_of(tmp_path / "run.toml")

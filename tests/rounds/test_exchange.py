@@ -38,6 +38,7 @@ from gossamer.rules import (
     sparta,
     weighted,
 )
+from gossamer.settings.over_time import timetable_of
 from gossamer.testing.drifted_workers import flat_layout as layout
 from gossamer.testing.drifted_workers import random_drift, random_vectors
 from gossamer.topologies import make_topology
@@ -375,7 +376,7 @@ def test_a_loop_asks_who_takes_part_in_a_round_that_it_announces_and_in_none_bef
             network.transport(i),
             [(x, layout(4))],
             local_steps=1,
-            full_steps=1,
+            timetable=timetable_of(((0, 1),)),
             seed=0,
             membership=Membership(participants),
         )

@@ -13,8 +13,9 @@ from gossamer.errors import ConfigError, PairingError
 from gossamer.layout import Layout, Leaf, arrange
 from gossamer.rounds.compatibility import incompatibilities
 from gossamer.rounds.compatibility.combination import Combination
+from gossamer.rounds.compatibility.combine import settled_rule, warnings_of
 from gossamer.rounds.schedule import Schedule
-from gossamer.rules import RULES, data_parallel, diloco, eager, gasloc, gossip, local_sgd
+from gossamer.rules import RULES, data_parallel, diloco, eager, gasloc, gossip, local_sgd, make_rule
 from gossamer.testing.drifted_workers import random_drift, random_vectors
 from gossamer.topologies import make_topology
 from gossamer.tree import leaves
@@ -125,6 +126,51 @@ def test_alone_and_without_overlap_each_fragment_has_an_outer_nesterov_of_its_ow
             walked = end
         rest = sum((drift(0, step, start[0])[a:b] for step in range(walked, 15)), torch.zeros(b - a))
         torch.testing.assert_close(xs[0][a:b], x.detach() + rest)
+
+
+@pytest.mark.parametrize("wrapper", [{}, {"restarted": {"every": 4}}])
+def test_a_rule_whose_numbers_change_is_the_one_with_each_of_them_in_its_rounds(wrapper):
+    """With two steps to a round the entry at step 5 is in force from round 3 on."""
+    topology, start, drift = make_topology("random", 4), random_vectors(4, P), random_drift(P)
+    first, then = ({"lr": 0.4, "momentum": 0.1}, {"lr": 0.7, "momentum": 0.1})
+    changing = make_rule("gasloc", lr={0: 0.4, 5: 0.7}, momentum={"0": 0.1}, **wrapper)
+    whole, states = play(changing, topology, start, 6, drift, steps=2)
+    half, kept = play(make_rule("gasloc", **first, **wrapper), topology, start, 3, drift, steps=2)
+    rest, last = play(make_rule("gasloc", **then, **wrapper), topology, half, 3, drift, steps=2, states=kept, first=3)
+    assert all(map(torch.equal, whole, rest)) and all(map(torch.equal, leaves(tuple(states)), leaves(tuple(last))))
+    same, _ = play(make_rule("gasloc", **first, **wrapper), topology, start, 6, drift, steps=2)
+    assert not torch.equal(whole[0], same[0])
+    assert changing.options["lr"] == {"0": 0.4, "5": 0.7} and changing.at(5, 12).options["lr"] == 0.7
+
+
+def test_what_cannot_change_over_a_run_is_refused_with_the_line_that_would_do():
+    for options, words in (
+        ({"lr": {4: 0.5}}, "rule.lr begins at inner step 4.*write rule.lr = { 0 = 0.5, 4 = 0.5 }"),
+        ({"lr": {0: 0.5, 9: 1.1, 4: 0.7}}, "do not ascend; write rule.lr = { 0 = 0.5, 4 = 0.7, 9 = 1.1 }"),
+        ({"lr": {0: 0.5, 4: -1.0}}, "lr.4 = -1.0, which must be a number above 0"),
+        ({"alpha": {0: "auto"}}, "only numbers change over a run"),
+        ({"form": {0: "post"}}, "form = {0: 'post'}, which must be one of"),
+        ({"lr": {"shape": "cosine"}}, 'write rule.lr = { shape = "cosine", to = ... }'),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            gasloc(**options)
+    four = {"topology": make_topology("random", 4), "steps": 8}
+    for rule, words in (
+        (
+            gasloc(lr={0: 0.5, 8: 0.7}),
+            r"entry at inner step 8, and run.steps is 8.*write rule.lr = { 0 = 0.5 }, or raise",
+        ),
+        (gasloc(lr={0: 0.5, 4: 1.0}), "keeps another state, as with lr = 1"),
+        (gasloc(alpha="auto", momentum={0: 0.5, 4: 0.6}), "alpha = 'auto' and numbers that change"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            settled_rule(Combination(rule=rule, **four))
+    endless = Combination(rule=gasloc(lr={"shape": "cosine", "to": 0.1}), **{**four, "steps": 0})
+    with pytest.raises(ConfigError, match="whose length is not known here; add steps"):
+        settled_rule(endless)
+    unstable = Combination(rule=gasloc(momentum={0: 0.5, 4: 0.9, 6: 0.6}), topology=make_topology("random", 8), steps=8)
+    (sentence,) = warnings_of(unstable)
+    assert sentence.startswith("at inner step 4, rule 'gasloc' is predicted to lose consensus")
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 2, 3])

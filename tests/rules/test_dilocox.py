@@ -16,6 +16,7 @@ from gossamer.rounds.loop import OuterLoop
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Context, diloco, dilocox, eager
 from gossamer.run.simulated.simulate import simulate
+from gossamer.settings.over_time import timetable_of
 from gossamer.testing.drifted_workers import random_drift, random_vectors
 from gossamer.topologies import make_topology
 from gossamer.transport.memory import MemoryNetwork
@@ -165,7 +166,10 @@ def adaptive_rounds(drifts, *, n=1, rank=3, every=1):
     )
     network, xs = MemoryNetwork(n), [torch.zeros(numel, dtype=torch.float64) for _ in range(n)]
     loops = [
-        OuterLoop(m, network.transport(i), [(xs[i], LAYOUT)], local_steps=12, full_steps=12, seed=0) for i in range(n)
+        OuterLoop(
+            m, network.transport(i), [(xs[i], LAYOUT)], local_steps=12, timetable=timetable_of(((0, 12),)), seed=0
+        )
+        for i in range(n)
     ]
     found = []
     for t, some in enumerate(drifts):

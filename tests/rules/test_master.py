@@ -14,6 +14,7 @@ from gossamer.rounds.kernel import PLAIN, compiled
 from gossamer.rounds.loop import OuterLoop
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import RULES, weighted
+from gossamer.settings.over_time import timetable_of
 from gossamer.testing.drifted_workers import flat_layout as layout
 from gossamer.testing.drifted_workers import random_drift, random_vectors
 from gossamer.testing.numbers import SPACING, half_precision_follows_full_precision, quarter_spacings
@@ -52,7 +53,14 @@ def test_messages_have_the_bytes_of_half_precision_and_the_state_those_of_fp32(d
         network = MemoryNetwork(2)
         m = Method(rule, make_topology(topology, 2), exact(), Schedule(), PLAIN)
         loops = [
-            OuterLoop(m, network.transport(i), [(start().to(dtype), layout(P))], local_steps=1, full_steps=1, seed=0)
+            OuterLoop(
+                m,
+                network.transport(i),
+                [(start().to(dtype), layout(P))],
+                local_steps=1,
+                timetable=timetable_of(((0, 1),)),
+                seed=0,
+            )
             for i in range(2)
         ]
         (stop,) = loops[0].stops(0)

@@ -89,11 +89,12 @@ class Race(NamedTuple):
 
     def rounds(self, label: str) -> int:
         """The rounds of a candidate's run, with the last one."""
-        return self._run(label)["steps"] // self.candidates[label].full_steps
+        return -(-self._run(label)["steps"] // self.candidates[label].full_steps)
 
     def last(self, label: str) -> tuple[int, ...]:
         """The inner steps of each worker in the last round."""
-        return tuple(self._run(label).get("last_local_steps", self.candidates[label].local_steps))
+        given = self._run(label)["local_steps"]
+        return tuple([*given.values()][-1]) if isinstance(given, dict) else self.candidates[label].local_steps
 
     def tokens(self, label: str) -> int:
         """What a candidate's run reads."""

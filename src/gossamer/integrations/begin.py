@@ -74,15 +74,16 @@ def must_have_rounds(outer: Outer[Any], total: float) -> None:
     most = _UNKNOWN - outer.common_steps(_UNKNOWN - mine)
     if fewest == _UNKNOWN:
         return
-    left, wrong = mine % outer.local_steps, ""
+    timetable, wrong = outer._timetable, ""
+    left = mine - timetable.begin(rounds := timetable.rounds_within(mine))
     if fewest < most:
         wrong = (
             f"workers take {fewest} to {'an unknown number of' if most == _UNKNOWN else most} optimizer steps, and those that "
             "take more would wait for the others in vain; set max_steps to the same for all"
         )
-    elif outer.n > 1 and mine < outer.local_steps:
+    elif outer.n > 1 and not rounds:
         wrong = (
-            f"training takes {mine} optimizer steps and a round has {outer.local_steps}, so that none would end and the "
+            f"training takes {mine} optimizer steps and a round has {timetable.begin(1)}, so that none would end and the "
             f"{outer.n} workers would train apart; set local_steps to at most {mine}, or train for longer"
         )
     if wrong:
@@ -95,7 +96,7 @@ def must_have_rounds(outer: Outer[Any], total: float) -> None:
             left,
             mine,
             outer.worker,
-            outer.local_steps,
+            timetable.at(rounds).full_steps,
         )
 
 

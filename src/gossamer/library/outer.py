@@ -23,7 +23,6 @@ from gossamer.library.guard import Rest, must_be_trainable, must_not_be_wrapped,
 from gossamer.library.lane import at_board, join_sites, lane_in, lane_of_site
 from gossamer.library.metrics import Meter, OuterMetrics
 from gossamer.library.parts import (
-    LOCAL_STEPS,
     OuterMethod,
     Reduction,
     in_own_words,
@@ -32,6 +31,7 @@ from gossamer.library.parts import (
     must_be_a_site,
     ranks_of,
     settled_parts,
+    timetable_in,
 )
 from gossamer.library.peers import Common, Peers, common_of, model_in_words
 from gossamer.library.saved import FORMAT, OuterState, must_be_of, must_continue_alike, what_it_is_of
@@ -43,7 +43,8 @@ from gossamer.rounds.loop import EVERYONE, OuterLoop
 from gossamer.rounds.mean_model import mean_over_workers
 from gossamer.rounds.schedule import Schedule, Stop
 from gossamer.rules import Rule
-from gossamer.settings.options import Count, Number, Positive, check_option
+from gossamer.settings.options import Number, Positive, check_option
+from gossamer.settings.over_time import timetable_of
 from gossamer.topologies import Topology
 from gossamer.transport.elastic.closing import LeftOutError
 from gossamer.tree import leaves, must_fit
@@ -73,7 +74,8 @@ class Outer(Generic[M]):
             topology, codec, schedule and local steps that are not given here. A rule on gradients is refused.
         topology: a name from `TOPOLOGIES`, or a `Topology`; by default random pairs, or the topology that the rule requires:
             the complete graph, a ring, a tree, random pushes.
-        local_steps: inner steps of a round, by default 30; workers may differ where the schedule has no overlap.
+        local_steps: inner steps of a round, by default 30; workers may differ where the schedule has no overlap. A mapping
+            has them by inner step, and what is in force at the begin of a round counts for all of it: `{0: 1, 2000: 30}`.
         seed: of topologies and codecs that draw, and of `drawing`.
         codec: a name from `CODECS`, or a `Codec`; by default nothing is lost.
         schedule: exchange in several fragments, and overlap with training; by default neither.
@@ -144,7 +146,7 @@ class Outer(Generic[M]):
         rule: str | Rule | OuterMethod,
         *,
         topology: str | Topology | None = None,
-        local_steps: int | None = None,
+        local_steps: int | Mapping[int, int] | None = None,
         seed: int = 0,
         codec: str | Codec | None = None,
         schedule: Schedule | None = None,
@@ -161,7 +163,6 @@ class Outer(Generic[M]):
     ) -> None:
         must_be_trainable(model)
         for name, given, kind in (
-            ("local_steps", LOCAL_STEPS if local_steps is None else local_steps, Count),
             ("seed", seed, int),
             ("reduction", reduction, Reduction),
             ("timeout_s", timeout_s, Positive),
@@ -171,6 +172,7 @@ class Outer(Generic[M]):
             ("peers", peers, str | Path | None),
         ):
             check_option("Outer", name, given, kind)
+        timetable = None if local_steps is None else timetable_in(local_steps)
         reshard(model)
         mesh = mesh_of(model.named_parameters(), mesh)
         must_be_a_site(site, join, process_group, elastic, peers, reduction)
@@ -190,7 +192,7 @@ class Outer(Generic[M]):
             topology,
             codec,
             schedule,
-            local_steps,
+            timetable,
             reduction=reduction,
             n=self.n,
             seed=seed,
@@ -201,12 +203,13 @@ class Outer(Generic[M]):
         self.method = method_of(facts, compile=compile)
         for sentence in warnings_of(facts):
             log.warning(sentence)
-        assert isinstance(facts.local_steps, int)
-        self.local_steps, self.seed, self.model = facts.local_steps, seed, model
+        assert facts.local_steps is not None
+        self._timetable = facts.timetable or timetable_of(((0, facts.local_steps),))
+        self.rounds: int = 0
+        self.seed, self.model = seed, model
         self._flat = flat_of(model, mesh, self.method.schedule)
         must_carry_copies(self.method.codec, self._flat, self._lane.shards)
         self.layout, self.x = self._flat.layout, self._flat.x
-        self.rounds: int = 0
         self.steps: int = 0
         self._closed = self._left = self._mean_is_in = False
         self._failed: Exception | None = None
@@ -219,14 +222,14 @@ class Outer(Generic[M]):
             self.x.dtype,
             reduction=reduction,
             rest=rest,
-            local_steps=self.local_steps,
+            local_steps=self._timetable.words,
             seed=seed,
             shard=self._flat.words,
         )
         self._site: ElasticSite | None = None
         self._peers = self._meet(common, process_group, join, elastic=elastic, timeout_s=timeout_s)
         self._flat.write()
-        self._is_of = what_it_is_of(common, self.method.rule, self._lane, local_steps=self.local_steps)
+        self._is_of = what_it_is_of(common, self.method.rule, self._lane, local_steps=self._timetable.words)
         self._loaded: str | None = None
         self._agreed = False  # whether all workers continue from the same, which none of them can know by itself
         parts = [(self.x[a:b], self.layout.slice(a, b)) for a, b in self._flat.spans]
@@ -235,7 +238,7 @@ class Outer(Generic[M]):
             self._peers.transport,
             parts,
             local_steps=self.local_steps,
-            full_steps=self.local_steps,
+            timetable=self._timetable,
             seed=seed,
             reduce=self._peers.timed_reduce(self._meter.add_waiting),
             membership=EVERYONE if self._site is None else self._site.membership,
@@ -306,7 +309,12 @@ class Outer(Generic[M]):
     @property
     def steps_taken(self) -> int:
         """Inner steps of this worker since the start, those before a resume included."""
-        return self.rounds * self.local_steps + self.steps
+        return self._timetable.begin(self.rounds) + self.steps
+
+    @property
+    def local_steps(self) -> int:
+        """Inner steps of the round that this worker is in."""
+        return self._timetable.at(self.rounds).full_steps
 
     def drawing(self, batch: int | None = None, *, part: int | None = None) -> contextlib.AbstractContextManager[None]:
         """Lets what runs inside draw its random numbers, such as those of dropout, by seed, worker and inner step.
@@ -356,7 +364,8 @@ class Outer(Generic[M]):
         if not self._stops:  # only when a step follows, so that nothing is announced after the last exchange
             if self._site is not None:
                 self._site.enter(self.rounds)
-                self._loop.begin_round(self.rounds)
+            self._loop.local_steps = self._watch.local_steps = self.local_steps
+            self._loop.begin_round(self.rounds)
             self._stops = [stop for stop in self._loop.stops(self.rounds) if stop.step > self.steps]
             self._loop.announce(self.rounds, self._stops[0])
         self.steps += 1
@@ -619,7 +628,12 @@ class Outer(Generic[M]):
         try:
             rounds, steps, saved = state["rounds"], state["steps"], list(state["outer"])
             check_option("a saved outer state", "rounds", rounds, Annotated[int, Field(ge=0, le=(1 << 31) - 1)])
-            check_option("a saved outer state", "steps", steps, Annotated[int, Field(ge=0, le=self.local_steps - 1)])
+            check_option(
+                "a saved outer state",
+                "steps",
+                steps,
+                Annotated[int, Field(ge=0, le=self._timetable.at(rounds).full_steps - 1)],
+            )
             must_fit(saved, mine)
             in_flight = {(one["round"], one["fragment"]) for one in state["under_way"]}
             if in_flight and in_flight != (expected := self._sent_by(rounds, steps)):  # none after `finish`
@@ -687,7 +701,12 @@ class Outer(Generic[M]):
             must_be_of(saved, self._is_of_whatever_shards)
             rounds, steps = state["outer.rounds"], state["outer.steps"]
             check_option("a saved outer state", "rounds", rounds, Annotated[int, Field(ge=0, le=(1 << 31) - 1)])
-            check_option("a saved outer state", "steps", steps, Annotated[int, Field(ge=0, le=self.local_steps - 1)])
+            check_option(
+                "a saved outer state",
+                "steps",
+                steps,
+                Annotated[int, Field(ge=0, le=self._timetable.at(rounds).full_steps - 1)],
+            )
             tensors = {key: t for key, t in own.items() if isinstance(t, torch.Tensor)}
             must_fit([local(state[key]) for key in tensors], [*map(local, tensors.values())])
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -19,6 +19,9 @@ from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import FITTING
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Rule, make_rule
+from gossamer.settings import over_time
+from gossamer.settings.options import Count, check_option
+from gossamer.settings.over_time import Timetable, timetable_of
 from gossamer.topologies import Topology, make_topology
 from gossamer.transport.keys import Keys, keys_for, read_peers
 from gossamer.transport.sockets.addresses import is_wildcard, split
@@ -134,7 +137,7 @@ def settled_parts(
     topology: object,
     codec: object,
     schedule: object,
-    local_steps: int | None,
+    timetable: Timetable | None,
     *,
     reduction: Reduction,
     n: int,
@@ -154,9 +157,10 @@ def settled_parts(
         if topology is None:
             topology = make_topology(rule.topology, n, seed=seed, **rule.topology_options)
         codec, schedule = codec or rule.codec, schedule or rule.schedule
-        local_steps = local_steps or rule.local_steps
+        if timetable is None and rule.local_steps is not None:
+            timetable = timetable_of(((0, rule.local_steps),))
         rule = rule.rule
-    rule = _rule(rule)
+    rule, timetable = _rule(rule), timetable or timetable_of(((0, LOCAL_STEPS),))
     return Combination(
         driver="library",
         workers=n,
@@ -164,11 +168,29 @@ def settled_parts(
         topology=_topology(topology, rule, n, seed),
         codec=_codec(codec),
         schedule=_schedule(schedule),
-        local_steps=local_steps or LOCAL_STEPS,
+        local_steps=timetable.at(0).local_steps,
+        timetable=timetable if timetable.changes else None,
         reduction=reduction,
         shards=shards,
         elastic=elastic,
     )
+
+
+def timetable_in(local_steps: object) -> Timetable:
+    """The rounds that `Outer(local_steps=...)` asks for. Raises ConfigError for what is no number and no table of numbers."""
+    if not isinstance(local_steps, Mapping):
+        check_option("Outer", "local_steps", local_steps, Count)
+        return timetable_of(((0, local_steps),))
+    for sentence in over_time.table_faults("local_steps", local_steps, "qsr"):
+        raise ConfigError(sentence)
+    if "shape" in local_steps:
+        raise ConfigError(
+            f"local_steps is {dict(local_steps)!r:.80}, which follows the learning rate of a run, and Outer does not know yours; "
+            "give a table by inner step such as {0: 4, 2000: 30}"
+        )
+    for step, one in over_time.entries(local_steps):
+        check_option("Outer", f"local_steps[{step}]", one, Count)
+    return timetable_of(over_time.entries(local_steps))
 
 
 def _rule(given: object) -> Rule:

@@ -62,7 +62,7 @@ def common_of(
     *,
     reduction: str,
     rest: Rest,
-    local_steps: int,
+    local_steps: str,
     seed: int,
     shard: str = "",
 ) -> Common:
@@ -81,7 +81,7 @@ def common_of(
         str(m.schedule),
         reduction,
         rest,
-        str(local_steps) if same_steps else "any",
+        local_steps if same_steps else "any",
         str(seed),
     )
 

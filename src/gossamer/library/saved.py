@@ -37,7 +37,7 @@ class OuterState(TypedDict):
     """Inner steps since the last round ended."""
 
 
-def what_it_is_of(common: Common, rule: Rule, lane: Lane, *, local_steps: int) -> dict[str, str]:
+def what_it_is_of(common: Common, rule: Rule, lane: Lane, *, local_steps: str) -> dict[str, str]:
     """What must be the same where a state is saved and where it is loaded, in words."""
     return {
         **({"shard": f"{lane.shard} of {lane.shards}"} if lane.shards > 1 else {}),
@@ -49,7 +49,7 @@ def what_it_is_of(common: Common, rule: Rule, lane: Lane, *, local_steps: int) -
             workers=lane.n,
             codec=common.codec,
             schedule=common.schedule,
-            local_steps=str(local_steps),
+            local_steps=local_steps,
         ),
         "worker": str(lane.worker),
     }

@@ -20,11 +20,11 @@ class Watch:
 
     Args:
         checksum: takes that of the parameters as they are.
-        local_steps: of a round.
+        local_steps: of the round that it is in.
     """
 
     def __init__(self, worker: int, checksum: Callable[[], int], local_steps: int) -> None:
-        self._worker, self._checksum, self._local_steps = worker, checksum, local_steps
+        self._worker, self._checksum, self.local_steps = worker, checksum, local_steps
         self._start = checksum()
         self.quiet = False
         """Whether nothing more is to be said: it has been, or an error ends the loop."""
@@ -68,7 +68,7 @@ class Watch:
                 "multiple of local_steps",
                 self._worker,
                 steps,
-                self._local_steps,
+                self.local_steps,
                 "" if self.exchanged else ", and no round ended at all, so that it has trained apart from the others",
                 "a loop that resumes from the state just saved goes on with them; else " if self.saved else "",
             )

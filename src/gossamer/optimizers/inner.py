@@ -4,7 +4,6 @@ import contextlib
 import functools
 import inspect
 import logging
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -21,6 +20,7 @@ from gossamer.optimizers import GPA, AccoAdamW, AccumAdamW, InnerOptimizer, Join
 from gossamer.optimizers.spectral_muon import computes_bf16, is_fast_in_bf16
 from gossamer.settings.fields import Changeable, OneOf
 from gossamer.settings.options import Count, Decay, NotNegative, Number, Portion, Positive
+from gossamer.settings.over_time import LearningRate
 from gossamer.settings.schema import settings
 from gossamer.settings.user_code import is_code
 
@@ -289,20 +289,9 @@ def lr_scale(config: InnerConfig, progress: float, total_steps: int) -> float:
     >>> [round(lr_scale(config, step, 110), 3) for step in (0, 9, 10, 60, 110)]
     [0.1, 1.0, 1.0, 0.55, 0.1]
     """
-    w, m = warmup_steps(config, total_steps), config.min_lr_ratio
-    warmup = min(1.0, (progress + 1) / w) if w else 1.0
-    if config.schedule == "cosine" and total_steps > w:
-        u = _unit((progress - w) / (total_steps - w))
-        return warmup * (m + (1 - m) * (1 + math.cos(math.pi * u)) / 2)
-    if config.schedule == "wsd":
-        decay_steps = config.decay_fraction * total_steps
-        u = _unit((progress - (total_steps - decay_steps)) / decay_steps)
-        return warmup * (1 - (1 - m) * u)
-    return warmup
-
-
-def _unit(value: float) -> float:
-    return min(1.0, max(0.0, value))
+    w = warmup_steps(config, total_steps)
+    rate = LearningRate(config.lr, config.schedule, w, config.min_lr_ratio, config.decay_fraction)
+    return rate.scale(progress, total_steps)
 
 
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:

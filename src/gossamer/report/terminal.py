@@ -319,8 +319,8 @@ class _Here(NamedTuple):
         """The inner steps of a worker, in the mean, and the speed once there are two looks to count from."""
         assert self.began is not None and self.now is not None
         (began_s, began), (now_s, now) = self.began, self.now
-        ahead, all_steps = max(0, now.inner_steps - self.first.inner_steps), file.rounds * file.steps_per_round
-        steps = min(self.done * file.steps_per_round + ahead, all_steps)
+        ahead, all_steps = max(0, now.inner_steps - self.first.inner_steps), file.steps_before(file.rounds)
+        steps = min(file.steps_before(self.done) + ahead, all_steps)
         mean = steps * file.steps // all_steps
         past_s, trained = now_s - began_s, now.inner_steps - began.inner_steps
         if past_s <= 0 or trained == 0:

@@ -31,8 +31,9 @@ from gossamer.rounds.setup import Part, Setup
 from gossamer.rounds.sharing import Sharing
 from gossamer.rounds.together import Together
 from gossamer.rounds.updates import MixedUpdate, rule_of_updates, topology_of_updates
-from gossamer.rules import Context, gossip, local_sgd
+from gossamer.rules import Context, Rule, gossip, local_sgd
 from gossamer.rules.master import HALVES, with_master
+from gossamer.settings.over_time import Timetable
 from gossamer.topologies.mixing import Mixing
 from gossamer.transport.contract import Closes, IncompleteError, Reduce, Transport
 from gossamer.tree import Tree, leaves
@@ -72,13 +73,14 @@ class OuterLoop:
         parts: the flat vector of each fragment and its layout: of the parameters, or the gradients for a rule of that site,
             and beyond the schedule's fragments the moments of the inner optimizer, which are averaged exactly. Updated in
             place. Parameters in half precision have an outer state in fp32 (`gossamer.rules.master`).
-        local_steps, full_steps: inner steps per round, of this worker and of the one that takes most. Those of this worker may
-            be changed between two rounds.
+        local_steps: inner steps per round of this worker, which may be changed between two rounds.
+        timetable: those of the worker that takes most, in each round.
         reduce: the backend's own sum over all workers, see `Setup`.
         together: takes means once for all workers, where all are in this process, see `Setup`.
         membership: who takes part in which round. The outer state is that of a start with everyone.
         sharing: how the workers of an elastic run share all slots; None where each trains its own.
         sides: gives the setup of a fragment its sides, where peers are in stages, see `gossamer.rounds.setup.in_sides`.
+        first: the round that the method begins with.
         shard: which of its worker's shards the vectors are of; codecs draw other numbers for each.
     """
 
@@ -89,32 +91,34 @@ class OuterLoop:
         parts: Sequence[tuple[Tensor, Layout]],
         *,
         local_steps: int,
-        full_steps: int,
+        timetable: Timetable,
         seed: int,
         reduce: Reduce | None = None,
         together: Together | None = None,
         membership: Membership = EVERYONE,
         sharing: Sharing | None = None,
         sides: Callable[[Setup], Setup] | None = None,
+        first: int = 0,
         shard: int = 0,
         over_shards: Callable[[float], float] = float,
     ):
         self.method, self.worker, self._over_shards = m, transport.worker, over_shards
-        self.local_steps, self.full_steps = local_steps, full_steps
+        self.local_steps, self.timetable = local_steps, timetable
+        self.full_steps = timetable.at(0).full_steps
+        """Those of the worker that takes most in the round that was begun last."""
         self._updates, self._topology_of = topology_of_updates(m.rule, m.topology.n, seed), m.topology_of(seed)
         draws = rng.key(seed, shard, "shard") if shard else seed
         averaging = local_sgd() if m.topology.everyone else gossip()
-        halves = m.rule.site == "parameters" and parts[0][0].dtype in HALVES
-        rule = with_master(m.rule) if halves else m.rule
+        self._halves = m.rule.site == "parameters" and parts[0][0].dtype in HALVES
+        rule = self._rule_in(0)
         self._adapted = rule.adapted
-        self.membership, self.sharing = membership, sharing
+        self.membership, self.sharing, self._first = membership, sharing, first
         self.declined = Counter[int]()
         """How many messages of whom were not counted, not finite or not decodable; whoever tells it forgets it."""
         self.fragments: list[Setup] = []
         for p, (x, layout) in enumerate(parts):
             part = Part(x, (), layout, p)
             if p < m.parts:
-                overlap_steps = rule.delay_rounds * full_steps + m.schedule.overlap_steps
                 codec = fitted(m.codec, layout)
                 setup = Setup(
                     rule,
@@ -125,9 +129,8 @@ class OuterLoop:
                     m.kernel,
                     reduce,
                     together,
-                    overlap_steps,
-                    m.schedule.merge,
-                    m.schedule.merge_strength,
+                    merge=m.schedule.merge,
+                    merge_strength=m.schedule.merge_strength,
                 )
             else:
                 setup = Setup(averaging, exact(), transport, part, draws, m.kernel, reduce, together)
@@ -179,15 +182,27 @@ class OuterLoop:
         skipped = 0 if self._begun is None else round - self._begun - 1
         if skipped > 0:
             self.in_flight = {(sent + skipped, p): exchange for (sent, p), exchange in self.in_flight.items()}
-        self._begun = round
+        self._begun, self.full_steps = round, self.timetable.at(round).full_steps
         if self.sharing is not None:
             self.sharing = self.sharing.begun()
+        if self.method.rule.at is not None:
+            rule, parts = self._rule_in(round), self.method.parts
+            self.fragments = [
+                setup._replace(rule=rule) if p < parts else setup for p, setup in enumerate(self.fragments)
+            ]
+
+    def _rule_in(self, round: int) -> Rule:
+        """The rule with the numbers that are in force in a round."""
+        rule = self.method.rule
+        if rule.at is not None:
+            rule = rule.at(self.timetable.begin(round), self.timetable.steps)
+        return with_master(rule) if self._halves else rule
 
     def stops(self, round: int) -> tuple[Stop, ...]:
         """The stops of this round."""
         rule, schedule = self.method.rule, self.method.schedule
         late, ahead, updates = rule.delay_rounds, rule.sends_ahead, self._updates is not None
-        stops = schedule.stops(round, self.full_steps, late, ahead=ahead, updates=updates)
+        stops = schedule.stops(round, self.timetable.at(round).full_steps, late, ahead=ahead, updates=updates)
         return tuple(map(self._in_parts, stops)) if self.method.holders else stops
 
     def _in_parts(self, stop: Stop) -> Stop:
@@ -278,7 +293,7 @@ class OuterLoop:
         """The updates of a rule that receives late, in the first rounds, when nothing has been sent yet."""
         for sent_round, p in self.due(round, stop) if self._choice is None else ():  # no late rule has a choice
             setup = self._setup(p)
-            if sent_round < 0 and setup.rule.delay_rounds:
+            if sent_round < self._first and setup.rule.delay_rounds:
                 mixing = self.method.topology.mixing(round, self._participants(round, p))
                 update_from_zeros(setup, mixing, self._context(round, setup.part, mixing))
 
@@ -358,17 +373,16 @@ class OuterLoop:
             if not 0 <= p < exchanges or round < 0 or (round, p) in self.in_flight:
                 raise ValueError(f"an exchange of fragment {p} in round {round} is under way")
             local_steps, rank = int(one.get("local_steps", self.local_steps)), int(one.get("rank", 0))
-            if not 1 <= local_steps <= self.full_steps or rank < 0:
-                raise ValueError(
-                    f"an exchange after {local_steps} of {self.full_steps} local steps, of rank {rank}, is under way"
-                )
+            most = self.timetable.at(round).full_steps
+            if not 1 <= local_steps <= most or rank < 0:
+                raise ValueError(f"an exchange after {local_steps} of {most} local steps, of rank {rank}, is under way")
             if self._choice is not None:
                 if (chosen := int(one["chosen"])) not in range(len(self.fragments)):
                     raise ValueError(f"an exchange of fragment {chosen} of {len(self.fragments)} is under way")
                 self._choice.of[p] = chosen
             mixing, ctx = self._place(round, p)
             ctx = ctx._replace(local_steps=local_steps, rank=rank)
-            setup = self._setup(p)
+            setup = self._setup_in(round, p)
             self.in_flight[round, p] = begin(setup, mixing, ctx, sent_again(setup, mixing, ctx, tensors))
         for exchange in self.in_flight.values():
             exchange.post()
@@ -384,9 +398,11 @@ class OuterLoop:
         """Round and fragment of what is received at a stop."""
         return [(round - lag, p) for p, lag in stop.receives]
 
-    def _context(self, round: int, part: Part, mixing: Mixing) -> Context:
+    def _context(self, round: int, part: Part, mixing: Mixing, sent: int | None = None) -> Context:
+        """What the rule may know in a round; `sent` is the round in which something is sent for it, if that is another."""
         i, adapted = self.worker, self._adapted
-        ctx = Context(i, mixing.n, round, self.local_steps, mixing.weight(i), part.layout, self.full_steps)
+        full_steps = self.timetable.at(round if sent is None else sent).full_steps
+        ctx = Context(i, mixing.n, round, self.local_steps, mixing.weight(i), part.layout, full_steps)
         ctx = ctx._replace(over_shards=self._over_shards)
         return ctx if adapted is None or part.s == () else ctx._replace(rank=adapted(part.s).rank)
 
@@ -398,7 +414,7 @@ class OuterLoop:
         mixing = self._topology_of(p).mixing(of, present)
         if self.sharing is not None:
             mixing = self.sharing.weighed(mixing, present)
-        return mixing, self._context(of, self._setup(p).part, mixing)
+        return mixing, self._context(of, self._setup(p).part, mixing, sent=round)
 
     def _participants(self, round: int, p: int) -> frozenset[int] | None:
         """Who takes part in an exchange, in this worker's view: of an expert, those that hold it."""
@@ -430,8 +446,18 @@ class OuterLoop:
         own = self.fragments[p - len(self.fragments)]
         assert own.rule.start is not None and own.rule.mixed is not None
         part = own.part._replace(s=MixedUpdate(own.rule.start(own.part.s), own.rule.mixed(own.part.s)), fragment=p)
-        return own._replace(rule=rule_of_updates(self._updates), part=part, overlap_steps=0)
+        return own._replace(rule=rule_of_updates(self._updates), part=part)
 
     def _begin(self, round: int, p: int, attempt: int = 0) -> Exchange:
         mixing, ctx = self._place(round, p)
-        return begin(self._setup(p)._replace(attempt=attempt), mixing, ctx)
+        return begin(self._setup_in(round, p)._replace(attempt=attempt), mixing, ctx)
+
+    def _setup_in(self, round: int, p: int) -> Setup:
+        """The setup of an exchange that is sent in this round, with whose numbers it will make its update, however late."""
+        setup, late = self._setup(p), self.method.rule.delay_rounds
+        if p >= self.method.parts and self._choice is None:
+            return setup
+        if self.method.rule.at is not None:
+            setup = setup._replace(rule=self._rule_in(round))
+        under_way = self.timetable.begin(round + 1 + late) - self.timetable.begin(round + 1)
+        return setup._replace(overlap_steps=under_way + self.method.schedule.overlap_steps)

@@ -207,6 +207,11 @@ def resolve_alpha(rule: "Rule", topology: Topology) -> "Rule":
         return rule
     from gossamer.rules import RULES
 
+    if rule.at is not None:
+        raise ConfigError(
+            f"rule '{rule.name}' has alpha = 'auto' and numbers that change over the run, for each of which another step would "
+            "be best; set a number, such as 1.0"
+        )
     if rule.name not in RULES:
         raise ConfigError(
             f"rule '{rule.name}' has alpha = 'auto', which is found for rules of gossamer.rules only; set a number, such as "
@@ -219,6 +224,18 @@ def resolve_alpha(rule: "Rule", topology: Topology) -> "Rule":
         )
     alpha = best_alpha(rule.consensus.gamma, rule.consensus.site, topology)
     return RULES[rule.name](**{**rule.options, "alpha": alpha})
+
+
+def least_stable(
+    rules: "Sequence[tuple[int, Rule]]", topology: Topology, merge: "Merge" = "keep"
+) -> "tuple[int, Rule]":
+    """Of a rule with several numbers, by inner step, the one whose disagreement shrinks least."""
+
+    def radius(one: "tuple[int, Rule]") -> float:
+        found = stability_of(one[1], topology, merge)
+        return 0.0 if found is None else found.radius
+
+    return rules[0] if len(rules) == 1 else max(rules, key=radius)
 
 
 def stability_warning(rule: "Rule", topology: Topology, merge: "Merge" = "keep") -> str | None:

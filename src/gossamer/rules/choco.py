@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer.rules.contract import Context, Rule
-from gossamer.settings.options import Share, factory
+from gossamer.settings.options import OverTime, Share, factory
 from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
 
@@ -19,7 +19,7 @@ class _State(NamedTuple):
 
 
 @factory
-def choco(alpha: Share = 0.3) -> Rule:
+def choco(alpha: OverTime[Share] = 0.3) -> Rule:
     """Workers gossip on public copies of each other, and keep them up to date with compressed differences.
 
     q_i = decode(encode(θ_i - x̂_i));   x̂_i ← x̂_i + q_i;   θ_i ← θ_i + α Σ_j w_ij (x̂_j - x̂_i)

@@ -163,6 +163,9 @@ class Rule(NamedTuple):
 
     by_layer: bool = False
     """Whether it looks at each of `layers_of(Context.layout)` on its own, which all shards must cut alike."""
+    at: Callable[[int, int], "Rule"] | None = None
+    """`at(step, steps)` is the rule with the numbers that are in force at an inner step of a run of so many (0: not known), where
+    some change over a run; None where none do. It keeps the same state. The factory decorator fills it in."""
     distrusts: Callable[[Tree], Tensor] | None = None
     """`distrusts(s)` is how many messages of each of the n workers were shortened, and how many declined, so far `[2, n]`; None
     for rules that take every message as it is."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer.rules.contract import Context, OuterSGD, Rule
-from gossamer.settings.options import Decay, Positive, factory
+from gossamer.settings.options import Decay, OverTime, Positive, factory
 from gossamer.topologies.mixing import mean
 from gossamer.tree import Tree
 
@@ -20,7 +20,9 @@ class _State(NamedTuple):
 
 @factory
 def diloco(
-    lr: Positive = 0.7, momentum: Decay = 0.9, optimizer: Literal["nesterov", "heavy_ball", "sgd"] = "nesterov"
+    lr: OverTime[Positive] = 0.7,
+    momentum: OverTime[Decay] = 0.9,
+    optimizer: Literal["nesterov", "heavy_ball", "sgd"] = "nesterov",
 ) -> Rule:
     """All workers average their pseudo-gradients and take one outer optimizer step from the start of the round.
 
@@ -74,7 +76,7 @@ def diloco(
 
 
 @factory
-def slowmo(lr: Positive = 1.0, momentum: Decay = 0.7) -> Rule:
+def slowmo(lr: OverTime[Positive] = 1.0, momentum: OverTime[Decay] = 0.7) -> Rule:
     """All workers average their parameters, and heavy-ball momentum acts on the movement of the average.
 
     u ← β u + (θ_start - mean_j θ_j);   θ ← θ_start - α u

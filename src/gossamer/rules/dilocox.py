@@ -20,7 +20,7 @@ from gossamer.rules.low_rank import (
     whole,
     with_columns,
 )
-from gossamer.settings.options import Count, Decay, Number, Positive, factory
+from gossamer.settings.options import Count, Decay, Number, OverTime, Positive, factory
 from gossamer.topologies.mixing import Row
 from gossamer.tree import Tree, map_leaves
 
@@ -41,8 +41,8 @@ class _State(NamedTuple):
 
 @factory
 def dilocox(
-    lr: Positive = 0.4,
-    momentum: Decay = 0.9,
+    lr: OverTime[Positive] = 0.4,
+    momentum: OverTime[Decay] = 0.9,
     rank: Count = 64,
     form: Literal["restart", "eager", "blocking"] = "restart",
     adapt_every: Number = 0,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer.rules.contract import Context, OuterSGD, Rule
-from gossamer.settings.options import Decay, Positive, factory
+from gossamer.settings.options import Decay, OverTime, Positive, factory
 from gossamer.topologies.mixing import mean
 from gossamer.tree import Tree
 
@@ -19,7 +19,7 @@ class _State(NamedTuple):
 
 
 @factory
-def eager(lr: Positive = 0.4, momentum: Decay = 0.9, fresh: bool = True) -> Rule:
+def eager(lr: OverTime[Positive] = 0.4, momentum: OverTime[Decay] = 0.9, fresh: bool = True) -> Rule:
     """DiLoCo on the last round's mean, in which every worker replaces its own old pseudo-gradient by its new one.
 
     Δ_i^t = θ_i(start) - θ_i(end);   d_i = Δ̄^{t-1} + (1/n) (Δ_i^t - Δ_i^{t-1})

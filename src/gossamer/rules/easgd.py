@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gossamer.rules.contract import Context, Rule
-from gossamer.settings.options import Share, factory
+from gossamer.settings.options import OverTime, Share, factory
 from gossamer.topologies.mixing import mean
 from gossamer.tree import Tree
 
@@ -17,7 +17,7 @@ class _State(NamedTuple):
 
 
 @factory
-def easgd(elasticity: Share = 0.9) -> Rule:
+def easgd(elasticity: OverTime[Share] = 0.9) -> Rule:
     """Each worker moves towards a shared centre, and the centre towards the mean of the workers.
 
     θ_i ← θ_i - a (θ_i - c);   c ← c + a Σ_j (θ_j - c) = (1 - n a) c + n a mean_j θ_j;   a = β / n, both from the old values

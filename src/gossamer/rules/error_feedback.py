@@ -8,7 +8,7 @@ from torch import Tensor
 from gossamer.errors import ConfigError
 from gossamer.rules.contract import Context, Rule, inside, reset_inside
 from gossamer.rules.diloco import diloco
-from gossamer.settings.options import Given, Positive, Share, factory, wrapper
+from gossamer.settings.options import Given, OverTime, Positive, Share, factory, wrapper
 from gossamer.tree import Tree
 
 
@@ -73,7 +73,7 @@ def error_feedback(rule: Given[Rule], decay: Share = 1.0) -> Rule:
 
 
 @factory
-def sparseloco(lr: Positive = 1.0, decay: Share = 0.95) -> Rule:
+def sparseloco(lr: OverTime[Positive] = 1.0, decay: Share = 0.95) -> Rule:
     """Outer SGD on strongly compressed pseudo-gradients, with decaying error feedback instead of momentum.
 
     e_i ← β e_i + (θ_start - θ_i);   c_i = decode(encode(e_i));   e_i ← e_i - c_i;   θ ← θ_start - η (1/n) Σ_j c_j

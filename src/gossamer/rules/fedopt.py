@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer.rules.contract import Context, Rule
-from gossamer.settings.options import Decay, Positive, factory
+from gossamer.settings.options import Decay, OverTime, Positive, factory
 from gossamer.topologies.mixing import mean
 from gossamer.tree import Tree
 
@@ -21,7 +21,7 @@ class _State(NamedTuple):
 
 @factory
 def fedopt(
-    lr: Positive = 0.01,
+    lr: OverTime[Positive] = 0.01,
     optimizer: Literal["adagrad", "yogi", "adam"] = "adam",
     beta1: Decay = 0.9,
     beta2: Decay = 0.99,

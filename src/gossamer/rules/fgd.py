@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gossamer.errors import ConfigError, choose
 from gossamer.rules.contract import Context, OuterSGD, Rule
-from gossamer.settings.options import Decay, Positive, factory
+from gossamer.settings.options import Decay, OverTime, Positive, factory
 from gossamer.topologies import TOPOLOGIES
 from gossamer.topologies.mixing import Consensus, mean, pull
 from gossamer.tree import Tree
@@ -23,8 +23,8 @@ class _State(NamedTuple):
 
 @factory
 def fgd(
-    lr: Positive = 0.7,
-    momentum: Decay = 0.7,
+    lr: OverTime[Positive] = 0.7,
+    momentum: OverTime[Decay] = 0.7,
     mix_parameters: Literal["gossip", "global"] = "gossip",
     mix_updates: str = "none",
 ) -> Rule:

@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gossamer.rules.contract import Context, OuterSGD, Rule
-from gossamer.settings.options import Decay, Positive, factory
+from gossamer.settings.options import Decay, OverTime, Positive, factory
 from gossamer.topologies.mixing import Consensus, MomentumSite, pull
 from gossamer.tree import Tree
 
@@ -33,9 +33,9 @@ class _State(NamedTuple):
 
 @factory
 def gasloc(
-    lr: Positive = 0.7,
-    momentum: Decay = 0.5,
-    alpha: Annotated[float, Field(gt=0, lt=2)] | Literal["auto"] = 1.0,
+    lr: OverTime[Positive] = 0.7,
+    momentum: OverTime[Decay] = 0.5,
+    alpha: OverTime[Annotated[float, Field(gt=0, lt=2)] | Literal["auto"]] = 1.0,
     form: Literal["post", "published", "drift"] = "post",
     optimizer: Literal["nesterov", "heavy_ball", "sgd"] = "nesterov",
 ) -> Rule:

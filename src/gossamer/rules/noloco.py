@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer.rules.contract import Context, OuterSGD, Rule
-from gossamer.settings.options import Decay, Positive, factory
+from gossamer.settings.options import Decay, OverTime, Positive, factory
 from gossamer.topologies.mixing import Consensus, pull
 from gossamer.tree import Tree
 
@@ -19,7 +19,7 @@ class _State(NamedTuple):
 
 
 @factory
-def noloco(lr: Positive = 0.7, momentum: Decay = 0.5) -> Rule:
+def noloco(lr: OverTime[Positive] = 0.7, momentum: OverTime[Decay] = 0.5) -> Rule:
     """A heavy-ball step towards the mean of the group's fast weights.
 
     δ ← a δ - b mean_j(φ_j - θ_j) - c (φ - mean_j φ_j);  φ ← φ + δ;  θ ← φ

@@ -7,7 +7,7 @@ from torch import Tensor
 from gossamer.errors import ConfigError
 from gossamer.rules.contract import Context, Rule, amplification
 from gossamer.rules.diloco import diloco
-from gossamer.settings.options import Count, Decay, Given, Positive, factory, wrapper
+from gossamer.settings.options import Count, Decay, Given, OverTime, Positive, factory, wrapper
 from gossamer.tree import Tree
 
 
@@ -49,7 +49,7 @@ def restarted(rule: Given[Rule], every: Count = 3) -> Rule:
 
 
 @factory
-def omr(lr: Positive = 0.9, momentum: Decay = 0.7, every: Count = 3) -> Rule:
+def omr(lr: OverTime[Positive] = 0.9, momentum: OverTime[Decay] = 0.7, every: Count = 3) -> Rule:
     """DiLoCo whose outer momentum is set to zero every few rounds.
 
     m' = β m + (1 - β) d;   θ ← θ_start - ν ((1 + β) m' - β m);   m ← 0 after every K rounds, else m'

@@ -11,15 +11,21 @@ import inspect
 import re
 import types
 import typing
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, Self, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from gossamer.errors import ConfigError, choose
+from gossamer.settings import over_time
 from gossamer.settings.schema import words_of
 
 V = TypeVar("V")
+_OVER_TIME = object()
+OverTime = Annotated[V, _OVER_TIME]
+"""A number of a rule that may change over a run, by a table or a shape of `gossamer.settings.over_time`. The state that the rule
+keeps must not depend on it, but for single values."""
 _GIVEN = object()
 Given = Annotated[V, _GIVEN]
 """A parameter of a factory that is not an option, such as the number of workers: the caller sets it, not the run file."""
@@ -117,12 +123,66 @@ def _checked(
                 raise ConfigError(next(unknown_options(owner, unknown, names))) from None
             raise
         given.apply_defaults()
+        changing = dict[str, Mapping[str, Any]]()
         for parameter, value in given.arguments.items():
-            check_option(owner, parameter, value, signature.parameters[parameter].annotation)
+            if may_change(kind := signature.parameters[parameter].annotation) and isinstance(value, Mapping):
+                changing[parameter] = _over_time(owner, parameter, value, signature.parameters[parameter])
+            else:
+                check_option(owner, parameter, value, kind)
+        if changing or any(getattr(value, "at", None) is not None for value in given.arguments.values()):
+            return typing.cast(R, _changing(run, given, changing))
         options = {option.name: given.arguments[option.name] for option in options_of(function)}
         return finish(function(*args, **kwargs), options, [*given.arguments.values()])
 
     return run
+
+
+def may_change(kind: Any) -> bool:
+    """Whether an option with this annotation may change over a run."""
+    return _OVER_TIME in getattr(kind, "__metadata__", ())
+
+
+def _over_time(owner: str, option: str, value: Mapping[Any, Any], parameter: inspect.Parameter) -> Mapping[str, Any]:
+    """A table or shape of an option as it is written, with all numbers that it needs. Raises: ConfigError."""
+    name = f"{owner.partition(' ')[0]}.{option}"
+    for sentence in over_time.table_faults(name, value, "cosine"):
+        raise ConfigError(sentence)
+    value = over_time.as_written(value)
+    if "shape" in value:
+        value = {"from": parameter.default, **value}
+    for key, number in value.items():
+        if key == "steps":
+            check_option(owner, f"{option}.steps", number, Count)
+        elif key != "shape":
+            check_option(owner, f"{option}.{key}", number, parameter.annotation)
+            if not isinstance(number, int | float):
+                raise ConfigError(
+                    f"{name} has {key} = {number!r:.40}, and only numbers change over a run; give a number"
+                )
+    return value
+
+
+def _changing(
+    make: Callable[..., Any], given: inspect.BoundArguments, changing: Mapping[str, Mapping[str, Any]]
+) -> Any:
+    """What a factory makes with options that change over a run: with the numbers of its begin, and the way to any other."""
+
+    def at(step: int, steps: int) -> Any:
+        now = {
+            name: over_time.in_force(changing[name], step, steps)
+            if name in changing
+            else value
+            if getattr(value, "at", None) is None
+            else value.at(step, steps)
+            for name, value in given.arguments.items()
+        }
+        bound = inspect.BoundArguments(given.signature, OrderedDict(now))
+        return make(*bound.args, **bound.kwargs)
+
+    inside = [value.options for value in given.arguments.values() if getattr(value, "at", None) is not None]
+    kept = {name: value for options in inside for name, value in options.items() if over_time.changes(value)}
+    made = at(0, 0)
+    return made._replace(options={**made.options, **kept, **changing}, at=at)
 
 
 def like(model: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:

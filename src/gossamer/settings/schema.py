@@ -520,11 +520,11 @@ def words_of(hint: Any, name: str = "") -> str:
         return "one of " + ", ".join(names) if len(names) > 1 else f'"{names[0]}"'
     if origin in (typing.Union, types.UnionType):
         one, *more = (words_of(part, name) for part in arguments if part is not type(None))
-        text = (
-            f"{one}, or a list of them"
-            if [text.endswith(f"each {one}") for text in more] == [True]
-            else " or ".join((one, *more))
-        )
+        if more and more[0].endswith(f"each {one}"):
+            more[0] = "a list of them"
+            text = f"{', '.join((one, *more[:-1]))}, or {more[-1]}"
+        else:
+            text = " or ".join((one, *more))
         return text + (", or left out" if type(None) in arguments else "")
     if _is_table(bare):
         return "an object" if is_typeddict(bare) else "a table"

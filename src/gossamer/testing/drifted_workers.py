@@ -10,6 +10,7 @@ from gossamer.layout import Layout, Leaf
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.exchange import finish_all
 from gossamer.rounds.loop import OuterLoop
+from gossamer.settings.over_time import timetable_of
 from gossamer.transport.contract import Transport
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import Tree
@@ -64,7 +65,8 @@ class DriftedWorkers:
         for x, transport in zip(self.xs, transports, strict=True):
             parts = [(x[a:b], flat_layout(b - a)) for a, b in spans or [(0, x.numel())]]
             own = local[transport.worker]
-            self.loops.append(OuterLoop(m, transport, parts, local_steps=own, full_steps=max(local), seed=0))
+            timetable = timetable_of(((0, tuple(local)),))
+            self.loops.append(OuterLoop(m, transport, parts, local_steps=own, timetable=timetable, seed=0))
 
     @property
     def states(self) -> list[Tree]:
@@ -74,6 +76,8 @@ class DriftedWorkers:
     def train(self, rounds: range, drift: Drift | None = None) -> None:
         """Trains these rounds; without a drift the workers stand still."""
         for t in rounds:
+            for loop in self.loops:
+                loop.begin_round(t)
             before = [0] * len(self.loops)
             for stop in self.loops[0].stops(t):
                 for k, (x, loop) in enumerate(zip(self.xs, self.loops, strict=True)):

@@ -273,6 +273,52 @@ def test_the_json_schema_names_every_method_with_its_options(kind, table):
             assert row["properties"][option.name]["description"] == option.doc
 
 
+@pytest.mark.parametrize(
+    ("steps", "local_steps", "words"),
+    [
+        (12, {"4": 4}, r"begins at inner step 4, .*; write run\.local_steps = { 0 = 4, 4 = 4 }"),
+        (
+            12,
+            {"0": 1, "8": [2, 1, 2], "4": 4},
+            r"do not ascend; write run\.local_steps = { 0 = 1, 4 = 4, 8 = \[2, 1, 2\] }",
+        ),
+        (12, {"0": 1, "12": 4}, r"entry at inner step 12, .*; write run\.local_steps = { 0 = 1 }, or raise run\.steps"),
+        (11, {"0": 1, "4": 4}, r"where no round ends with run\.local_steps = .*; set run\.steps to 8 or 12"),
+        (12, {"0": 0}, r"run\.local_steps\[0\] is 0 but must be a whole number of at least 1"),
+        (12, {"0": [1, 2]}, r"run\.local_steps\[0\] has 2 entries for 3 workers"),
+        (12, {}, r"write a table by inner step such as run\.local_steps = { 0 = \.\.\., 2000 = "),
+        (12, {"0": 1, "x": 2}, r"write a table by inner step such as"),
+        (12, {"shape": "cosine", "to": 1}, r'write run\.local_steps = { shape = "qsr", base = \.\.\., alpha = '),
+        (12, {"shape": "qsr", "base": 0, "alpha": 0.1}, r"run\.local_steps\.base is 0 but must be a whole number"),
+        (12, "many", r"or a table of these by inner step, such as { 0 = 1, 2000 = 30 }"),
+    ],
+)
+def test_local_steps_that_cannot_change_so_are_refused_with_the_line_that_would_do(steps, local_steps, words):
+    with pytest.raises(ConfigError, match=words):
+        tiny(run__steps=steps, run__local_steps=local_steps)
+
+
+def test_local_steps_that_change_are_read_back_and_count_in_the_digest():
+    qsr = {"shape": "qsr", "base": 2, "alpha": 0.003}
+    for steps, table, rounds in (
+        (12, {"0": 1, "4": 4}, [1, 1, 1, 1, 4, 4]),
+        (15, {"0": 2, "5": [3, 3, 1]}, [2, 2, 2, 3, 3, 3]),
+        (40, qsr, [9, 9, 18, 4]),
+    ):
+        config = tiny(run__steps=steps, run__local_steps=table)
+        assert [config.local_steps_of(0, round) for round in range(config.rounds)] == rounds
+        assert parse(schema.parse_toml(dump(config), "a run")) == config
+        assert digest(config) != digest(tiny(run__steps=steps, run__local_steps=1))
+    assert digest(tiny()) == digest(tiny(run__synchronous_steps=0)) != digest(tiny(run__synchronous_steps=2))
+    assert overrides(["run.local_steps={ 0 = 1, 4 = 4 }"]) == {"run.local_steps": {"0": 1, "4": 4}}
+    streamed = with_settings({"method": "streaming_diloco"}, {"run.local_steps": {"0": 2, "4": 4}})
+    assert streamed["run"]["local_steps"] == {"0": 2, "4": 4}
+    with pytest.raises(ConfigError, match="so that nothing follows the synchronous start"):
+        tiny(run__synchronous_steps=12)
+    with pytest.raises(ConfigError, match="whose learning rate is not known; give a table"):
+        tiny(run__local_steps=qsr, inner__optimizer="mine:Optimizer")
+
+
 def test_naming_another_rule_drops_the_options_of_the_old_one():
     changed = with_settings({"rule": {"name": "gasloc", "form": "published"}}, {"rule.name": "diloco", "rule.lr": 0.5})
     assert changed["rule"] == {"name": "diloco", "lr": 0.5}

@@ -32,6 +32,7 @@ from gossamer.run.config.recipes import missing
 from gossamer.run.config.resolve import resolve
 from gossamer.run.config.resolve import run_faults as faults_of
 from gossamer.run.config.resolved import InPairs, WithServer
+from gossamer.settings.over_time import timetable_of
 from gossamer.topologies import complete, exponential, make_topology, random, random_push, ring, tree
 from tiny import TEXT, tiny
 
@@ -44,6 +45,8 @@ EXPERTS = Combination(
     rule=diloco(), topology=complete(4), holders=(frozenset(range(4)), frozenset({0, 1}), frozenset({2, 3}))
 )
 FREE = Combination(topology=random_push(4), rule=sgp())
+
+ONE_THEN_SIX = timetable_of(((0, 1), (6, 6)))
 
 MEETS = {  # name of the row: what meets it, and what its sentence names
     "[server] with [rule]": (Combination(tables=frozenset({"server", "rule"})), ["[server]", "[rule]"]),
@@ -138,15 +141,50 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         Combination(rule=dilocox(adapt_every=2), topology=complete(4), weigh_steps=True),
         ["'dilocox' with adapt_every = 2", "run.weigh_steps"],
     ),
-    "a last round of fewer steps": (
-        Combination(driver="train", rule=diloco(), topology=complete(4), local_steps=4, last_local_steps=2),
-        ["run.last_local_steps is 2", "a simulation in rounds", "whole rounds"],
+    "changing local steps and asynchronous": (
+        Combination(kind="server", server="async_sgd", networks={}, local_steps=1, timetable=ONE_THEN_SIX),
+        ["run.local_steps changes over the run", "asynchronously", "one per worker"],
     ),
-    "a last round without a step for each stop": (
+    "changing local steps and adapt": (
+        Combination(driver="train", rule=gasloc(), topology=random(4), adapt=True, timetable=ONE_THEN_SIX),
+        ["run.local_steps changes over the run", "run.adapt"],
+    ),
+    "local steps that change and overlap": (
         Combination(
-            rule=diloco(), topology=complete(4), local_steps=4, last_local_steps=(2, 1), schedule=Schedule(fragments=2)
+            rule=diloco(),
+            topology=complete(4),
+            timetable=timetable_of(((0, 4), (8, 12))),
+            schedule=Schedule(fragments=2, overlap_steps=3),
         ),
-        ["run.last_local_steps is (2, 1)", "2 parts of the model"],
+        ["run.local_steps changes", "schedule.overlap_steps = 3", "schedule.fragments = 1"],
+    ),
+    "synchronous start and asynchronous": (
+        Combination(kind="server", server="async_sgd", networks={}, synchronous_steps=3),
+        ["run.synchronous_steps is 3", "asynchronously"],
+    ),
+    "synchronous start and elastic": (
+        Combination(rule=gasloc(), topology=random(4), elastic=True, synchronous_steps=3),
+        ["run.synchronous_steps is 3", "run.elastic is true", "all workers in every step"],
+    ),
+    "synchronous start and adapt": (
+        Combination(driver="train", rule=gasloc(), topology=random(4), adapt=True, synchronous_steps=3),
+        ["run.synchronous_steps is 3", "run.adapt"],
+    ),
+    "synchronous start and gradients": (
+        Combination(rule=data_parallel(), topology=complete(3), synchronous_steps=3),
+        ["run.synchronous_steps is 3", "'data_parallel'", "remove run.synchronous_steps"],
+    ),
+    "synchronous start and experts": (
+        EXPERTS._replace(synchronous_steps=3),
+        ["run.synchronous_steps is 3", "model.experts.holders"],
+    ),
+    "synchronous start and processes": (
+        Combination(driver="train", rule=diloco(), topology=complete(4), shards=2, synchronous_steps=3),
+        ["run.synchronous_steps is 3", "run.shards is 2"],
+    ),
+    "synchronous start and several sends": (
+        Combination(rule=diloco(), topology=complete(4), schedule=Schedule(fragments=2), synchronous_steps=3),
+        ["run.synchronous_steps is 3", "2 parts", "send once a round"],
     ),
     "Outer and rule that adapts": (
         Combination(driver="library", rule=dilocox(adapt_every=2), topology=complete(4)),

@@ -34,6 +34,17 @@ def test_a_sweep_over_workers_at_one_global_batch_and_budget_trains_on_the_same_
     assert {run.run.steps for run in runs} == {78}
 
 
+def test_a_budget_of_tokens_counts_rounds_that_grow() -> None:
+    table = {"0": 1, "4": [4, 2, 4]}
+    each = 16 * 2 * (4 * 3 + 10)  # four rounds of one step, and one of ten
+    found = parse(without("run.steps", run__tokens=each + 32 * 9, run__local_steps=table))
+    assert found.run.steps == 8 and found.rounds == 5
+    assert parse(without("run.steps", run__tokens=each + 32 * 10, run__local_steps=table)).run.steps == 12
+    qsr = {"shape": "qsr", "base": 2, "alpha": 0.003}
+    with pytest.raises(ConfigError, match=r"whose schedule needs its length; set run\.steps"):
+        parse(without("run.steps", run__tokens=20_000, run__local_steps=qsr))
+
+
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 3), st.integers(1, 40_000))
 def test_a_budget_of_tokens_pays_for_whole_rounds_and_not_for_one_more(
     workers: int, h: int, accumulate: int, tokens: int

@@ -208,7 +208,9 @@ def test_the_first_machine_of_a_run_of_gossip_waits_for_another_and_says_so(tmp_
 
 
 def test_a_calm_elastic_run_goes_on_with_the_same_bits_and_a_worker_that_lagged_sets_the_round(tmp_path):
-    config = tiny(run__elastic=True, run__timeout_s=60)
+    """Within a stretch of more local steps than there were at the start, and with another momentum."""
+    steps = {"run__steps": 15, "run__local_steps": {"0": 1, "3": 4}, "run__checkpoint_every": 1}
+    config = tiny(run__elastic=True, run__timeout_s=60, rule__momentum={"0": 0.5, "7": 0.3}, **steps)
     simulate(config, tmp_path / "whole")
     simulate(config, tmp_path / "half", until=4)
     folder = tmp_path / "run"

@@ -444,3 +444,22 @@ def test_a_file_of_text_without_the_field_is_named_before_a_run(kind: str, tmp_p
     assert "can start, but not on this machine" in lines(one)[0]
     (fine,), _ = examine_document(document(data__source=str(tmp_path), data__max_bytes=20))
     assert not fine.here, "a file that is not read may hold anything"
+
+
+def test_a_run_that_changes_on_its_way_has_the_mean_price_of_its_rounds_and_the_least_stable_numbers():
+    network = {"wan": {"uplink_bps": 1e6, "downlink_bps": 1e6, "latency_s": 0.01, "step_s": 0.5}}
+
+    def examined(**settings):
+        (found,), wrong = examine_document({**document(**settings), "network": network})
+        assert not wrong
+        return found
+
+    one, four = (examined(run__local_steps=h, run__steps=12) for h in (1, 4))
+    both = examined(run__local_steps={"0": 1, "5": 4}, run__steps=13)
+    assert both.networks[0].round_s == pytest.approx((5 * one.networks[0].round_s + 2 * four.networks[0].round_s) / 7)
+    parallel = examined(run__local_steps=1, rule__name="data_parallel", topology__name="complete")
+    started = examined(run__local_steps=4, run__steps=15, run__synchronous_steps=3)
+    mean_s = (3 * parallel.networks[0].round_s + 3 * four.networks[0].round_s) / 6
+    assert started.networks[0].round_s == pytest.approx(mean_s) and "after 3 synchronous steps" in started.method
+    least = examined(rule__momentum={"0": 0.2, "4": 0.6, "8": 0.4})
+    assert least.disagreement == examined(rule__momentum=0.6).disagreement > examined(rule__momentum=0.4).disagreement

@@ -82,6 +82,11 @@ METHODS = {
     "a mean over all": {"rule": "diloco", "local_steps": 2},
     "fragments in flight": {"local_steps": 4, "settings": {"schedule.fragments": 2, "schedule.overlap_steps": 1}},
     "gradients": {"rule": "data_parallel"},
+    "steps that change": {
+        "rule": "diloco",
+        "local_steps": {0: 2, 3: 3},
+        "settings": {"run.synchronous_steps": 2, "rule.lr": {"0": 0.7, "4": 0.5}},
+    },
 }
 
 

@@ -27,9 +27,11 @@ from gossamer.run.bookkeeping.finished import is_finished
 from gossamer.run.config.resolve import resolve, settings_of
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.simulated import threads as lanes
+from gossamer.run.simulated.rounds import Rounds
 from gossamer.run.simulated.simulate import simulate
 from gossamer.run.worker.replica import Replica
 from gossamer.transport.processes.launch import available_cores
+from gossamer.tree import leaves
 from tiny import DEVICE, single, tiny
 
 
@@ -165,14 +167,9 @@ def test_uneven_local_steps_and_non_iid_shards_train_and_compute_each_worker_its
 
 
 def test_the_last_round_may_have_fewer_steps_stopped_batched_or_at_once(tmp_path):
-    config = single(run__steps=12, run__local_steps=[4, 4, 2], run__last_local_steps=[1, 3, 2])
-    batched = single(
-        run__steps=12,
-        run__local_steps=[4, 4, 2],
-        run__last_local_steps=[1, 3, 2],
-        run__batched=2,
-        inner__optimizer="sgd",
-    )
+    steps = {"run__steps": 11, "run__local_steps": {"0": [4, 4, 2], "8": [1, 3, 2]}}
+    config = single(**steps)
+    batched = single(**steps, run__batched=2, inner__optimizer="sgd")
     simulate(config, tmp_path / "whole")
     simulate(batched, tmp_path / "batched")
     for folder in ("whole", "batched"):
@@ -182,11 +179,74 @@ def test_the_last_round_may_have_fewer_steps_stopped_batched_or_at_once(tmp_path
     simulate(config, tmp_path / "parts", until=2)
     simulate(config, tmp_path / "parts", resume=True)
     assert same_run(tmp_path / "whole", tmp_path / "parts", config)
-    for last, words in ((5, "no worker takes more steps"), ([1, 2], "has 2 entries for 3 workers")):
-        with pytest.raises(ConfigError, match=words):
-            single(run__local_steps=[4, 4, 2], run__steps=12, run__last_local_steps=last)
-    with pytest.raises(ConfigError, match=r"run\.last_local_steps is 1, and 2 parts"):
-        resolve(tiny(run__local_steps=4, run__steps=8, run__last_local_steps=1, schedule__fragments=2))
+    with pytest.raises(ConfigError, match=r"run\.local_steps\[8\] has 2 entries for 3 workers"):
+        single(run__steps=11, run__local_steps={"0": [4, 4, 2], "8": [1, 3]})
+    with pytest.raises(ConfigError, match=r"schedule\.fragments is 2 and a round has 1 inner"):
+        resolve(tiny(run__local_steps={"0": 4, "4": 1}, run__steps=5, schedule__fragments=2))
+
+
+def test_a_table_of_one_number_of_local_steps_has_the_bits_of_the_number(tmp_path):
+    config, table = single(run__local_steps=1), single(run__local_steps={"0": 1, "6": 1})
+    simulate(config, tmp_path / "number")
+    simulate(table, tmp_path / "table")
+    pairs = zip(vectors(tmp_path / "number", config), vectors(tmp_path / "table", table), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert read_metrics(tmp_path / "number") == read_metrics(tmp_path / "table")
+
+
+@pytest.mark.parametrize("more", [{}, {"rule__name": "eager", "topology__name": "complete", "run__weigh_steps": True}])
+def test_a_run_whose_local_steps_grow_goes_on_within_a_stretch_to_the_same_bits(more, tmp_path):
+    """The entry at the begin of a round counts for all of it, so that the one at step 5 comes into force at step 6."""
+    config = single(run__steps=26, run__local_steps={"0": 2, "5": [4, 2, 4], "12": 6}, run__checkpoint_every=1, **more)
+    simulate(config, tmp_path / "whole")
+    assert read_trace(tmp_path / "whole").steps.tolist() == [[2] * 3] * 3 + [[4, 2, 4]] * 2 + [[6] * 3] * 2
+    lines = [line for line in read_metrics(tmp_path / "whole") if line["kind"] == "eval"]
+    assert [line["step"] for line in lines] == [0, 6, 14, 20, 26] and lines[-1]["tokens"] == sum(
+        resolve(config).worker_tokens
+    )
+    for stop in (2, 4):
+        simulate(config, tmp_path / f"{stop}", until=stop)
+        simulate(config, tmp_path / f"{stop}", resume=True)
+        assert same_run(tmp_path / "whole", tmp_path / f"{stop}", config)
+
+
+@pytest.mark.parametrize(("rule", "topology", "batched"), [("gasloc", "random", 1), ("diloco", "complete", 3)])
+def test_a_synchronous_start_is_data_parallelism_and_ends_with_equal_workers_and_a_fresh_outer_state(
+    rule, topology, batched, tmp_path
+):
+    steps = {"run__steps": 14, "run__checkpoint_every": 1, "run__eval_every": 4, "run__batched": batched}
+    sgd = {"inner__optimizer": "sgd", "inner__momentum": 0.9, "inner__schedule": "cosine"}
+    start = {"run__synchronous_steps": 4, "run__local_steps": {"0": 3, "9": 2}}
+    config = single(rule__name=rule, topology__name=topology, **start, **steps, **sgd)
+    parallel = single(rule__name="data_parallel", topology__name="complete", run__local_steps=1, **steps, **sgd)
+    simulate(config, tmp_path / "whole")
+    simulate(parallel, tmp_path / "parallel", until=4)
+    assert read_trace(tmp_path / "whole").steps[:, 0].tolist() == [1, 1, 1, 1, 3, 3, 2, 2]
+    for stop in (2, 4, 5):
+        simulate(config, tmp_path / f"{stop}", until=stop)
+        if stop == 4:
+            alike = vectors(tmp_path / "parallel", parallel, 4)
+            assert all(torch.equal(x, alike[0]) for x in [*alike, *vectors(tmp_path / "4", config, 4)])
+        simulate(config, tmp_path / f"{stop}", resume=True)
+        assert same_run(tmp_path / "whole", tmp_path / f"{stop}", config), stop
+    engine = Rounds(resolve(config), tmp_path / "fresh")
+    with engine.opened():
+        for _ in range(4):
+            engine.advance()
+        for worker in engine.workers:
+            worker.enter(4)
+            kept, x = leaves(worker.loop.state), worker.replica.x
+            assert kept and all(torch.equal(leaf, x) or not leaf.any() for leaf in kept)
+
+
+def test_rounds_grow_as_the_learning_rate_comes_down_and_a_resume_keeps_the_length_that_they_follow(tmp_path):
+    qsr = {"shape": "qsr", "base": 2, "alpha": 0.003}
+    config = single(run__steps=40, run__local_steps=qsr, run__checkpoint_every=1)
+    simulate(config, tmp_path / "run", until=2)
+    with pytest.raises(ConfigError, match=r"rounds would begin at other inner steps.*leave .*run\.steps as they were"):
+        simulate(single(run__steps=60, run__local_steps=qsr), tmp_path / "run", resume=True)
+    simulate(config, tmp_path / "run", resume=True)
+    assert read_trace(tmp_path / "run").steps[:, 0].tolist() == [9, 9, 18, 4]
 
 
 def test_training_lowers_the_loss_on_text_that_was_held_out(tmp_path):

@@ -8,7 +8,7 @@ whoever calls this (`gossamer.report.reading.follow`), and does not end the read
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired
 
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
@@ -22,7 +22,9 @@ from gossamer.record.logs.outcomes import OUTCOMES
 from gossamer.record.logs.seconds import SECONDS_LINES
 from gossamer.record.logs.trace import TRACE_LINES
 from gossamer.report.reading.tail import open_record
-from gossamer.settings.options import Count
+from gossamer.settings import over_time
+from gossamer.settings.options import Count, NotNegative, Number, Positive
+from gossamer.settings.over_time import Timetable
 from gossamer.settings.schema import RECORD, Records, build, parse_toml
 from gossamer.transport.keys import Peer
 from gossamer.version import __version__
@@ -59,10 +61,35 @@ def line_of_kind(kind: str, line: bytes, where: str, name: str, workers: int) ->
     return found
 
 
+_Steps = Count | Annotated[list[Count], Field(min_length=1)]
+
+
+@with_config(RECORD)
+class _Shape(TypedDict):
+    shape: Literal["qsr"]
+    base: Count
+    alpha: Positive
+
+
+@with_config({**RECORD, "extra": "ignore"})
+class _Inner(TypedDict):
+    lr: Positive
+    schedule: str
+    warmup_steps: Number
+    min_lr_ratio: NotNegative
+    decay_fraction: Positive
+
+
+_INNER = Records[_Inner](_Inner)
+
+
 @with_config({**RECORD, "extra": "allow"})
 class _Loop(TypedDict):
     steps: Count
-    local_steps: Count | Annotated[list[Count], Field(min_length=1)]
+    synchronous_steps: NotRequired[Number]
+    local_steps: (
+        _Steps | _Shape | Annotated[dict[Annotated[str, Field(pattern=r"^\d{1,18}$")], _Steps], Field(min_length=1)]
+    )
 
 
 @with_config({**RECORD, "extra": "allow"})
@@ -82,9 +109,8 @@ class RunFile(NamedTuple):
     workers: int
     steps: int
     """Inner steps of a worker."""
-    rounds: int
-    steps_per_round: int
-    """Inner steps of all workers in a round, at most."""
+    timetable: Timetable
+    """How many local steps each round has."""
     method: str
     """The rule, server or pair rule."""
     topology: str | None
@@ -94,6 +120,15 @@ class RunFile(NamedTuple):
     text: str
     peers: Mapping[str, Peer]
     """The machines whose keys take part."""
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the run, at least one."""
+        return max(1, self.timetable.rounds)
+
+    def steps_before(self, round: int) -> int:
+        """Inner steps of all workers before a round, at most."""
+        return self.timetable.steps_of_all(self.workers, round)
 
 
 def run_file_of(path: Path) -> RunFile:
@@ -114,7 +149,15 @@ def run_file_of(path: Path) -> RunFile:
         raise DataError(
             f"{error}; gossamer {__version__} cannot show this run, perhaps another version wrote it"
         ) from None
-    steps, loop = run["run"]["local_steps"], _table(document, "run")
+    loop = _table(document, "run")
+    given: Any = run["run"]["local_steps"]
+    start, length = run["run"].get("synchronous_steps", 0), run["run"]["steps"]
+    if isinstance(given, dict) and "shape" in given:
+        rate = over_time.LearningRate(**_INNER.of(_table(document, "inner"), f"[inner] of '{path}'"))
+        timetable = over_time.quadratic(given["base"], given["alpha"], rate, length, start)
+    else:
+        steps = over_time.steps_by_step(tuple(given) if isinstance(given, list) else given)
+        timetable = over_time.timetable_of(over_time.begun_alike(((0, steps[0][1]), *steps[1:]), start), length)
     kind = next((kind for kind in ("server", "pair") if kind in document), "rounds")
     if kind == "rounds" and not loop.get("wait", True):
         kind = "no waiting"
@@ -122,8 +165,7 @@ def run_file_of(path: Path) -> RunFile:
         f"{run['name']:.80}",
         run["workers"],
         run["run"]["steps"],
-        max(1, run["run"]["steps"] // (max(steps) if isinstance(steps, list) else steps)),
-        sum(steps) if isinstance(steps, list) else steps * run["workers"],
+        timetable,
         _name(document, "rule" if kind in ("rounds", "no waiting") else kind) or kind,
         None if kind == "server" else _name(document, "topology"),
         "elastic" if loop.get("elastic") else kind,

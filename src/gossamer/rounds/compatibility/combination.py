@@ -8,6 +8,8 @@ from gossamer.codecs import Codec, exact
 from gossamer.network.links import Network
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Rule, gossip
+from gossamer.settings import over_time
+from gossamer.settings.over_time import Steps, Timetable
 from gossamer.topologies import Topology, complete
 
 Kind = Literal["rounds", "server", "pair", "no waiting"]
@@ -23,6 +25,15 @@ INSTEAD: dict[str, tuple[str, ...]] = {
 """The tables of a run file that each of the three kinds of method excludes."""
 
 
+def rules_over_time(rule: Rule, steps: int) -> list[tuple[int, Rule]]:
+    """A rule with its numbers at the inner steps of a run at which they change; of a shape, at some of them."""
+    if (at := rule.at) is None:
+        return [(0, rule)]
+    changing = [value for value in rule.options.values() if over_time.changes(value)]
+    moments = sorted({step for value in changing for step in over_time.moments(value, steps)})
+    return [(step, at(step, steps)) for step in moments]
+
+
 class Combination(NamedTuple):
     """The parts and settings of one run. A default stands for something unused or unknown, and fails no check."""
 
@@ -36,10 +47,14 @@ class Combination(NamedTuple):
     topology: Topology = complete(1)
     codec: Codec = exact()
     schedule: Schedule = Schedule()
-    local_steps: int | tuple[int, ...] | None = None
-    """One number for all workers, or one per worker."""
-    last_local_steps: int | tuple[int, ...] | None = None
-    """As in `run.last_local_steps`."""
+    local_steps: Steps | None = None
+    """One number for all workers, or one per worker; of a timetable, those that a run begins with."""
+    synchronous_steps: int = 0
+    """As in `run.synchronous_steps`; `local_steps` and `timetable` are those of the rounds after them."""
+    steps: int = 0
+    """As in `run.steps`; 0 where it is not known."""
+    timetable: Timetable | None = None
+    """The local steps of each round, where these change."""
     server: str = ""
     """Name of the server."""
     regions: bool = False
@@ -91,9 +106,31 @@ class Combination(NamedTuple):
     """The tables that the run file has."""
 
     @property
+    def rules(self) -> list[tuple[int, Rule]]:
+        """As `rules_over_time`, of its rule."""
+        return rules_over_time(self.rule, self.steps)
+
+    @property
     def full_steps(self) -> int | None:
-        """Inner steps of the worker that takes most."""
-        return max(self.local_steps) if isinstance(self.local_steps, tuple) else self.local_steps
+        """Inner steps of the worker that takes most, in the longest of the rounds."""
+        return max(self.all_full_steps, default=None)
+
+    @property
+    def fewest_steps(self) -> int | None:
+        """The same in the shortest of the rounds."""
+        return min(self.all_full_steps, default=None)
+
+    @property
+    def all_full_steps(self) -> list[int]:
+        """The same in each stretch of rounds; none where they are not known."""
+        return [max(one) if isinstance(one, tuple) else one for one in self.all_local_steps]
+
+    @property
+    def all_local_steps(self) -> list[Steps]:
+        """The local steps of each stretch of rounds."""
+        if self.timetable is not None:
+            return [one.local_steps for one in self.timetable.stretches]
+        return [] if self.local_steps is None else [self.local_steps]
 
     @property
     def asynchronous(self) -> bool:

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from gossamer.codecs import Codec
+from gossamer.codecs import Codec, exact
+from gossamer.errors import ConfigError, PairingError
 from gossamer.rounds import stability
 from gossamer.rounds.compatibility import lossy_codecs as coding
 from gossamer.rounds.compatibility.combination import Combination
@@ -11,9 +12,10 @@ from gossamer.rounds.compatibility.incompatibilities import check
 from gossamer.rounds.kernel import PLAIN, Kernel, compiled
 from gossamer.rounds.schedule import Schedule
 from gossamer.rounds.updates import topology_of_updates
-from gossamer.rules import Rule, weighted
+from gossamer.rules import Rule, data_parallel, weighted
 from gossamer.rules.contract import Needs
-from gossamer.topologies import Topology
+from gossamer.settings import over_time
+from gossamer.topologies import Topology, complete
 
 FITTING: Mapping[Needs, str] = {
     "everyone": "complete",
@@ -35,6 +37,8 @@ class Method(NamedTuple):
     kernel: Kernel
     holders: tuple[frozenset[int], ...] = ()
     """The workers that hold each part of the parameters, where some hold some of the experts only."""
+    start: "Method | None" = None
+    """The data parallelism of a synchronous start, after which this method begins; None for a run without one."""
 
     @property
     def parts(self) -> int:
@@ -69,17 +73,50 @@ def settled_rule(c: Combination) -> Rule:
     topology_of_updates(rule, topology.n, seed=0)
     if topology.doubly_stochastic:  # on any other, the rule is refused by the table
         rule = stability.resolve_alpha(rule, topology)
+    if rule.at is not None:
+        _must_keep_its_state(c)
     return weighted(rule) if c.weigh_steps else rule
+
+
+def _must_keep_its_state(c: Combination) -> None:
+    """Raises ConfigError for a rule whose state would be another with other numbers, whose shape has no known length, or whose
+    table goes on beyond the run."""
+    if c.rule.at is not None and not c.steps:
+        c.rule.at(1, 0)
+    for option, value in c.rule.options.items() if c.steps else ():
+        if over_time.changes(value):
+            for sentence in over_time.beyond_faults(f"rule.{option}", value, c.steps):
+                raise ConfigError(sentence)
+    states = {(rule.state_copies, rule.start is None, rule.reset is None): rule for _, rule in c.rules}
+    if len(states) > 1:
+        one, other, *_ = states.values()
+        raise ConfigError(
+            f"rule '{c.rule.name}' changes over the run from {dict(one.options)} to {dict(other.options)}, with which it keeps "
+            "another state, as with lr = 1; use a number beside it, such as 0.999"
+        )
 
 
 def warnings_of(c: Combination) -> tuple[str, ...]:
     """A sentence for everything that will probably go wrong, once the rule is settled."""
-    unstable = None if c.kind == "pair" else stability.stability_warning(c.rule, c.topology, c.schedule.merge)
+    unstable = None
+    if c.kind != "pair":
+        step, rule = stability.least_stable(c.rules, c.topology, c.schedule.merge)
+        unstable = stability.stability_warning(rule, c.topology, c.schedule.merge)
+        if unstable is not None and c.rule.at is not None:
+            unstable = f"at inner step {step}, {unstable}"
     return tuple(sentence for sentence in (unstable, coding.lossy_warning(c)) if sentence is not None)
 
 
 def method_of(c: Combination, *, compile: bool = False) -> Method:
     """What runs in rounds, once the rule is settled (`settled_rule`). Raises PairingError when something cannot work."""
     check(c)
+    if compile and c.rule.at is not None:
+        raise PairingError(
+            f"run.compile is true and numbers of rule '{c.rule.name}' change over the run, which would be compiled for each; set "
+            "it to false"
+        )
     kernel = compiled() if compile else PLAIN
-    return Method(c.rule, c.topology, c.codec, c.schedule, kernel, c.holders)
+    start = None
+    if c.synchronous_steps:
+        start = Method(data_parallel(), complete(c.topology.n), exact(), Schedule(), kernel)
+    return Method(c.rule, c.topology, c.codec, c.schedule, kernel, c.holders, start)

@@ -11,6 +11,8 @@ from gossamer.errors import PairingError, choose
 from gossamer.rounds.compatibility import lossy_codecs as coding
 from gossamer.rounds.compatibility.combination import INSTEAD, Combination, Incompatibility
 from gossamer.rounds.compatibility.modes import MODES
+from gossamer.rounds.schedule import Schedule
+from gossamer.rules import Rule
 from gossamer.topologies.mixing import pull
 
 
@@ -191,45 +193,42 @@ _RULES = (
     ),
 )
 
+
+def _lags(schedule: Schedule, rule: Rule, full_steps: int) -> tuple[tuple[int, int], ...]:
+    """What is received in a round of so many steps, and how many rounds after it was sent."""
+    stops = schedule.stops(0, full_steps, rule.delay_rounds, ahead=rule.sends_ahead, updates=bool(rule.mixes_updates))
+    return tuple(sorted(one for stop in stops for one in stop.receives))
+
+
 # When things are sent and received, and how many inner steps lie between.
 _SCHEDULE = (
     Incompatibility(
-        "a last round of fewer steps",
-        lambda c: (
-            c.last_local_steps is not None
-            and (c.driver != "simulate" or c.asynchronous or c.elastic or bool(c.adapt) or c.rule.adapted is not None)
-        ),
-        lambda c: (
-            f"run.last_local_steps is {c.last_local_steps}, which a simulation in rounds has whose local steps are fixed; "
-            "remove it, and set run.steps to whole rounds"
-        ),
-    ),
-    Incompatibility(
-        "a last round without a step for each stop",
-        lambda c: (
-            c.last_local_steps is not None
-            and (min(c.last_local_steps) if isinstance(c.last_local_steps, tuple) else c.last_local_steps)
-            < max(c.schedule.fragments, c.schedule.sends)
-        ),
-        lambda c: (
-            f"run.last_local_steps is {c.last_local_steps}, and {max(c.schedule.fragments, c.schedule.sends)} parts of the "
-            "model are sent one after the other in each round; give each worker as many steps at least"
-        ),
-    ),
-    Incompatibility(
         "fragments and local steps",
-        lambda c: c.full_steps is not None and c.schedule.slots > c.full_steps,
+        lambda c: c.fewest_steps is not None and c.schedule.slots > c.fewest_steps,
         lambda c: (
-            f"schedule.{'sends' if c.schedule.sends else 'fragments'} is {c.schedule.slots} and a round has {c.full_steps} inner "
-            "steps; use at most one fragment per inner step"
+            f"schedule.{'sends' if c.schedule.sends else 'fragments'} is {c.schedule.slots} and a round has {c.fewest_steps} "
+            "inner steps; use at most one fragment per inner step"
         ),
     ),
     Incompatibility(
         "overlap and local steps",
-        lambda c: c.full_steps is not None and c.schedule.overlap_steps > c.full_steps,
+        lambda c: c.fewest_steps is not None and c.schedule.overlap_steps > c.fewest_steps,
         lambda c: (
-            f"schedule.overlap_steps is {c.schedule.overlap_steps} and a round has {c.full_steps} inner steps, but a fragment "
-            f"must be received before it is sent again; use at most {c.full_steps}, or raise run.local_steps"
+            f"schedule.overlap_steps is {c.schedule.overlap_steps} and a round has {c.fewest_steps} inner steps, but a fragment "
+            f"must be received before it is sent again; use at most {c.fewest_steps}, or raise run.local_steps"
+        ),
+    ),
+    Incompatibility(
+        "local steps that change and overlap",
+        lambda c: (
+            c.timetable is not None
+            and max(c.schedule.slots, c.schedule.overlap_steps) <= min(c.all_full_steps)  # else it is refused already
+            and len({_lags(c.schedule, c.rule, full_steps) for full_steps in {*c.all_full_steps}}) > 1
+        ),
+        lambda c: (
+            f"run.local_steps changes, and with schedule.fragments = {c.schedule.fragments}, schedule.sends = {c.schedule.sends} "
+            f"and schedule.overlap_steps = {c.schedule.overlap_steps} some parts would be received in the round that sends them "
+            "under some local steps and a round later under others; set schedule.overlap_steps = 0, or schedule.fragments = 1"
         ),
     ),
     Incompatibility(

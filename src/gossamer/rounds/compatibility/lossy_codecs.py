@@ -55,7 +55,7 @@ def change(c: Combination) -> float | None:
     """
     if not _carries_parameters(c):
         return None
-    return _error(c.codec) * (1.0 if c.kind == "pair" else amplification(c.rule))
+    return _error(c.codec) * (1.0 if c.kind == "pair" else max(amplification(rule) for _, rule in c.rules))
 
 
 def borne(c: Combination) -> float:

@@ -86,6 +86,14 @@ _FEATURES = {
     "real processes": _Given(lambda c: c.driver == "train", lambda c: "the run is one of gossamer train"),
 }
 
+_CHANGING = _Given(
+    lambda c: c.timetable is not None,
+    lambda c: "run.local_steps changes over the run",
+)
+_SYNCHRONOUS_START = _Given(
+    lambda c: c.synchronous_steps > 0,
+    lambda c: f"run.synchronous_steps is {c.synchronous_steps}",
+)
 _OUTER = _Given(lambda c: c.driver == "library", lambda c: "")
 _ELASTIC = _Given(lambda c: c.elastic, lambda c: f"{_elastic_key(c)} is true")
 _STAGES = _Given(lambda c: c.stages > 1, lambda c: f"pipeline.stages is {c.stages}")
@@ -231,6 +239,42 @@ MODES: tuple[Incompatibility, ...] = (
         },
     ),
     *_rows(
+        "changing local steps",
+        _CHANGING,
+        {
+            "asynchronous": "without rounds at whose begin they would change; give one number, or one per worker",
+            "adapt": "which decides on them too; remove one of the two",
+        },
+    ),
+    *_rows(
+        "synchronous start",
+        _SYNCHRONOUS_START,
+        {
+            "asynchronous": "without rounds, in which all would step together; set it to 0",
+            "elastic": "while a mean of gradients needs all workers in every step; set one of the two to 0 or false",
+            "adapt": "which decides on the local steps from the start; remove one of the two",
+            "gradients": "as long as the run; remove run.synchronous_steps",
+            "experts": "for which there is no mean of all gradients; set it to 0",
+        },
+    ),
+    Incompatibility(
+        "synchronous start and processes",
+        lambda c: _SYNCHRONOUS_START.on(c) and (_OWN_SHARDS.on(c) or bool(c.lost)),
+        lambda c: (
+            f"{_SYNCHRONOUS_START.words(c)}, and {'pipeline.lost names stages' if c.lost else _OWN_SHARDS.words(c)}, which goes "
+            "with no exchange of gradients; remove one of the two"
+        ),
+    ),
+    Incompatibility(
+        "synchronous start and several sends",
+        lambda c: _SYNCHRONOUS_START.on(c) and (c.schedule.slots > 1 or bool(c.rule.mixes_updates)),
+        lambda c: (
+            f"{_SYNCHRONOUS_START.words(c)}, in each of which all send once; later rounds have {c.schedule.slots} parts "
+            f"(schedule.fragments or sends) and rule.mix_updates = '{c.rule.mixes_updates or 'none'}', where a record has as "
+            "many sends in every round; send once a round, or remove run.synchronous_steps"
+        ),
+    ),
+    *_rows(
         "batched",
         _BATCHED,
         {
@@ -343,7 +387,7 @@ MODES: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         "constant batch and local steps",
-        lambda c: c.constant_batch and isinstance(c.local_steps, tuple) and len(set(c.local_steps)) > 1,
+        lambda c: c.constant_batch and any(isinstance(one, tuple) and len({*one}) > 1 for one in c.all_local_steps),
         lambda c: (
             f"data.constant_batch is true and run.local_steps is {c.local_steps}, but all workers share the batches of one step; "
             "give one number of local steps"
@@ -499,12 +543,12 @@ MODES: tuple[Incompatibility, ...] = (
         "chosen fragments and overlap",
         lambda c: (
             c.schedule.sends > 0
-            and c.full_steps is not None
-            and c.schedule.overlap_steps >= c.schedule.fragments * max(1, c.full_steps // c.schedule.sends)
+            and c.fewest_steps is not None
+            and c.schedule.overlap_steps >= c.schedule.fragments * max(1, c.fewest_steps // c.schedule.sends)
         ),
         lambda c: (
             f"schedule.overlap_steps is {c.schedule.overlap_steps}, so all {c.schedule.fragments} fragments may be in flight "
-            f"when one of {c.schedule.sends} sends in {c.full_steps} inner steps is due; lower schedule.overlap_steps or "
+            f"when one of {c.schedule.sends} sends in {c.fewest_steps} inner steps is due; lower schedule.overlap_steps or "
             "schedule.sends"
         ),
     ),

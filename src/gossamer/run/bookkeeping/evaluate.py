@@ -383,7 +383,7 @@ def _note(
     note_evaluation(
         folder,
         round=finished - 1,
-        step=finished * config.full_steps,
+        step=config.timetable.begin(finished),
         tokens=config.step_tokens * steps,
         **result.figures(),
     )

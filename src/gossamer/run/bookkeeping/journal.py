@@ -170,7 +170,7 @@ class Journal:
         """
         if not self.config.run.elastic or replica.places is not None:
             return replica.steps_taken
-        return max(replica.steps_taken, finished * replica.local_steps)
+        return max(replica.steps_taken, self.config.timetable.steps_before(replica.index, finished))
 
     def end_own_round(self, replica: Replica, finished: int) -> None:
         """As `end_round`, of one worker, whose lines have the inner steps and tokens that its model has behind it."""

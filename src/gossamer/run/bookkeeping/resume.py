@@ -55,7 +55,7 @@ class History(NamedTuple):
 
     def _jump(self, round: int) -> str:
         """What the changes make of the learning rate of the next inner step, in words; empty where they leave it as it is."""
-        step = round * self.config.full_steps
+        step = self.config.timetable.begin(round)
         was, now = (one.inner.lr * lr_scale(one.inner, step, one.run.steps) for one in (self.before, self.config))
         if math.isclose(was, now):
             return ""

@@ -423,6 +423,7 @@ def begin_or_resume(store: Store, task: Task, past: History | None, agreement: A
     """
     if past is None:
         return Start(store, None, ChosenRound(0, agreement.kept, {}))
+    _must_keep_rounds(past)
     _must_be_readable(store.folder, agreement.kept)
     choice = choose_round(agreement.kept, agreement.pick, agreement.read)
     if not choice.round and not (past.may_start and _may_start(past.before, choice.kept)):
@@ -442,7 +443,16 @@ def _must_reach(config: RunSettings, round: int) -> None:
     if round > config.rounds:
         raise ConfigError(
             f"run.steps is {config.run.steps}, which ends the run after round {config.rounds}, but it is at round {round} "
-            f"already; set at least {round * config.full_steps}"
+            f"already; set at least {config.timetable.begin(round)}"
+        )
+
+
+def _must_keep_rounds(past: History) -> None:
+    """Raises ConfigError where the rounds of a run would be others with the new settings, those that are over too."""
+    if past.config.run.shape is not None and past.before.timetable != past.config.timetable:
+        raise ConfigError(
+            "run.local_steps follows the learning rate of the whole run, and with the new settings rounds would begin at other "
+            f"inner steps, also those that are over; leave {', '.join(past.changes)} as they were, or start with another --out"
         )
 
 

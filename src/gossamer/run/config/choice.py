@@ -11,7 +11,7 @@ from pydantic_core import CoreSchema, core_schema
 from gossamer.errors import ConfigError
 from gossamer.rules import WRAPPERS
 from gossamer.run.config.recipes import TABLES
-from gossamer.settings.options import Option, options_of, row_faults, unknown_options
+from gossamer.settings.options import Option, may_change, options_of, row_faults, unknown_options
 from gossamer.settings.schema import refuse
 from gossamer.settings.user_code import PATTERN, is_code
 
@@ -104,6 +104,8 @@ def _row_schema(table: str, name: str, factory: Callable[..., Any]) -> dict[str,
 def _option_schema(option: Option) -> dict[str, Any]:
     try:
         kind = TypeAdapter(option.kind).json_schema()
+        if may_change(option.kind):
+            kind = {"anyOf": [kind, {"type": "object"}]}
     except PydanticUserError:  # an option that is no value of JSON
         kind = {}
     plain = isinstance(option.default, bool | int | float | str)

@@ -7,6 +7,7 @@ from typing import Any
 
 from gossamer.errors import ConfigError
 from gossamer.record.folder import run_file
+from gossamer.settings import over_time
 from gossamer.settings.schema import parse_toml, read_toml
 
 _WRITTEN = ("name", "seed", "workers", "model", "data", "run", "record")
@@ -120,13 +121,14 @@ def with_settings(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as dotted keys; an empty table inside another stays a value, as it may mean something.
+    """Nested tables as dotted keys; an empty table inside another stays a value, as it may mean something, and so does a number
+    that changes over a run.
 
-    >>> flat({"rule": {"name": "gasloc", "anchored": {}}, "seed": 1})
-    {'rule.name': 'gasloc', 'rule.anchored': {}, 'seed': 1}
+    >>> flat({"rule": {"name": "gasloc", "anchored": {}, "lr": {"0": 0.4, "2000": 0.7}}, "seed": 1})
+    {'rule.name': 'gasloc', 'rule.anchored': {}, 'rule.lr': {'0': 0.4, '2000': 0.7}, 'seed': 1}
     """
     found: dict[str, Any] = {}
     for key, value in table.items():
-        below = isinstance(value, dict) and (value or not prefix)
+        below = isinstance(value, dict) and (value or not prefix) and not over_time.changes(value)
         found.update(flat(value, f"{prefix}{key}.") if below else {prefix + key: value})
     return found

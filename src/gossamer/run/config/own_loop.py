@@ -68,6 +68,11 @@ def method(
     for row in OUTER:
         if row.fails(facts):
             raise PairingError(f"method '{name}' cannot run in your own loop: {row.sentence(facts)}")
+    if config.timetable.changes:
+        raise PairingError(
+            f"method '{name}' got a table of run.local_steps, and a method has one number; give the table to "
+            "gossamer.Outer(local_steps=...)"
+        )
     if foreign := {key: value for key, value in own.items() if not key.startswith(_HONOURED)}:
         words = ", ".join(f"{key} = {value!r}" for key, value in foreign.items())
         raise PairingError(

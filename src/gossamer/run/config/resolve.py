@@ -260,6 +260,7 @@ def _facts(config: RunConfig, parts: UserParts, real: bool) -> tuple[Combination
     run, events, nothing = config.run, config.events, Combination()
     if config.pipeline.forward.name:
         attempt(lambda: must_come_again(config.pipeline, config.data, run.steps))
+    timetable = config.timetable.since(run.synchronous_steps)
     codec, holders = made("codec"), holders_of(config.model.experts, config.workers)
     facts = Combination(
         kind=config.kind,
@@ -267,8 +268,10 @@ def _facts(config: RunConfig, parts: UserParts, real: bool) -> tuple[Combination
         wait=run.wait,
         codec=codec or nothing.codec,
         schedule=config.schedule,
-        local_steps=run.local_steps,
-        last_local_steps=run.last_local_steps,
+        local_steps=timetable.at(0).local_steps,
+        synchronous_steps=run.synchronous_steps,
+        steps=run.steps,
+        timetable=timetable if timetable.changes else None,
         server=config.server.name if config.server else "",
         optimizer=config.inner.optimizer,
         averaging=config.inner.averaging,

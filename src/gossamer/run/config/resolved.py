@@ -24,6 +24,7 @@ from gossamer.rounds.schedule import Schedule
 from gossamer.run.config.pipeline import PipelineConfig
 from gossamer.run.config.run_file import LoopSettings, RunLength
 from gossamer.run.config.user_parts import UserParts
+from gossamer.settings.over_time import EqualRounds, Steps
 from gossamer.topologies import Topology
 from gossamer.transport.keys import Peer
 
@@ -85,11 +86,8 @@ class RunSettings(RunLength):
     @property
     def worker_tokens(self) -> list[int]:
         """The tokens of each worker; a run without rounds ends when all have taken as many steps together as full rounds have."""
-        workers = range(self.workers)
-        steps = [
-            self.run.steps if self.event_driven else (self.rounds - 1) * self.local_steps_of(i) + self.last_steps_of(i)
-            for i in workers
-        ]
+        workers, rounds = range(self.workers), self.rounds
+        steps = [self.run.steps if self.event_driven else self.timetable.steps_before(i, rounds) for i in workers]
         return [one * self.step_tokens for one in steps]
 
     @property
@@ -143,7 +141,7 @@ class RunSettings(RunLength):
 
     def due(self, every: int, finished: int) -> bool:
         """Whether something done every so many inner steps is due after this many finished rounds; always after the last."""
-        here, before = finished * self.full_steps, (finished - 1) * self.full_steps
+        here, before = self.timetable.begin(finished), self.timetable.begin(max(0, finished - 1))
         return finished == self.rounds or (every > 0 and here // every > before // every)
 
     def unpaced(self) -> Self:
@@ -165,6 +163,23 @@ class ResolvedRun(RunSettings):
     """Of an asynchronous run, in the order of their seconds."""
     warnings: tuple[str, ...]
     """What will probably go wrong."""
+
+    def parts_of_run(self) -> list["ResolvedRun"]:
+        """The run in parts that do not change on their way, each as a run of its own with as many rounds."""
+        m, start = self.method, self.run.synchronous_steps
+        if not self.timetable.changes and not start:
+            return [self]
+
+        def alone(local_steps: Steps, rounds: int) -> ResolvedRun:
+            made = EqualRounds(0, 0, local_steps)
+            run = replace(self.run, local_steps=local_steps, synchronous_steps=0, steps=rounds * made.full_steps)
+            return replace(self, run=run)
+
+        after = self.timetable.since(start)
+        parts = [alone(one.local_steps, rounds) for one, rounds in after.rounds_of_each(self.rounds - start)]
+        if isinstance(m, Method) and m.start is not None:
+            parts.insert(0, replace(alone(1, start), method=m.start, schedule=m.start.schedule))
+        return parts
 
     @property
     def in_rounds(self) -> Method:

@@ -27,11 +27,22 @@ from gossamer.run.config.choice import Choice, NamedIn
 from gossamer.run.config.document import DIRECTIONS, EXPERIMENT, KINDS, flat, with_settings
 from gossamer.run.config.pipeline import PipelineConfig, misfits
 from gossamer.run.config.totals import each_batch, rounds_for, tokens_for
-from gossamer.settings.fields import NEUTRAL, Changeable, FolderName
-from gossamer.settings.options import Count, Number
+from gossamer.settings import over_time
+from gossamer.settings.fields import NEUTRAL, Changeable, FolderName, Words
+from gossamer.settings.options import Count, Number, Positive, bounded
+from gossamer.settings.over_time import (
+    LearningRate,
+    Steps,
+    Timetable,
+    begun_alike,
+    quadratic,
+    steps_by_step,
+    timetable_of,
+)
 from gossamer.settings.quantities import SECONDS, TOKENS
 from gossamer.settings.schema import build, default_of, settings, soundest, toml_value
 from gossamer.settings.schema import settings_faults as schema_faults
+from gossamer.settings.user_code import is_code
 from gossamer.topologies.contract import MOST_WORKERS
 from gossamer.transport.keys import Peer, duplicate_certificates
 
@@ -52,7 +63,6 @@ _STACKED = ("accum_adamw", "adamw", "sgd", "spectral_muon")
 """The inner optimizers for the parameters of several replicas at once; torch's Muon takes single matrices."""
 _PER_WORKER = {
     "run.local_steps": "give one number, or one per worker",
-    "run.last_local_steps": "give one number, or one per worker",
     "run.pace_s": "give one number, or one per worker",
     "data.shards": "name a source for every worker",
 }
@@ -81,6 +91,7 @@ for a key that no release has yet, it is its default."""
 _FIRST = {f"{table}.{key}".removeprefix(".") for table, keys in FIRST_KEYS.items() for key in keys.split()}
 _GONE: Mapping[tuple[str, str], Any] = {("pipeline", "resplit_every"): 0}
 """Keys that are gone, each with its table and the value that digests still hold where they hold the table."""
+_OverTime = Annotated[Mapping[str, Any], Words("a table of these by inner step, such as { 0 = 1, 2000 = 30 }")]
 _Pace = Annotated[float, Field(ge=0, le=_LONGEST_S), SECONDS]
 
 
@@ -97,10 +108,12 @@ class LoopSettings:
     wait: bool = True
     """Whether a worker waits for the messages of its round; with false, it mixes with what its peers published last. A
     simulation takes the virtual time of `events.network`."""
-    local_steps: Count | Annotated[tuple[Count, ...], Field(min_length=1)] = 15
-    """Inner steps between two exchanges (H); one number for all, or one per worker."""
-    last_local_steps: Count | Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
-    """The same of the last round of a simulation, where it ends early: at most as many as of the others."""
+    local_steps: Count | Annotated[tuple[Count, ...], Field(min_length=1)] | _OverTime = 15
+    """Inner steps between two exchanges (H); one number for all, or one per worker. A table has either by inner step of the
+    worker that takes most, and what is in force at the begin of a round counts for all of it: `{ 0 = 1, 2000 = 30 }`."""
+    synchronous_steps: Number = 0
+    """Inner steps of data parallelism, with which the run begins: all step on the mean of their gradients, without an outer step.
+    Then the method begins, from parameters that all have in common."""
     adapt: bool | str = False
     """Whether each worker takes as many local steps as fit its speed and its link (H_i), measured while the run goes on;
     each begins with local_steps, and none exceeds the largest of them. The simulator also accepts, in place of true, the
@@ -159,8 +172,19 @@ class LoopSettings:
     """Seconds that an inner step takes at least, one number for all or one per worker: a worker that is faster sleeps, to
     stand for a larger model or a slower machine. Sleeping counts as computing in the trace."""
 
+    @property
+    def shape(self) -> Mapping[str, Any] | None:
+        """That of the local steps, where they follow the learning rate."""
+        return found if isinstance(found := self.local_steps, Mapping) and "shape" in found else None
+
+    @property
+    def entries(self) -> tuple[tuple[int, Steps], ...]:
+        """The local steps by inner step, those of the synchronous start first."""
+        return begun_alike(steps_by_step(self.local_steps), self.synchronous_steps)
+
     def __post_init__(self) -> Iterator[str]:
-        steps = self.local_steps if isinstance(self.local_steps, tuple) else (self.local_steps,)
+        wrong = [*local_steps_faults(self.local_steps)]
+        yield from wrong
         lengths = {name: value for name in _IN_TOKENS if (value := getattr(self, name)) is not None}
         if lengths:  # the steps follow from the whole run
             said = ({"steps": self.steps} if self.steps != LoopSettings.steps else {}) | lengths
@@ -168,12 +192,38 @@ class LoopSettings:
                 words = " and ".join(f"{name} = {value:g}" for name, value in said.items())
                 yield (f"run has {words}, which each decide the length of the run; keep one of them")
             return
-        if self.steps % max(steps):
-            fewer = self.steps // max(steps) * max(steps)
-            yield (
-                f"run.steps is {self.steps}, which is not a multiple of run.local_steps = {max(steps)}; "
-                f"set run.steps to {f'{fewer} or ' if fewer else ''}{fewer + max(steps)}"
+        if wrong or self.shape is not None:
+            return
+        timetable = timetable_of(self.entries, self.steps)
+        fewer, last = timetable.begin(timetable.rounds), timetable.at(timetable.rounds).full_steps
+        if fewer != self.steps:
+            whole = (
+                f"where no round ends with {over_time.line('run.local_steps', self.entries)}"
+                if timetable.changes
+                else f"which is not a multiple of run.local_steps = {last}"
             )
+            yield (
+                f"run.steps is {self.steps}, {whole}; set run.steps to {f'{fewer} or ' if fewer else ''}{fewer + last}"
+            )
+
+
+def local_steps_faults(value: object) -> Iterator[str]:
+    """What is wrong with a table of local steps, in itself."""
+    if not isinstance(value, Mapping):
+        return
+    wrong = [*over_time.table_faults("run.local_steps", value, "qsr")]
+    yield from wrong
+    kinds: dict[str, tuple[Any, Any]] = {}
+    if "shape" in value and not wrong:
+        kinds = {".base": (value["base"], Count), ".alpha": (value["alpha"], Positive)}
+    elif not wrong:
+        each = Count | Annotated[Sequence[Count], Field(min_length=1)]
+        kinds = {f"[{step}]": (one, each) for step, one in over_time.entries(value)}
+    for where, (one, kind) in kinds.items():
+        try:
+            bounded(kind, **{f"run.local_steps{where}": one})
+        except ConfigError as error:
+            yield str(error)
 
 
 class RunLength:
@@ -181,34 +231,36 @@ class RunLength:
 
     run: LoopSettings
     data: DataConfig
+    inner: InnerConfig
+
+    @property
+    def timetable(self) -> Timetable:
+        """How many local steps each round has."""
+        run, inner = self.run, self.inner
+        if (shape := run.shape) is None:
+            return timetable_of(run.entries, run.steps)
+        w = warmup_steps(inner, run.steps)
+        rate = LearningRate(inner.lr, inner.schedule, w, inner.min_lr_ratio, inner.decay_fraction)
+        return quadratic(shape["base"], float(shape["alpha"]), rate, run.steps, run.synchronous_steps)
 
     @property
     def full_steps(self) -> int:
-        """Inner steps per round of the worker that takes most (H)."""
-        h = self.run.local_steps
-        return max(h) if isinstance(h, tuple) else h
+        """Inner steps per round of the worker that takes most (H), in the longest of the rounds."""
+        return max(one.full_steps for one in self.timetable.stretches)
 
     @property
     def rounds(self) -> int:
-        """Exchanges in the run: run.steps over the largest number of local steps."""
-        return self.run.steps // self.full_steps
+        """Exchanges in the run."""
+        return self.timetable.rounds
 
     @property
     def step_tokens(self) -> int:
         """Tokens one worker trains on in one inner step."""
         return self.data.batch_size * self.data.accumulate * self.data.seq_len
 
-    def local_steps_of(self, worker: int) -> int:
-        """Inner steps per round of one worker (H_i); those it begins with if they adapt."""
-        h = self.run.local_steps
-        return h[worker] if isinstance(h, tuple) else h
-
-    def last_steps_of(self, worker: int) -> int:
-        """Inner steps of one worker in the last round."""
-        h = self.run.last_local_steps
-        if h is None:
-            return self.local_steps_of(worker)
-        return h[worker] if isinstance(h, tuple) else h
+    def local_steps_of(self, worker: int, round: int = 0) -> int:
+        """Inner steps of one worker in a round (H_i); those it begins with if they adapt."""
+        return self.timetable.at(round).of(worker)
 
 
 @settings("", also=("method", *EXPERIMENT))
@@ -251,13 +303,24 @@ class RunConfig(RunLength):
             value = attrgetter(key)(self)
             if isinstance(value, tuple) and len(value) != self.workers:
                 yield (f"{key} has {len(value)} entries for {self.workers} workers; {advice}")
-        most, last = self.run.local_steps, self.run.last_local_steps
-        of_all = all(not isinstance(steps, tuple) or len(steps) == self.workers for steps in (most, last))
-        if of_all and any(self.last_steps_of(i) > self.local_steps_of(i) for i in range(self.workers)):
+        if self.run.synchronous_steps >= self.run.steps:
             yield (
-                f"run.last_local_steps is {last} and run.local_steps is {most}, but no worker takes more steps in the last round "
-                "than in the others; lower run.last_local_steps"
+                f"run.synchronous_steps is {self.run.synchronous_steps} and run.steps is {self.run.steps}, so that nothing "
+                "follows the synchronous start; set fewer, or use the rule 'data_parallel'"
             )
+        if self.run.shape is not None and is_code(self.inner.optimizer):
+            yield (
+                f"run.local_steps follows the learning rate, and inner.optimizer is '{self.inner.optimizer}', whose learning "
+                "rate is not known; give a table by inner step"
+            )
+        if isinstance(table := self.run.local_steps, Mapping) and self.run.shape is None:
+            yield from over_time.beyond_faults("run.local_steps", table, self.run.steps)
+            for step, each in steps_by_step(table):
+                if isinstance(each, tuple) and len(each) != self.workers:
+                    yield (
+                        f"run.local_steps[{step}] has {len(each)} entries for {self.workers} workers; "
+                        f"{_PER_WORKER['run.local_steps']}"
+                    )
         yield from misfits(self.pipeline, self.model, self.data, self.workers, self.schedule)
         if self.run.batched > 1:
             yield from self._unbatched()
@@ -312,10 +375,19 @@ class RunConfig(RunLength):
         tokens = run.tokens
         if run.tokens_per_parameter is not None:
             tokens = tokens_for(run.tokens_per_parameter, self.model, data)
+        if tokens is not None and run.shape is not None:
+            raise ConfigError(
+                f"the run has {tokens:,} tokens and run.local_steps follows the learning rate, whose schedule needs its length; "
+                "set run.steps"
+            )
         if tokens is not None:
-            each = run.local_steps if isinstance(run.local_steps, tuple) else (run.local_steps,) * self.workers
-            taken = self.workers * max(each) if self.event_driven else sum(each)
-            steps = rounds_for(tokens, taken * self.step_tokens) * max(each)
+            timetable = timetable_of(run.entries)
+            n, each = self.workers, self.step_tokens
+
+            def tokens_before(round: int) -> int:
+                return each * (n * timetable.begin(round) if self.event_driven else timetable.steps_of_all(n, round))
+
+            steps = timetable.begin(rounds_for(tokens, tokens_before))
             object.__setattr__(self, "run", replace(run, steps=steps, tokens=None, tokens_per_parameter=None))
         # Written out, so that a run that is resumed with more steps, and a trunk that many share, keep their warm-up.
         inner = replace(self.inner, warmup_steps=warmup_steps(self.inner, self.run.steps))
@@ -334,6 +406,24 @@ class RunConfig(RunLength):
     def event_driven(self) -> bool:
         """Whether it is asynchronous: delays decide what is computed."""
         return self.kind != "rounds"
+
+
+def shortened(config: RunConfig, steps: int) -> RunConfig:
+    """The run that ends after so many inner steps, without what would come into force later."""
+
+    def cut(value: Any) -> Any:
+        if not over_time.changes(value) or "shape" in value:
+            return value
+        return {step: one for step, one in value.items() if int(step) < steps}
+
+    rule = replace(config.rule, options={name: cut(value) for name, value in config.rule.options.items()})
+    return replace(config, rule=rule, run=replace(config.run, steps=steps, local_steps=cut(config.run.local_steps)))
+
+
+def has_shape(config: RunConfig) -> bool:
+    """Whether something changes over the run by a shape, which the length of the run stretches."""
+    given: list[Any] = [config.run.local_steps, *config.rule.options.values()]
+    return any(over_time.changes(value) and "shape" in value for value in given)
 
 
 def parse(document: Mapping[str, Any]) -> RunConfig:

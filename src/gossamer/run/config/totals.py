@@ -1,5 +1,8 @@
 """Settings of a run as a whole, split among its workers: a global batch, and a length in tokens."""
 
+from bisect import bisect_right
+from collections.abc import Callable
+
 from gossamer.data.settings import DataConfig
 from gossamer.data.tokenizer import vocabulary
 from gossamer.errors import ConfigError
@@ -36,11 +39,12 @@ def tokens_for(tokens_per_parameter: float, model: ModelConfig, data: DataConfig
     return round(tokens_per_parameter * parameter_count(model, words))
 
 
-def rounds_for(tokens: int, round_tokens: int) -> int:
-    """The whole rounds that a number of tokens pays for. Raises ConfigError if it is not one."""
-    if tokens < round_tokens:
+def rounds_for(tokens: int, tokens_before: Callable[[int], int]) -> int:
+    """The whole rounds that a number of tokens pays for, by those of all workers before a round. Raises ConfigError if it is
+    not one."""
+    if tokens < (first := tokens_before(1)):
         raise ConfigError(
-            f"the run has {tokens:,} tokens and a round of all workers takes {round_tokens:,}; raise run.tokens, or lower "
+            f"the run has {tokens:,} tokens and a round of all workers takes {first:,}; raise run.tokens, or lower "
             "run.local_steps"
         )
-    return tokens // round_tokens
+    return bisect_right(range(tokens + 1), tokens, key=tokens_before) - 1

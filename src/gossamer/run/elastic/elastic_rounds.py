@@ -159,15 +159,15 @@ class ElasticRounds(Participant[ElasticTransport]):
         """Trains as a ghost, until the inner optimizer is warm; returns how this process begins, as far as that is known then."""
         transport, replica, followed = self.transport, self.replica, list[Followed]()
         transport.declare(MemberStatus.GHOST)
-        behind = transport.members.own.steps
-        for k in range(self.config.run.ghost_rounds):
+        behind = steps = transport.members.own.steps
+        for _ in range(self.config.run.ghost_rounds):
             if self.asked.is_set() or transport.members.replaced:
                 break
-            steps = behind + k * replica.local_steps
             accept = partial(self._accepted, steps=steps)
             offer, state = self.fetch(accept, first=begun.donor, behind=begun.after, inner=False)
             self._worker.rehearse(offer.after, state)
             followed.append(Followed(offer.donor, offer.after, steps, offer.sha256))
+            steps = replica.steps_taken
         replica.steps_taken = behind
         newest = transport.first_round(self.config.run.timeout_s) - 1
         return begun._replace(round=0 if self._closes else newest + 1, followed=tuple(followed))
@@ -260,7 +260,7 @@ class ElasticRounds(Participant[ElasticTransport]):
     def _plan(self, round: int) -> _RoundPlan:
         """That of a round which this worker begins, or for which it sends, with the first call."""
         if round not in self._plans:
-            steps = self.replica.steps_taken + self.replica.local_steps
+            steps = self.replica.steps_taken + self.config.local_steps_of(self.slot, round)
             peers = partial(self._worker.loop.peers_in, round)
             self._plans[round] = _RoundPlan(self.transport.enter(round, peers, steps))
         return self._plans[round]

@@ -38,7 +38,7 @@ class HeldRounds(Brought[bool]):
     def progress(self, slot: int, facts: Sequence[bool], held: Mapping[int, Held], after: int) -> Progress:
         """A slot whose checkpoint is lost resumes after every inner step it may have taken, so that none is trained twice."""
         lost = after not in held.get(slot, {})
-        steps = after * self._config.local_steps_of(slot) if lost else 0
+        steps = self._config.timetable.steps_before(slot, after) if lost else 0
         return Progress(after, after, steps) if slot < len(facts) else Progress(0, 0, steps)
 
 

@@ -79,8 +79,16 @@ class Entrant(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Inner steps of a worker that takes the full number, if the last round were whole."""
-        return self.rounds * self.candidate.full_steps
+        """Inner steps of a worker that takes the full number."""
+        return (self.rounds - 1) * self.candidate.full_steps + max(self.last)
+
+    @property
+    def local_steps(self) -> int | list[int] | dict[str, list[int]]:
+        """Those of each round, as a run file has them."""
+        own = self.candidate.local_steps
+        if self.last != own:
+            return {"0": list(own), str((self.rounds - 1) * max(own)): list(self.last)}
+        return own[0] if len({*own}) == 1 else list(own)
 
     @property
     def taken(self) -> int:
@@ -259,8 +267,7 @@ def document(
         own = one.candidate.local_steps
         run = {
             "steps": one.steps,
-            "local_steps": own[0] if len({*own}) == 1 else list(own),
-            **({} if one.last == own else {"last_local_steps": list(one.last)}),
+            "local_steps": one.local_steps,
             "batched": min(8, len(own)),
             "eval_every": math.ceil(one.steps / _VALIDATIONS),
             "eval_batches": batches,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gossamer.record import checkpoint
 from gossamer.run.config.document import load_run
-from gossamer.run.config.run_file import RunConfig, digest, parse
+from gossamer.run.config.run_file import RunConfig, digest, has_shape, parse
 from gossamer.run.config.user_parts import own_parts
 from gossamer.run.simulated.simulate import simulate_until_asked
 from gossamer.run.simulated.simulation import Simulation
@@ -63,14 +63,14 @@ def stands_at_its_trunk(config: RunConfig, folder: Path) -> bool:
 
 def _plateau(config: RunConfig) -> int:
     """Whole rounds before the learning rate comes down; 0 for a run that has no trunk."""
-    if config.inner.schedule != "wsd" or config.event_driven:
+    if config.inner.schedule != "wsd" or config.event_driven or has_shape(config):
         return 0
-    return math.floor((1 - config.inner.decay_fraction) * config.rounds + 1e-9)
+    return config.timetable.rounds_within(math.floor((1 - config.inner.decay_fraction) * config.run.steps + 1e-9))
 
 
 def _trunk(config: RunConfig) -> RunConfig:
     """The run without its end, with a checkpoint where this branch leaves it."""
-    steps, leaves = _ROUNDS * config.full_steps, max(1, _plateau(config)) * config.full_steps
+    steps, leaves = config.timetable.begin(_ROUNDS), config.timetable.begin(max(1, _plateau(config)))
     batches = config.run.eval_batches if config.run.eval_every else 1  # where it stops it is validated for nobody
     return dataclasses.replace(
         config,

@@ -7,7 +7,6 @@ them have the same seeds, and with them the same initial parameters, order of da
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from gossamer.record.whole_files import LineWriter, atomic_write, make_folder
 from gossamer.run.config.document import with_settings
 from gossamer.run.config.experiment_file import OuterValues, TuneConfig, Variant, folder_name, laid_out
 from gossamer.run.config.recipes import TABLES
-from gossamer.run.config.run_file import RunConfig, digest, parse
+from gossamer.run.config.run_file import RunConfig, digest, parse, shortened
 from gossamer.run.experiments.processes import Apart, RunEnd
 from gossamer.run.experiments.search import Found, GridPoint, OuterPair, Search, Space, Trial, search
 from gossamer.settings.options import Number, Positive, options_of
@@ -80,7 +79,7 @@ class Contender(NamedTuple):
     def steps(self, rung: int) -> int:
         """Inner steps of a run on a rung: whole rounds, at least one. The final has those of the last rung."""
         config, shares = self.config, (*self.asked.rungs, 1.0)
-        return max(1, math.floor(shares[rung] * config.rounds)) * config.full_steps
+        return config.timetable.begin(max(1, math.floor(shares[rung] * config.rounds)))
 
     def tokens(self, rung: int) -> int:
         """Tokens of a run on a rung, by all workers."""
@@ -110,7 +109,7 @@ class Contender(NamedTuple):
         }
         name = f"{self.row.label} {self.said(trial.setting)} rung={trial.rung} seed={seed}"
         config = parse(with_settings(self.document, {**self.chosen(trial.setting), **lean, "seed": seed, "name": name}))
-        return replace(config, run=replace(config.run, steps=self.steps(trial.rung)))
+        return shortened(config, self.steps(trial.rung))
 
     def said(self, setting: GridPoint) -> str:
         """A setting in words."""

@@ -172,7 +172,7 @@ class Participant(ABC, Generic[Connections]):
                     self.asked.saves = self._save_kept
                     while self.has_more and not self.asked.is_set():
                         try:
-                            self.replica.read_ahead()
+                            self.replica.read_ahead(self.round)
                         except DataError as error:  # it leaves in order, as nothing of the phase has begun
                             unreadable = error
                             self.asked.set()

@@ -3,7 +3,7 @@ whether its files have the field."""
 
 import importlib.util
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
@@ -23,7 +23,7 @@ from gossamer.network.timeline import spread_s
 from gossamer.optimizers.inner import InnerConfig, without_momentum
 from gossamer.record.logs.trace import Entry, from_entries
 from gossamer.rounds import stability
-from gossamer.rounds.compatibility.combination import Kind
+from gossamer.rounds.compatibility.combination import Kind, rules_over_time
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.run.config.document import EXPERIMENT, KINDS
 from gossamer.run.config.experiment_file import drafts, table_faults
@@ -184,12 +184,16 @@ def examine_run(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None 
     layout, (text, most_tokens, missing) = _layout(run, vocab_size), _text(run, vocab_size)
     passes = None if most_tokens is None else passes_over(run.data.shards, most_tokens, run.worker_tokens)
     topology = None if isinstance(m, WithServer) else m.topology
-    predicted = stability.stability_of(m.rule, m.topology, m.schedule.merge) if isinstance(m, Method) else None
+    predicted = None
+    if isinstance(m, Method):
+        _, least = stability.least_stable(rules_over_time(m.rule, run.run.steps), m.topology, m.schedule.merge)
+        predicted = stability.stability_of(least, m.topology, m.schedule.merge)
     sent, most, kept, networks, partly = counted(run, layout) if layout else (None, None, (), (), ())
     return Examined(
         name=run.name,
         kind=run.kind,
-        method=_words(m),
+        method=_words(m)
+        + (f", after {run.run.synchronous_steps} synchronous steps" if run.run.synchronous_steps else ""),
         workers=run.workers,
         topology=None if topology is None else topology.name,
         spectral_gap=None if topology is None else stability.mean_gap(topology),
@@ -463,6 +467,10 @@ def _stages(run: ResolvedRun, layout: Layout, kept: Sequence[Copies]) -> tuple[S
     return tuple(found)
 
 
+_MOST_PARTS = 12
+"""Of a run that changes on its way, each of which is priced."""
+
+
 class Counted(NamedTuple):
     """What a run sends, keeps and takes, as `Examined` has it."""
 
@@ -474,7 +482,40 @@ class Counted(NamedTuple):
 
 
 def counted(config: ResolvedRun, layout: Layout, rounds: int = _ROUNDS) -> Counted:
-    """Bytes, memory and seconds, by so many played rounds or by whole periods of what is sent."""
+    """Bytes, memory and seconds, by so many played rounds or by whole periods of what is sent.
+
+    Of a run that changes on its way they are the means over its rounds, and the most memory.
+    """
+    parts = config.parts_of_run()
+    if parts == [config]:
+        return _counted(config, layout, rounds)
+    some = parts if len(parts) <= _MOST_PARTS else [parts[k * len(parts) // _MOST_PARTS] for k in range(_MOST_PARTS)]
+    each = [_counted(part, layout, rounds) for part in some]
+    shares = [part.rounds / sum(one.rounds for one in some) for part in some]
+
+    def mean(of: Callable[[Counted], float]) -> float:
+        return math.fsum(share * of(one) for one, share in zip(each, shares, strict=True))
+
+    networks = list[OnNetwork]()
+    for k, one in enumerate(each[-1].networks):
+        if unknown := next((other.networks[k] for other in each if other.networks[k].round_s is None), None):
+            networks.append(unknown)
+            continue
+        round_s = mean(lambda other: other.networks[k].round_s or 0.0)  # noqa: B023
+        computing = mean(lambda other: (other.networks[k].utilisation or 0.0) * (other.networks[k].round_s or 0.0))  # noqa: B023
+        note = f"the mean of {len(some)} parts of the run"
+        spread_s = math.hypot(*(share * other.networks[k].spread_s for other, share in zip(each, shares, strict=True)))
+        networks.append(one._replace(round_s=round_s, utilisation=computing / round_s, spread_s=spread_s, note=note))
+    return Counted(
+        mean(lambda one: one.sent_bytes),
+        max(one.most_bytes for one in each),
+        tuple(max(rows, key=lambda row: row.copies) for rows in zip(*(one.kept for one in each), strict=True)),
+        tuple(networks),
+        each[-1].warnings,
+    )
+
+
+def _counted(config: ResolvedRun, layout: Layout, rounds: int) -> Counted:
     size = _BYTES * layout.numel
 
     def kept(what: str, copies: float) -> Copies:

@@ -113,7 +113,7 @@ def _played(
             for k, (i, loop) in enumerate(zip(workers, loops, strict=True)):
                 operations = tuple(loop.post(t, stop))
                 sent[k].extend(operations)
-                steps = stop.after(config.local_steps_of(i), config.full_steps)
+                steps = stop.after(config.local_steps_of(i, t), config.timetable.at(t).full_steps)
                 if operations:
                     entries.append(Entry(part, i, steps - done[k], 0.0, operations))
                     done[k] = steps
@@ -149,7 +149,7 @@ def _loops(config: RunSettings, m: Method, layout: Layout, workers: Sequence[int
             network.transport(i),
             parts_of(x, *(of_all if held is None else held.of(i)), averaged, moments),
             local_steps=config.local_steps_of(i),
-            full_steps=config.full_steps,
+            timetable=config.timetable,
             seed=config.seed,
         )
         for i in workers
@@ -175,7 +175,7 @@ def _once(rule: Rule) -> Rule:
 
         return of
 
-    return rule._replace(init=kept(rule.init), send=kept(rule.send), distrusts=None, norms=None)
+    return rule._replace(init=kept(rule.init), send=kept(rule.send), distrusts=None, norms=None, at=None)
 
 
 def _of_phases(config: RunSettings, method: WithServer | InPairs, layout: Layout) -> Traffic:

@@ -102,7 +102,7 @@ def audit(
     if lives:
         script = script_of(lives, config.in_rounds, max(one.config.rounds for one in some), config.seed, folder)
     else:
-        script = calm([config.local_steps_of(i) for i in range(config.workers)], max(recorded) + 1)
+        script = calm(config.timetable, config.workers, max(recorded) + 1)
     sound = _sound(folder, sorted(script.lives), line)
     _must_be_whole(recorded, folder, script, sound, range(first, last + 1), worker, logged=bool(lives))
     snapshot = next(q for q in _candidates(sound, first) if _usable(script, q, sound))

@@ -117,7 +117,7 @@ class _Replay:
             journal.enter(worker, round, report)
         if reports:
             self._present = [worker for worker, _ in reports if worker.index not in turn.overruled]
-            journal.end_round(finished, step=finished * config.full_steps, tokens=self.tokens())
+            journal.end_round(finished, step=config.timetable.begin(finished), tokens=self.tokens())
         for slot, end in turn.ends.items():
             worker = self._repeat.workers[slot]
             for exchange in worker.loop.pop_rest():

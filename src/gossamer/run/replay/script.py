@@ -13,6 +13,7 @@ from gossamer.record.logs.outcomes import Begun, ExchangeOutcome, Life, RoundOut
 from gossamer.record.whole_files import worker_suffix
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.run.replay.driver import contradiction
+from gossamer.settings.over_time import Timetable
 
 Process = tuple[int, int]
 """A slot, and which of the lives in it, from 0."""
@@ -96,13 +97,13 @@ class Script(NamedTuple):
         return found
 
 
-def calm(local_steps: Sequence[int], rounds: int) -> Script:
-    """A run in which nothing was missed, of as many workers as have local steps."""
-    nobody, workers = frozenset[int](), len(local_steps)
+def calm(timetable: Timetable, workers: int, rounds: int) -> Script:
+    """A run in which nothing was missed."""
+    nobody = frozenset[int]()
     begun = [Begun(0, 0, i, 0, 0) for i in range(workers)]
     turns = {
         r: RoundScript(
-            {i: RoundOutcome(r, None, nobody, nobody, (r + 1) * local_steps[i]) for i in range(workers)},
+            {i: RoundOutcome(r, None, nobody, nobody, timetable.steps_before(i, r + 1)) for i in range(workers)},
             set(),
             {},
             set(),

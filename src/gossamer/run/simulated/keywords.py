@@ -21,9 +21,11 @@ from gossamer.rules import RULES, Rule
 from gossamer.rules.contract import Needs
 from gossamer.run.bookkeeping.inputs import must_be_trusted
 from gossamer.run.config.document import flat, load_document, load_run, with_settings
-from gossamer.run.config.run_file import LoopSettings, RunConfig, dump, parse
+from gossamer.run.config.run_file import LoopSettings, RunConfig, dump, local_steps_faults, parse
 from gossamer.run.config.user_parts import GIVEN, KEYS, UserParts, own_parts
 from gossamer.run.worker.task import PASSED_BY_NAME
+from gossamer.settings import over_time
+from gossamer.settings.over_time import begun_alike, steps_by_step, timetable_of
 from gossamer.settings.schema import parse_toml, toml_value
 from gossamer.settings.user_code import calling, is_code, name_of
 from gossamer.topologies import Topology
@@ -53,8 +55,8 @@ class Keywords(TypedDict, total=False):
     codec: Codec | str
     schedule: Schedule
     workers: int
-    local_steps: int | list[int]
-    """Inner steps of a round (H), one number for all workers or one for each."""
+    local_steps: int | list[int] | Mapping[int, int | list[int]]
+    """Inner steps of a round (H), one number for all workers or one for each; or a table of these by inner step."""
     rounds: int
     seed: int
     network: Network | str | Path | Mapping[str, Network]
@@ -70,7 +72,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "schedule": (Schedule,),
     "method": (str,),
     "workers": (int,),
-    "local_steps": (int, list, tuple),
+    "local_steps": (int, list, tuple, Mapping),
     "rounds": (int,),
     "seed": (int,),
     "settings": (Mapping,),
@@ -128,8 +130,7 @@ def run_and_parts(run: Run, given: Keywords) -> tuple[RunConfig, UserParts]:
         document["topology"] = {"name": FITTING[_needs(rule)]}
     length = document.setdefault("run", {})
     if "rounds" in given or ("local_steps" in given and not _LENGTHS & length.keys()):
-        steps = length.get("local_steps", LoopSettings().local_steps)
-        length["steps"] = given.get("rounds", _ROUNDS) * (steps if isinstance(steps, int) else max(steps))
+        length["steps"] = _steps(length, given.get("rounds", _ROUNDS))
     if "network" in given:
         document["network"] = {name: to_options(network) for name, network in _networks(given["network"]).items()}
     if "data" in own and "data.seq_len" not in changes:
@@ -246,8 +247,25 @@ def _lengths(given: Keywords) -> dict[str, Any]:
     found: dict[str, Any] = {name: given.get(name) for name in ("workers", "seed") if name in given}
     if "local_steps" in given:
         steps = given["local_steps"]
-        found["run.local_steps"] = steps if isinstance(steps, int) else list(steps)
+        written = isinstance(steps, Mapping)
+        found["run.local_steps"] = (
+            over_time.as_written(steps) if written else steps if isinstance(steps, int) else list(steps)
+        )
     return found
+
+
+def _steps(length: Mapping[str, Any], rounds: int) -> int:
+    """The inner steps of so many rounds. Raises ConfigError for a table that is none."""
+    local_steps, start = length.get("local_steps", LoopSettings().local_steps), length.get("synchronous_steps", 0)
+    for sentence in local_steps_faults(local_steps):
+        raise ConfigError(sentence)
+    if isinstance(local_steps, Mapping) and "shape" in local_steps:
+        raise ConfigError(
+            f"local_steps is {dict(local_steps)!r:.80}, by which rounds follow the learning rate of the whole run; give its "
+            "length by settings={'run.steps': ...}"
+        )
+    each = tuple(local_steps) if isinstance(local_steps, list) else local_steps
+    return timetable_of(begun_alike(steps_by_step(each), start)).begin(rounds)
 
 
 def _needs(rule: Rule | str) -> Needs:

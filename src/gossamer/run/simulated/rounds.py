@@ -124,7 +124,7 @@ class Rounds:
         config, workers, round = self.config, self.workers, self.finished
         try:
             for worker in workers:
-                worker.replica.read_ahead()
+                worker.replica.read_ahead(round)
         except DataError as error:  # before anything of the round has changed
             if self.finished == 0:
                 raise
@@ -140,7 +140,7 @@ class Rounds:
             self._record.log("alignment", round=round, **self._alignment.figures())
         if config.network is not None and finished < config.rounds:
             _adapt(config.network, workers, round, reports)
-        self._journal.end_round(finished, step=finished * config.full_steps, tokens=_tokens(workers))
+        self._journal.end_round(finished, step=config.timetable.begin(finished), tokens=_tokens(workers))
         self.finished = finished
 
     def _take_threads(self) -> None:

@@ -278,7 +278,7 @@ def _train_rounds(
     for round in range(first, config.rounds):
         if unreadable is None:
             try:
-                worker.replica.read_ahead(min(AHEAD, round - first + 1, config.rounds - round))
+                worker.replica.read_ahead(round, min(AHEAD, round - first + 1, config.rounds - round))
             except DataError as error:
                 log.warning("%s; all workers are asked to stop after a round and to save", error)
                 unreadable = error
@@ -420,7 +420,7 @@ def _go_on(worker: Worker, start: Start, member: Member) -> Lineage:
                 store.take_over(me, round, state, line, config.line)
             return
         # All else it takes from others before it trains. Nothing is saved until then: killed meanwhile, it does so again.
-        worker.replica.steps_taken = round * config.local_steps_of(me)
+        worker.replica.steps_taken = config.timetable.steps_before(me, round)
         if "streams" in worker.replica.task.data.state():
             raise CheckpointError(
                 f"stage {member.part} of worker {me} has no checkpoint of round {round}, and with it the place in "

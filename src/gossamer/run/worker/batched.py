@@ -170,8 +170,8 @@ class Stacks:
     """The workers of a simulation in stacks of so many at most, of workers with as many local steps."""
 
     def __init__(self, workers: Sequence[Worker], size: int) -> None:
-        def steps(worker: Worker) -> tuple[int, int]:
-            return worker.replica.local_steps, worker.config.last_steps_of(worker.index)
+        def steps(worker: Worker) -> list[int]:
+            return [one.of(worker.index) for one in worker.config.timetable.stretches]
 
         alike = [[*group] for _, group in groupby(sorted(workers, key=steps), key=steps)]
         groups = [group[k : k + size] for group in alike for k in range(0, len(group), size)]

@@ -299,13 +299,16 @@ class Replica:
             losses = self._backward_in_stages(step)
         return sum(losses) / len(losses), len(places) * self.config.step_tokens
 
-    def read_ahead(self, rounds: int = 1) -> None:
-        """Reads the batches of the next rounds where they come from a stream.
+    def read_ahead(self, round: int = 0, rounds: int = 1) -> None:
+        """Reads the batches of so many rounds, from this one on, where they come from a stream.
 
         So nothing of a round has begun when one cannot be read. Raises: DataError.
         """
-        per_step, step = self.config.data.accumulate, self.steps_taken
-        self.task.data.read_ahead(self.index, step * per_step, rounds * self.local_steps * per_step)
+        per_step, step, timetable = self.config.data.accumulate, self.steps_taken, self.config.timetable
+        steps = rounds * self.local_steps
+        if timetable.changes:
+            steps = timetable.steps_before(self.index, round + rounds) - timetable.steps_before(self.index, round)
+        self.task.data.read_ahead(self.index, step * per_step, steps * per_step)
 
     def _backward_whole(self, places: Mapping[int, int]) -> list[float]:
         if self.shards is None:
@@ -378,7 +381,7 @@ class Replica:
     def set_lr(self, optimizer: InnerOptimizer, round: int, h: int) -> None:
         """Gives an optimizer with the groups of this replica's own the learning rates of an inner step."""
         # Workers with fewer local steps walk the schedule faster, so that all are at the same point of it after a round.
-        progress = (round + h / self.local_steps) * self.config.full_steps
+        progress = self.config.timetable.progress(round, h / self.local_steps)
         scale = lr_scale(self.config.inner, progress, self.config.run.steps)
         for group, base in zip(optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base * scale

@@ -79,48 +79,67 @@ class Worker:
         sides: Callable[[Setup], Setup] | None = None,
     ) -> None:
         self.replica, self.config, self.index = replica, replica.config, replica.index
-        on_gradients = m.rule.site == "gradients"
-        x = replica.keep_gradient() if on_gradients else replica.x
-        averaged = replica.averaged if m.rule.site == "parameters" else None
-        parts = parts_of(x, replica.layout, replica.spans, averaged, replica.moments or ())
-        full_steps = self.config.full_steps
-        self.loop = OuterLoop(
-            m,
-            transport,
-            parts,
-            local_steps=replica.local_steps,
-            full_steps=full_steps,
-            seed=self.config.seed,
-            reduce=reduce,
-            together=together,
-            membership=membership,
-            sharing=first_sharing(self.config.workers) if self.config.data.constant_batch else None,
-            sides=sides,
-            **({} if replica.shards is None else {"shard": replica.shards.part, "over_shards": replica.shards.total}),
-        )
+        self._method, self._transport = m, transport
+        self._reduce, self._together, self._membership, self._sides = reduce, together, membership, sides
+        self.loop = self._looped(m.start or m)
         self.pacer: Pacer | None = None
         """Decides on the local steps of the next round, where they adapt."""
         if self.config.run.adapt:
+            full_steps = self.config.full_steps
             hidden = 1.0 if m.rule.delay_rounds else m.schedule.hidden(full_steps)
             self.pacer = Pacer(self.index, replica.local_steps, full_steps, hidden)
         self._hashes: list[str] = []
+
+    def _looped(self, m: Method) -> OuterLoop:
+        """The exchanges of the method, or of its synchronous start, with the outer state of their begin."""
+        replica = self.replica
+        replica.gradient = None
+        on_gradients = m.rule.site == "gradients"
+        x = replica.keep_gradient() if on_gradients else replica.x
+        averaged = replica.averaged if m.rule.site == "parameters" else None
+        moments = replica.moments if m.schedule.inner_every else None
+        parts = parts_of(x, replica.layout, replica.spans, averaged, moments or ())
+        return OuterLoop(
+            m,
+            self._transport,
+            parts,
+            local_steps=replica.local_steps,
+            timetable=self.config.timetable,
+            seed=self.config.seed,
+            reduce=self._reduce,
+            together=self._together,
+            membership=self._membership,
+            sharing=first_sharing(self.config.workers) if self.config.data.constant_batch else None,
+            sides=self._sides,
+            first=self.config.run.synchronous_steps if m is self._method else 0,
+            **({} if replica.shards is None else {"shard": replica.shards.part, "over_shards": replica.shards.total}),
+        )
+
+    @property
+    def _starts(self) -> bool:
+        """Whether its synchronous start goes on."""
+        return self.loop.method is not self._method
 
     def set_local_steps(self, local_steps: int) -> None:
         """The inner steps of each round from the next one on."""
         self.replica.local_steps = self.loop.local_steps = local_steps
 
+    def enter(self, round: int) -> None:
+        """Takes the method and the local steps of a round, unless these have followed from the round before."""
+        if self._starts and round >= self.config.run.synchronous_steps:
+            self.loop = self._looped(self._method)
+        if self.pacer is None:
+            self.set_local_steps(self.loop.adapted(self.config.local_steps_of(self.index, round)))
+
     def segments(self, round: int) -> Iterator[Segment]:
         """The segments of a round, one for each stop."""
-        if self.loop.method.rule.adapted is not None:
-            self.set_local_steps(self.loop.adapted(self.config.local_steps_of(self.index)))
-        if self.config.run.last_local_steps is not None and round + 1 == self.config.rounds:
-            self.set_local_steps(self.config.last_steps_of(self.index))
+        self.enter(round)
         start = 0
         self.loop.begin_round(round)
         if self.loop.sharing is not None:
             self.replica.places = self.loop.sharing.places(self.index)
         for stop in self.loop.stops(round):
-            end = stop.after(self.replica.local_steps, self.config.full_steps)
+            end = stop.after(self.replica.local_steps, self.loop.full_steps)
             yield Segment(round, stop, start, end)
             start = end
 
@@ -129,6 +148,7 @@ class Worker:
 
         Args: `after_stop` is called after each stop, before anything else is sent.
         """
+        self.enter(round)
         loop, report = self.loop, RoundReport([], [])
         overlaps = self.config.schedule.overlap_steps or loop.method.rule.delay_rounds
         after_step = loop.advance if overlaps else _nothing
@@ -154,6 +174,7 @@ class Worker:
         """
         self.take_over({**state, "inner": None})
         self.replica.steps_taken, self.replica.places = int(state["steps_taken"]), None
+        self.enter(round)
         self.replica.train(round, 0, self.replica.local_steps)
 
     def send(self, segment: Segment) -> list[Operation]:
@@ -246,6 +267,8 @@ class Worker:
     def _load(self, state: dict[str, Any], load_replica: Callable[[dict[str, Any]], None]) -> None:
         """Takes a state as its own. Raises: one of MISFITS."""
         shards = self.replica.shards
+        if self._starts and int(state["steps_taken"]) > self.config.run.synchronous_steps:
+            self.loop = self._looped(self._method)
         state = state if shards is None else shards.own(state)
         mine, theirs = [self.replica.evaluated, *leaves(self.loop.state)], [state["x"], *state["outer"]]
         must_fit(theirs, mine)

@@ -172,7 +172,7 @@ class Store(NamedTuple):
             self.folder / f"outcomes{worker_suffix(worker)}.jsonl"
         ).exists():  # it was elastic, and may have joined late
             return state
-        needed = round * config.local_steps_of(worker)
+        needed = config.timetable.steps_before(worker, round)
         if step != needed:
             raise CheckpointError(
                 f"the checkpoint of worker {worker} after round {round} has step {step!r:.40} but needs {needed}; resume with "
