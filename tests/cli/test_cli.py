@@ -140,7 +140,7 @@ def test_workers_are_not_started_where_they_would_all_be_refused(run_file, tmp_p
     here = ["train", run_file, "--out", tmp_path / "run"]
     refused([*here, "--local", document()["workers"]], capsys, "already holds metrics-001.jsonl")
     refused([*here, "--local", 7], capsys, "--local 7 but", "or add --set workers=7")
-    refused([*here, "--listen", "127.0.0.1:29400"], capsys, "run.elastic is false, so nobody can join this run")
+    refused([*here, "--listen", "127.0.0.1:29400"], capsys, "has neither [peers] nor run.elastic = true, so nobody")
 
 
 @pytest.mark.parametrize("key", ["variant", "sweep", "scale", "figure"])

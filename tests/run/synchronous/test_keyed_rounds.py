@@ -74,9 +74,9 @@ class Machines:
 
     def until_saved(self, round: int) -> None:
         """Waits until all have a checkpoint of this round or a later one."""
-        deadline = time.monotonic() + 60.0
+        deadline = time.monotonic() + 120.0
         while not all(max(self.saved(w), default=0) >= round for w in range(N)):
-            assert time.monotonic() < deadline, [self.saved(w) for w in range(N)]
+            assert time.monotonic() < deadline, ["".join(one._output) for one in self.commands]
             time.sleep(0.05)
 
 
