@@ -1,0 +1,97 @@
+"""Runs whose whole state lies in a folder: workers die, others come, all die, and the run goes on."""
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from commands import Command, run
+from gossamer.record import checkpoint
+from gossamer.record.logs.outcomes import read_outcomes
+from gossamer.run.config.run_file import digest, dump
+from tiny import single
+
+MEANS = {"rule__name": "diloco", "topology__name": "complete", "run__elastic": True}
+
+
+def until(holds: Callable[[], bool], *commands: Command) -> None:
+    deadline = time.monotonic() + 150
+    while not holds():
+        assert time.monotonic() < deadline, [command.finish(0) for command in commands]
+        time.sleep(0.05)
+
+
+@pytest.mark.timeout(280)
+def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: Path) -> None:
+    config = single(workers=2, run__timeout_s=3, run__steps=300, run__pace_s=0.15, run__eval_every=0, **MEANS)
+    (tmp_path / "run.toml").write_text(dump(config))
+    store, out = tmp_path / "store", tmp_path / "out"
+    words = ("train", tmp_path / "run.toml", "--store", store, "--out", out)
+
+    def closed() -> int:
+        return len([*store.glob("r*-commit")])
+
+    def lives() -> int:
+        return len([*store.glob("t*")])
+
+    first, second = Command(*words), Command(*words)
+    until(lambda: closed() > 3, first, second)
+    second.kill()
+    third = Command(*words)
+    until(lambda: lives() == 3, first, third)
+    there = closed()
+    until(lambda: closed() > there + 3, first, third)
+    for one in (first, third):
+        one.kill()
+    ended = [one.finish()[0] for one in (first, second, third)]
+    assert ended == [-signal.SIGKILL] * 3
+    fast = (*words, "--set", "run.pace_s=0")
+    fourth, fifth = Command(*fast), Command(*fast)
+    (code, said), (of_fifth, _) = fourth.finish(), fifth.finish()
+    assert (code, of_fifth) == (0, 0), said
+    assert "a worker that has died frees its own within 3 s" in said
+    logged = read_outcomes(out)
+    assert sorted(logged) == [0, 1]
+    assert sum(len(some) for some in logged.values()) >= 5, (
+        "two at the start, one in place of the dead, two after all had died"
+    )
+    assert {one.round for some in logged.values() for life in some for one in life.rounds} == {*range(config.rounds)}
+    code, said = run("simulate", "--replay", out, "--out", tmp_path / "again")
+    assert code == 0, said
+    for worker in range(2):
+        real, again = (
+            checkpoint.load(tmp_path / where / "checkpoints", config.rounds, worker, digest(config))
+            for where in ("out", "again")
+        )
+        assert torch.equal(real["x"], again["x"]) and all(map(torch.equal, real["outer"], again["outer"]))
+    code, said = run(*words[:-1], tmp_path / "late")
+    assert code == 0 and f"the run in the store has ended after {config.rounds} rounds" in said, said
+    code, said = run("train", tmp_path / "run.toml", "--set", "rule.lr=0.5", *words[2:-1], tmp_path / "other")
+    assert code == 2 and "the store holds another run: key is" in said, said
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "told"),
+    [
+        ({"run__elastic": False}, (), "run.elastic is false"),
+        (
+            {"rule__name": "gasloc", "topology__name": "random"},
+            (),
+            "of rule 'gasloc' its workers are not all equal",
+        ),
+        ({"codec__name": "int8"}, (), "loses digits"),
+        ({"schedule__fragments": 2}, (), "a round has several exchanges"),
+        ({}, ("--local", 2), "--store was given with --local"),
+        ({}, ("--mailbox", "box"), "--store was given with --mailbox"),
+    ],
+)
+def test_what_a_store_does_not_carry_is_refused_in_a_sentence(
+    tmp_path: Path, settings: dict[str, object], words: tuple[object, ...], told: str
+) -> None:
+    (tmp_path / "run.toml").write_text(dump(single(**{**MEANS, **settings})))
+    code, said = run("train", tmp_path / "run.toml", "--store", tmp_path / "store", "--out", tmp_path / "out", *words)
+    assert code == 2 and told in said, said
+    assert not (tmp_path / "store").exists() and not (tmp_path / "out").exists()
