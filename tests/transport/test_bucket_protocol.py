@@ -41,11 +41,12 @@ class Store:
         self.ever: dict[str, bytes] = {}
         self._shown_s: dict[str, float] = {}
         self._draws, self._clock, self._faults = draws, clock, faults
-        self.requests = 0
+        self.requests = self.asked_of_rounds = 0
 
     def take(self, effect: Asking) -> object:
         """Does what is asked, or fails before or after it has done so."""
         self.requests += 1
+        self.asked_of_rounds += isinstance(effect, Get | Create) and effect.name.startswith("r0")
         if self._draws.random() < self._faults:
             raise OSError("503 slow down")
         answer = self._done(effect)
@@ -170,6 +171,8 @@ class World:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order, self._numbers = itertools.count(), itertools.count()
         self._still_until_s: dict[int, float] = {}
+        self.training_s: dict[int, float] = {}
+        """Of processes that take another time than all others."""
         self._faults = faults
 
     def at(self, seconds: float, act: Callable[[], None]) -> None:
@@ -213,7 +216,10 @@ class World:
             there_s += self.draws.uniform(0, 60)
         if isinstance(effect, Do):
             training = getattr(getattr(effect.work, "func", None), "__name__", "") == "train"
-            there_s, back_s = (self.draws.uniform(0.5, 1.5) * TRAINING_S if training else 0.0), 0.0
+            there_s, back_s = (
+                (self.draws.uniform(0.5, 1.5) * self.training_s.get(number, TRAINING_S) if training else 0.0),
+                0.0,
+            )
         elif isinstance(effect, Sleep):
             there_s, back_s = effect.seconds, 0.0
 
@@ -255,7 +261,7 @@ def commits_of(world: World) -> Iterator[Commit]:
     for round in range(world.terms.rounds):
         name = f"r{round:08d}-commit"
         assert name in world.store.objects, f"round {round} is lost"
-        found = commit_in(round, opened_item(b"", name, world.store.objects[name]).head, world.terms)
+        found = commit_in(round, opened_item(b"", name, world.store.objects[name]).head, world.terms.workers)
         assert found is not None
         yield found
 
@@ -322,3 +328,28 @@ def test_no_round_is_lost_and_no_state_is_wrong_whoever_dies_and_however_the_sto
         except BaseException as error:
             error.add_note(f"schedule {seed}")
             raise
+
+
+def test_two_workers_that_wait_long_for_a_third_ask_the_store_at_most_twenty_times_a_minute() -> None:
+    world = World(0, workers=3, rounds=2, faults=0.0)
+    world.terms = world.terms._replace(timeout_s=300.0, deadline_s=1e6, rest_s=StoreTerms._field_defaults["rest_s"])
+    world.training_s[2] = 3_000.0
+    for _ in range(3):
+        world.start({})
+    world.run(until_s=300.0)
+    assert len(world.alive) == 3 and not any("commit" in name for name in world.store.objects)
+    before = world.store.requests
+    world.run(until_s=900.0)
+    assert not any("commit" in name for name in world.store.objects)
+    assert 10 < world.store.requests - before <= 10 * 20, "of all three, in ten minutes"
+
+
+def test_a_mean_costs_a_few_requests_for_each_worker_of_a_round() -> None:
+    """Besides listings: each puts its message, one reads them all, and each reads the outcome and the mean."""
+    for workers in (4, 16):
+        world = World(0, workers, rounds=20, faults=0.0)
+        for _ in range(workers):
+            world.start({})
+        world.run()
+        must_hold(world)
+        assert world.store.asked_of_rounds <= 5 * workers * 20

@@ -28,6 +28,7 @@ from gossamer.record.progress import say
 from gossamer.record.whole_files import atomic_write, make_folder
 from gossamer.rounds.loop import Membership
 from gossamer.rounds.together import GivenMeans
+from gossamer.rules import Rule
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.inputs import note_inputs
 from gossamer.run.bookkeeping.journal import Journal
@@ -52,6 +53,11 @@ from gossamer.tree import Tree, leaves, map_leaves, must_fit, refill
 log = logging.getLogger("gossamer")
 
 
+def is_equal_after_rounds(rule: Rule) -> bool:
+    """Whether vectors and outer state of all workers are equal after each round, whoever has taken part in it."""
+    return rule.averages and rule.identical and rule.unsent is None and rule.site == "parameters"
+
+
 def must_fit_a_store(config: ResolvedRun) -> None:
     """Raises ConfigError for a run that a store does not carry."""
     m = None if config.kind != "rounds" else config.in_rounds
@@ -65,11 +71,9 @@ def must_fit_a_store(config: ResolvedRun) -> None:
     }
     if m is not None:
         why |= {
-            f"after a round of rule '{m.rule.name}' its workers are not all equal": not (
-                m.rule.averages and m.rule.identical
-            )
-            or m.rule.unsent is not None
-            or m.rule.site != "parameters",
+            f"after a round of rule '{m.rule.name}' its workers are not equal in all": not is_equal_after_rounds(
+                m.rule
+            ),
             f"codec '{m.codec.name}' loses digits": not m.codec.exact,
             "a round has several exchanges, or one that does not end with it": not m.exchanges_once,
             "its local steps adapt": m.rule.adapted is not None or config.run.adapt,
@@ -169,6 +173,7 @@ class StoreWork:
         self._make()
         self.most_bytes = 128 * self._replica.layout.numel + (1 << 24)
         self._record.clear()
+        self._kept = (0, lambda: b"")  # of another slot, where it has lost that
         say(f"worker {slot} takes part in the run of the store, as number {life + 1} in its slot")
         self._asked.sentence = f"worker {slot} is asked to leave after its round"
         self._asked.left_s = lambda: self._replica.phase_left_s

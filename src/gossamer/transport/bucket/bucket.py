@@ -5,6 +5,7 @@ or lies under another name is refused; with the secret of a run, also one by som
 """
 
 import contextlib
+import datetime
 import errno
 import hashlib
 import hmac
@@ -88,25 +89,36 @@ def _code(secret: bytes, name: str, *parts: bytes | memoryview) -> bytes:
     return found.digest()
 
 
+def bucket_at(url: str) -> Bucket:
+    """The bucket at an address. Raises: ConfigError for one that cannot be opened."""
+    try:
+        return (
+            Folder(url.removeprefix("file://")) if "://" not in url or url.startswith("file://") else ObjectStore(url)
+        )
+    except (ImportError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"the store '{url}' cannot be opened ({error}); give a folder, or an object store such as s3://bucket/run with pip "
+            "install 'gossamer[store]' and its credentials in the environment"
+        ) from None
+
+
 def opened_bucket(url: str) -> Bucket:
     """The bucket at an address, which is tried: a run needs a store that creates an object only where there is none.
 
     Raises: ConfigError for one that cannot be opened, or has no such conditional create.
     """
+    bucket, name = bucket_at(url), f"probe-{secrets.token_hex(8)}"
     try:
-        bucket = (
-            ObjectStore(url) if "://" in url and not url.startswith("file://") else Folder(url.removeprefix("file://"))
-        )
-        name = f"probe-{secrets.token_hex(8)}"
-        try:
-            refuses = bucket.create(name, b"1") and not bucket.create(name, b"2")
-        finally:
-            bucket.remove(name)
-    except (ImportError, OSError, ValueError) as error:
+        if isinstance(bucket, Folder):
+            os.makedirs(bucket.root, exist_ok=True)
+        refuses = bucket.create(name, b"1") and not bucket.create(name, b"2")
+        bucket.remove(name)
+    except NotImplementedError:  # which the library knows of some kinds
+        refuses = False
+    except OSError as error:
         raise ConfigError(
             f"the store '{url}' cannot be used ({error}); give a folder with hard links, or an object store that creates an "
-            "object only where there is none, such as s3://bucket/run, with pip install 'gossamer[store]' and its credentials in "
-            "the environment"
+            "object only where there is none, and in which this machine may write and remove"
         ) from None
     if not refuses:
         raise ConfigError(
@@ -120,12 +132,11 @@ class Folder:
     """A folder as a bucket: an object is written aside and linked under its name, which fails where there is one."""
 
     def __init__(self, root: str) -> None:
-        self._root = root
-        os.makedirs(root, exist_ok=True)
+        self.root = root
 
     def create(self, name: str, content: bytes) -> bool:
         """See `Bucket`."""
-        path, part = os.path.join(self._root, name), os.path.join(self._root, f".{secrets.token_hex(8)}")
+        path, part = os.path.join(self.root, name), os.path.join(self.root, f".{secrets.token_hex(8)}")
         try:
             with open(part, "xb") as file:
                 file.write(content)
@@ -146,7 +157,7 @@ class Folder:
             return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # no link leads elsewhere, and no pipe blocks
 
         try:
-            with open(os.path.join(self._root, name), "rb", opener=opener) as file:
+            with open(os.path.join(self.root, name), "rb", opener=opener) as file:
                 found = os.fstat(file.fileno())
                 if not stat.S_ISREG(found.st_mode):
                     raise OSError(errno.EINVAL, "it is no file", name)
@@ -157,12 +168,12 @@ class Folder:
 
     def names(self, after: str) -> list[str]:
         """See `Bucket`."""
-        return sorted(name for name in os.listdir(self._root) if name > after and not name.startswith("."))
+        return sorted(name for name in os.listdir(self.root) if name > after and not name.startswith("."))
 
     def remove(self, name: str) -> None:
         """See `Bucket`."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(self._root, name))
+            os.unlink(os.path.join(self.root, name))
 
 
 class ObjectStore:
@@ -175,7 +186,9 @@ class ObjectStore:
 
         self._api, self._exists, self._failed = obstore, AlreadyExistsError, BaseError
         with self._errors():
-            self._store = from_url(url)
+            # Whoever asks it asks again, and says so.
+            patience: Any = {"max_retries": 2, "retry_timeout": datetime.timedelta(seconds=30)}
+            self._store = from_url(url) if url.startswith("memory:") else from_url(url, retry_config=patience)
 
     @contextlib.contextmanager
     def _errors(self) -> Any:

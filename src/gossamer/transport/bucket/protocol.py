@@ -20,6 +20,7 @@ worker are a generator that yields what it wants of the store (`Asking`). `gossa
 
 import hashlib
 import re
+import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
@@ -132,6 +133,8 @@ class Commit(NamedTuple):
     """The SHA-256 of the mean."""
     closer: tuple[int, int]
     """The slot and the life of who has closed it."""
+    time_s: float
+    """When, by its own clock in Unix time; for people only."""
 
 
 class StoreWorker(Protocol):
@@ -198,7 +201,7 @@ def _message(round: int, slot: int, life: int) -> str:
     return f"r{round:08d}-from-{slot:05d}-{life:04d}"
 
 
-def _commit(round: int) -> str:
+def commit_name(round: int) -> str:
     return f"r{round:08d}-commit"
 
 
@@ -277,9 +280,18 @@ class Attendance:
     Args:
         nonce: a random number by which it knows its own claim of a slot again.
         clock: seconds that never go back.
+        wall: Unix time.
     """
 
-    def __init__(self, terms: StoreTerms, work: StoreWorker, nonce: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        terms: StoreTerms,
+        work: StoreWorker,
+        nonce: str,
+        clock: Callable[[], float],
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._wall = wall
         self.terms, self._work, self._nonce, self._clock = terms, work, nonce, clock
         self.seen = Sightings(terms.workers)
         self.slot = self.life = -1
@@ -393,7 +405,7 @@ class Attendance:
 
     def _claim(self) -> Steps[None]:
         """Takes a slot that nobody has, or whose worker was silent for too long. Raises: PeerError."""
-        start_s, said = self._clock(), False
+        waited_s, said = 0.0, False
         while not self._work.asked():
             # Behind all rounds: claims, signs of life and ends.
             yield from self._look(None)
@@ -412,7 +424,7 @@ class Attendance:
                     self.seen.look([_held("t", slot, life)], now)
                     return
                 self.seen.look([_held("t", slot, life)], now)  # a listing may lack what was just made
-            if now - start_s > 1.5 * self.terms.timeout_s:
+            if waited_s > 1.5 * self.terms.timeout_s:
                 raise PeerError(
                     f"all {self.terms.workers} slots of the run are filled; wait until one has left, or start a run with more "
                     "workers"
@@ -422,14 +434,14 @@ class Attendance:
                 self._work.say(
                     f"all slots are taken; a worker that has died frees its own within {self.terms.timeout_s:g} s"
                 )
-            yield from self._pause(now - start_s)
+            waited_s += yield from self._pause(waited_s)
 
     def _stand(self, own: int) -> Steps[bool]:
         """Goes to the state after the newest closed round; returns whether there is another round to train.
 
         Raises: CheckpointError where no state leads there.
         """
-        start_s = self._clock()
+        waited_s = 0.0  # its own pauses: after it was stopped it looks again before it gives up
         while True:
             yield from self._look(None)
             newest = max(self.seen.states, default=-1)
@@ -446,12 +458,12 @@ class Attendance:
                     self._begun = begun._replace(steps=self._steps[self.slot])
                     yield Do(partial(self._work.start, self.round, self._begun))
                     return self.round < self.terms.rounds
-            if self._clock() - start_s > self.terms.timeout_s:
+            if waited_s > self.terms.timeout_s:
                 raise CheckpointError(
                     f"{finished} rounds are closed and no state from which they follow is there any more: neither this worker "
                     "nor the store has one; start again with an empty store"
                 )
-            yield from self._pause(self._clock() - start_s)
+            waited_s += yield from self._pause(waited_s)
 
     def _base(self, after: int, own: int) -> Steps[Basis | None]:
         """Takes its own state, or that in the store, after so many rounds; None where there is none."""
@@ -557,9 +569,10 @@ class Attendance:
             "steps": steps,
             "mean": sha256,
             "closer": [self.slot, self.life],
+            "time_s": round(self._wall(), 3),
         }
         yield from self._create(_mean(self.round, sha256), {}, mean)
-        yield from self._create(_commit(self.round), head)
+        yield from self._create(commit_name(self.round), head)
         return (yield from self.read_commit(self.round))
 
     def _keep_state(self) -> Steps[None]:
@@ -594,16 +607,18 @@ class Attendance:
         if self.slot >= 0 and self.seen.lives.get(self.slot, self.life) > self.life:
             raise SlotLostError(f"slot {self.slot} belongs to another process")
 
-    def _pause(self, waited_s: float) -> Steps[None]:
-        yield Sleep(min(self.terms.rest_s, max(self.terms.look_s, _LOOK_SHARE * waited_s)))
+    def _pause(self, waited_s: float) -> Steps[float]:
+        pause_s = min(self.terms.rest_s, max(self.terms.look_s, _LOOK_SHARE * waited_s))
+        yield Sleep(pause_s)
+        return pause_s
 
     def read_commit(self, round: int) -> Steps[Commit | None]:
         """The outcome of a round; None while it is open. Raises: CheckpointError."""
         if round not in self.commits:
-            item = yield from self._read(_commit(round))
+            item = yield from self._read(commit_name(round))
             if item is None:
                 return None
-            commit = commit_in(round, item.head, self.terms)
+            commit = commit_in(round, item.head, self.terms.workers)
             if commit is None:
                 raise CheckpointError(
                     f"the commit of round {round + 1} in the store is none that a worker of this run writes; start all with the "
@@ -613,44 +628,42 @@ class Attendance:
         return self.commits[round]
 
     def _read(self, name: str) -> Steps[Item | None]:
-        raw = yield from _again(Get(name), self._clock, self.terms, self._work)
+        raw = yield from self._ask(Get(name))
         return None if raw is None else opened_item(self.terms.secret, name, raw)
 
     def _names(self, after: str) -> Steps[list[str]]:
-        return (yield from _again(Names(after), self._clock, self.terms, self._work))
+        return (yield from self._ask(Names(after)))
 
     def _create(self, name: str, head: Mapping[str, Any], body: bytes = b"") -> Steps[bool]:
         """Creates an object; returns whether there was none of this name."""
         content = sealed(self.terms.secret, name, head, body)
-        return (yield from _again(Create(name, content), self._clock, self.terms, self._work))
+        return (yield from self._ask(Create(name, content)))
+
+    def _ask(self, asking: Asking) -> Steps[Any]:
+        """What a store answers, which is asked again where it fails, for ten times the patience of the run. Raises: PeerError."""
+        waited_s, said = 0.0, False  # its own pauses: of the time that this process was stopped the store knows nothing
+        while True:
+            try:
+                return (yield asking)
+            except TransportError:
+                raise
+            except OSError as error:
+                if waited_s > 10 * self.terms.timeout_s:
+                    raise PeerError(
+                        f"the store has not done what it was asked for {waited_s:.0f} s ({error}); start again when it does"
+                    ) from None
+                if not said and waited_s > self.terms.rest_s:
+                    said = True
+                    self._work.say(f"the store does not answer ({error}); it is asked again")
+                waited_s += yield from self._pause(waited_s)
 
     def _remove(self, name: str) -> Steps[None]:
-        yield from _again(Remove(name), self._clock, self.terms, self._work)
+        yield from self._ask(Remove(name))
 
 
 def _nothing() -> Steps[None]:
     return None
     yield
-
-
-def _again(effect: Asking, clock: Callable[[], float], terms: StoreTerms, work: StoreWorker) -> Steps[Any]:
-    """What a store answers, which is asked again where it fails, for ten times the patience of the run. Raises: PeerError."""
-    start_s, said = clock(), False
-    while True:
-        try:
-            return (yield effect)
-        except TransportError:
-            raise
-        except OSError as error:
-            waited_s = clock() - start_s
-            if waited_s > 10 * terms.timeout_s:
-                raise PeerError(
-                    f"the store has not done what it was asked for {waited_s:.0f} s ({error}); start again when it does"
-                ) from None
-            if not said and waited_s > terms.rest_s:
-                said = True
-                work.say(f"the store does not answer ({error}); it is asked again")
-            yield Sleep(min(terms.rest_s, max(terms.look_s, _LOOK_SHARE * waited_s)))
 
 
 def _part(life: object, head: object) -> TakenPart | None:
@@ -667,20 +680,26 @@ def _part(life: object, head: object) -> TakenPart | None:
     return None
 
 
-def commit_in(round: int, head: object, terms: StoreTerms) -> Commit | None:
+def commit_in(round: int, head: object, workers: int) -> Commit | None:
     """The commit of a round; None for what no worker of this run writes."""
     match head:
-        case {"parts": dict(parts), "steps": list(steps), "mean": str(mean), "closer": [int(slot), int(life)]}:
-            own = {str(one) for one in range(terms.workers)}
+        case {
+            "parts": dict(parts),
+            "steps": list(steps),
+            "mean": str(mean),
+            "closer": [int(slot), int(life)],
+            "time_s": int() | float() as time_s,
+        }:
+            own = {str(one) for one in range(workers)}
             read = (
                 {int(key): _part(part.get("life"), part) for key, part in parts.items() if isinstance(part, dict)}
                 if (parts.keys() <= own)
                 else {}
             )
             kept = {one: part for one, part in sorted(read.items()) if part is not None and part.life >= 0}
-            counts = all(type(one) is int and 0 <= one < 1 << 62 for one in steps) and len(steps) == terms.workers
+            counts = all(type(one) is int and 0 <= one < 1 << 62 for one in steps) and len(steps) == workers
             begun = [part.begun for part in kept.values() if part.begun is not None]
-            begins = all(one.after <= round and one.donor < terms.workers for one in begun)
+            begins = all(one.after <= round and one.donor < workers for one in begun)
             if 0 < len(kept) == len(parts) and counts and begins and re.fullmatch("[0-9a-f]{64}", mean):
-                return Commit(round, kept, tuple(steps), mean, (slot, life))
+                return Commit(round, kept, tuple(steps), mean, (slot, life), float(time_s))
     return None
