@@ -237,10 +237,10 @@ class StoreWork:
         """See `StoreWorker`."""
         config = self._config
         self._replica.steps_taken, self._finished = begun.steps, round
-        whose = "its own state" if begun.donor == self.slot else f"the state of worker {begun.donor}"
         if round:
+            state = f"the state of slot {begun.donor} after round {begun.after}"
             means = f" and the means of {round - begun.after} more" if round > begun.after else ""
-            say(f"worker {self.slot} goes on at round {round + 1}, with {whose} after round {begun.after}{means}")
+            say(f"worker {self.slot} goes on at round {round + 1}, with {state}{means}")
         if self._record or round == config.rounds:
             return
         before_s = recorded_s(self._folder, self.slot, round)

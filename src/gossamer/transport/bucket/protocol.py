@@ -202,6 +202,7 @@ def _message(round: int, slot: int, life: int) -> str:
 
 
 def commit_name(round: int) -> str:
+    """The name of the outcome of a round."""
     return f"r{round:08d}-commit"
 
 
@@ -625,6 +626,7 @@ class Attendance:
                     "same gossamer, or start again with an empty store"
                 )
             self.commits[round] = commit
+            self.seen.newest = max(self.seen.newest, round)  # of one that it has created no listing has told yet
         return self.commits[round]
 
     def _read(self, name: str) -> Steps[Item | None]:
