@@ -11,11 +11,12 @@ from cyclopts import Parameter
 
 from gossamer.cli.output import must_be_new_file, print_json, working
 from gossamer.cli.race import NO_RACE, Race, RaceOptions, print_race, race, race_facts
-from gossamer.cli.run_file_options import whole_numbers
+from gossamer.cli.run_file_options import quantity, whole_numbers
 from gossamer.cli.tables import print_sentence, print_table
 from gossamer.cli.watch import WATCHABLE, Watchable
 from gossamer.errors import ConfigError, choose
 from gossamer.record.progress import echo, say
+from gossamer.settings.quantities import BYTES, FLOPS, HOURS, SECONDS, TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _CODECS = ("bf16", "int8", "fp4")
 _MOST_E_FOLDS = math.log(10)
+_YEAR_H = 8766.0
 
 
 @Parameter(name="*")
@@ -39,9 +41,9 @@ class PlanOptions:
 
     model: Annotated[str | None, Parameter(metavar="SIZE|FILE")] = None
     """size of the model, up to 70b, or the run file that has it (default: the one that was probed, else 134m)"""
-    tokens: float | None = None
+    tokens: Annotated[float | None, quantity(TOKENS)] = None
     """to train on (default: 20 for each parameter)"""
-    hours: float | None = None
+    hours: Annotated[float | None, quantity(HOURS)] = None
     """to train for, in place of --tokens"""
     loss: float | None = None
     """to reach, in place of --tokens; needs --anchor or --law"""
@@ -61,9 +63,9 @@ class PlanOptions:
     """tokens of a sequence (default: as it was probed, else 128)"""
     batch_size: int | None = None
     """sequences of a worker's inner step (default: as it was probed, else 8)"""
-    step_s: float | None = None
+    step_s: Annotated[float | None, quantity(SECONDS)] = None
     """seconds of an inner step, where the network file gives none, or that of another model"""
-    peak_flops: float | None = None
+    peak_flops: Annotated[float | None, quantity(FLOPS)] = None
     """FLOP/s of a worker, from which the step time follows"""
     mfu: float = 0.4
     """share of peak FLOP/s that is reached (default: 0.4)"""
@@ -77,7 +79,7 @@ class PlanOptions:
     """show every candidate and all other methods, not the best of each family only"""
     method: Annotated[str | None, Parameter(metavar="NAME")] = None
     """take this method; without, data parallelism, DiLoCo, streaming DiLoCo or GASLoC is taken"""
-    memory_bytes: float | None = None
+    memory_bytes: Annotated[float | None, quantity(BYTES)] = None
     """memory of a process, without activations: a model that takes more is cut into stages"""
     boundary: Annotated[tuple[str, ...], Parameter(metavar="NAME")] = ()
     """boundary codec to try between stages; may be repeated (default: dense, cast, intk and tahquant)"""
@@ -99,7 +101,7 @@ def command(
     """
     from gossamer.data.settings import MANY_PASSES, passes_warning
     from gossamer.models.sizes import parameter_count
-    from gossamer.network.links import read_network
+    from gossamer.network.links import doubts_of, read_network
 
     options, json = options or PlanOptions(), output.json
     _check_race(asked, options, output)
@@ -142,6 +144,13 @@ def command(
         print_json({**_facts(made, cut, priced, choice, found, options), "passes": passes})
     elif found is not None:
         print_race(found)
+    if not json:
+        for sentence in doubts_of(links):
+            print_sentence(sentence)
+    if not json and choice.hours > _YEAR_H:
+        print_sentence(
+            f"that takes {choice.hours / _YEAR_H:.3g} years; plan for fewer --tokens, for --hours, or for a smaller --model"
+        )
     if not json and passes is not None and passes > MANY_PASSES:
         print_sentence(passes_warning(passes))
     if options.out is not None:

@@ -10,9 +10,10 @@ from cyclopts import Parameter
 
 from gossamer.cli.machines import ONE_MACHINE, Machines
 from gossamer.cli.output import PLAIN, Output, must_be_new_file, print_json
-from gossamer.cli.run_file_options import Overrides
+from gossamer.cli.run_file_options import Overrides, quantity
 from gossamer.errors import ConfigError
 from gossamer.record.progress import echo
+from gossamer.settings.quantities import BYTES, SECONDS
 
 if TYPE_CHECKING:
     from gossamer.network.links import Network
@@ -29,8 +30,8 @@ def command(
     overrides: Overrides = (),
     local: int | None = None,
     links_only: bool = False,
-    max_bytes: int = 1 << 24,
-    test_s: float = 0.5,
+    max_bytes: Annotated[float, quantity(BYTES)] = 1 << 24,
+    test_s: Annotated[float, quantity(SECONDS)] = 0.5,
     machines: Machines = ONE_MACHINE,
     output: Output = PLAIN,
 ) -> int:
@@ -68,7 +69,7 @@ def command(
 
     world = os.environ.get("WORLD_SIZE", "")
     config = None if links_only or not world.isdigit() else _run_of(file, overrides, int(world))
-    network = probe(None if config is None else _timer(config), max_bytes=max_bytes, test_s=test_s)
+    network = probe(None if config is None else _timer(config), max_bytes=int(max_bytes), test_s=test_s)
     if network is not None:
         atomic_write(out, to_toml(network).encode())
         if not output.quiet or output.json:

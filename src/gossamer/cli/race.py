@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from cyclopts import Parameter
 
 from gossamer.cli.compare import Earlier, folders_of, trained
-from gossamer.cli.run_file_options import runs_at_a_time
+from gossamer.cli.run_file_options import quantity, runs_at_a_time
 from gossamer.cli.tables import print_table
 from gossamer.cli.watch import Watchable
 from gossamer.errors import ConfigError
 from gossamer.record.progress import echo, say
+from gossamer.settings.quantities import MINUTES
 
 if TYPE_CHECKING:
     from gossamer.report.paired import Standing
@@ -34,7 +35,7 @@ _TOGETHER, _START_S, _ROUND_S = 0.7, 1.5, 0.01
 class RaceOptions:
     """Whether the shortlist of a plan is trained, and how."""
 
-    race: Annotated[float | None, Parameter(metavar="MINUTES")] = None
+    race: Annotated[float | None, quantity(MINUTES)] = None
     """train the shortlist for so many minutes: a small model, for the time that its price gives each candidate"""
     race_folder: Path | None = None
     """folder of the race (default: in runs/, after the network and the model)"""

@@ -1,15 +1,16 @@
 """What the verbs that train have in common: the run file with its overrides, the run folder, and the hint how to resume."""
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
 
 from gossamer.errors import ConfigError
+from gossamer.settings.quantities import Unit
 
 if TYPE_CHECKING:
     from gossamer.run.bookkeeping.inputs import Purpose
@@ -27,6 +28,18 @@ Overrides = Annotated[
     tuple[str, ...],
     Parameter(name="--set", metavar="KEY=VALUE", help="override one key, such as rule.lr=0.5; may be repeated"),
 ]
+
+
+def quantity(unit: Unit) -> Parameter:
+    """Of an option that is a number: it may be given with its unit, as '25 Mbit/s'."""
+
+    def number(kind: object, tokens: Sequence[Token]) -> float:
+        try:
+            return unit.number(tokens[0].value)
+        except ValueError as error:
+            raise ValueError(f"{error}; write it as '{unit.example}'") from None
+
+    return Parameter(converter=number, n_tokens=1, metavar=unit.example.replace(" ", ""))
 
 
 @Parameter(name="*")

@@ -1,6 +1,7 @@
 """A trained model as a folder that `transformers` opens."""
 
 import json
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
 from gossamer.data.tokenizer import Tokenizer
+from gossamer.errors import ConfigError
 from gossamer.models.llama import INIT_STD, NORM_EPS, ROPE_THETA, Llama
 from gossamer.models.sizes import in_subspace
 from gossamer.record.whole_files import atomic_write, make_folder, writing
@@ -74,6 +76,54 @@ def export_state(model: nn.Module, folder: Path) -> None:
                 save_model(model, str(folder / "model.safetensors"))
         except SafetensorError as error:
             raise OSError(str(error)) from None
+
+
+def write_card(folder: Path, title: str, facts: Mapping[str, str], *, opens: bool, needs_code: bool = False) -> None:
+    """Writes README.md, the model card that the Hugging Face Hub shows: how the model was trained, and how it is opened.
+
+    Args:
+        facts: rows of a table.
+        opens: whether `transformers` opens the folder, with `trust_remote_code` if it `needs_code`.
+    Raises: DiskError when the disk refuses.
+    """
+    front = ["library_name: transformers", "pipeline_tag: text-generation"] if opens else []
+    code = ", trust_remote_code=True" if needs_code else ""
+    how = (
+        "\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained("."{code})\ntokenizer = AutoTokenizer.from_pretrained(".")\n```\n'
+    )
+    rows = "".join(f"| {key} | {value.replace('|', '&#124;')} |\n" for key, value in facts.items())
+    text = (
+        "\n".join(["---", *front, "tags: [gossamer, pretrained]", "---", ""])
+        + f"\n# {title}\n\nThe mean model of a run of Gossamer: pretrained from random initial values, on text alone; it follows "
+        f"no instructions and was not examined for what it may say.\n\n| | |\n|---|---|\n{rows}{how if opens else ''}"
+    )
+    atomic_write(folder / "README.md", text.encode())
+
+
+def push_to_hub(folder: Path, repository: str, *, private: bool) -> str:
+    """Uploads an exported model to the Hugging Face Hub, and returns its address.
+
+    Args: `repository` is `USER/NAME`, which is created if it does not exist.
+    Raises: ConfigError without `huggingface_hub` or permission, and where the Hub cannot be reached.
+    """
+    try:
+        from huggingface_hub import HfApi
+    except ImportError:
+        raise ConfigError(
+            "a model is pushed by huggingface_hub, which is not installed; pip install huggingface_hub"
+        ) from None
+    hub = HfApi()
+    try:
+        address = hub.create_repo(repository, private=private, exist_ok=True)
+        hub.upload_folder(repo_id=repository, folder_path=folder, commit_message="Mean model of a run of Gossamer")
+    except Exception as error:  # of the Hub's own, of a file, or of whichever HTTP library it uses
+        why = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"'{repository}' was not pushed to the Hugging Face Hub: {why}; name it USER/NAME, and log in by "
+            "'hf auth login' or HF_TOKEN"
+        ) from None
+    return str(address)
 
 
 @torch.no_grad()

@@ -41,6 +41,8 @@
     factor = 0.1                   # a link has this times its own bandwidth, in both directions
     worker = 2                     # the link of a worker, or: site = "paris", the link that a site shares
 
+A number may have a unit: `uplink_bps = "25 Mbit/s"`, `latency_s = "20 ms"`.
+
 Streams that share a worker's link, a site's or a route get max-min fair parts of it (`gossamer.network.fluid`). Where packets are
 lost, no stream is faster than `tcp_bps`, which is a published formula, and was not measured here. Leave `loss` out where the
 bandwidths are what `gossamer probe` has measured, as that was by TCP over the same loss.
@@ -65,6 +67,7 @@ from gossamer.record.logs.trace import Integers
 from gossamer.rng import numpy_rng
 from gossamer.settings.fields import Words
 from gossamer.settings.options import Count
+from gossamer.settings.quantities import BITS_PER_SECOND, SECONDS
 from gossamer.settings.schema import build, parse_toml, read_toml, settings, toml_value
 
 Floats = NDArray[np.float64]
@@ -86,8 +89,9 @@ _Rate = Annotated[
     Field(ge=1),
     AfterValidator(_finite_or_endless),
     Words("a number of bits per second from 1 to 1e18, or inf"),
+    BITS_PER_SECOND,
 ]
-_Seconds = Annotated[float, Field(ge=0, le=1e9), Words("a number of seconds from 0 to 1e9")]
+_Seconds = Annotated[float, Field(ge=0, le=1e9), Words("a number of seconds from 0 to 1e9"), SECONDS]
 _Loss = Annotated[float, Field(ge=0, le=0.5), Words("a share of the packets from 0 to 0.5")]
 _Index = Annotated[int, Field(ge=0, lt=2**31)]
 _Rates = _Rate | Annotated[tuple[_Rate, ...], Field(min_length=1)]
@@ -229,6 +233,24 @@ class Network:
         """Whether packets are lost."""
         of_workers = self.loss if isinstance(self.loss, tuple) else (self.loss,)
         return any(of_workers) or any(route.loss for route in self.routes)
+
+
+_SLOWEST_BPS = 1e4
+
+
+def doubts_of(network: Network, name: str = "the network") -> list[str]:
+    """A sentence where a link is so slow that its unit may be a slip.
+
+    >>> doubts_of(Network(uplink_bps=25.0, downlink_bps=1e8))
+    ["uplink_bps of the network is 25 bit/s; Mbit/s are written as uplink_bps = '25 Mbit/s'"]
+    """
+    links = {"uplink_bps": network.uplink_bps, "downlink_bps": network.downlink_bps}
+    slowest = {key: min(bps) if isinstance(bps, tuple) else bps for key, bps in links.items()}
+    return [
+        f"{key} of {name} is {bps:g} bit/s; Mbit/s are written as {key} = '{bps:g} Mbit/s'"
+        for key, bps in slowest.items()
+        if bps < _SLOWEST_BPS
+    ]
 
 
 def tcp_bps(round_trip_s: Floats, loss: Floats) -> Floats:

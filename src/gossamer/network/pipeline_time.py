@@ -20,6 +20,7 @@ from pydantic import AllowInfNan, Field
 
 from gossamer.errors import ConfigError
 from gossamer.settings.options import Positive
+from gossamer.settings.quantities import BITS_PER_SECOND, SECONDS
 from gossamer.settings.schema import settings
 
 Order = Literal["gpipe", "1f1b", "interleaved"]
@@ -29,9 +30,9 @@ Order = Literal["gpipe", "1f1b", "interleaved"]
 class StageLinks:
     """The links between the stages of a worker, all alike, and the speed of its processes."""
 
-    bandwidth_bps: Annotated[float, AllowInfNan(True), Field(ge=1)] = math.inf
+    bandwidth_bps: Annotated[float, AllowInfNan(True), Field(ge=1), BITS_PER_SECOND] = math.inf
     """Bits per second from a stage to another, in each direction."""
-    latency_s: Annotated[float, Field(ge=0, le=1e9)] = 0.0
+    latency_s: Annotated[float, Field(ge=0, le=1e9), SECONDS] = 0.0
     """Seconds that a message is under way besides."""
     duplex: Literal["full", "half"] = "full"
     """"half": activations and gradients take turns on the link between two stages."""

@@ -35,6 +35,7 @@ from typing_extensions import is_typeddict
 
 from gossamer.errors import ConfigError, DataError, GossamerError, choose, nearest
 from gossamer.settings.fields import NEUTRAL, Changeable, OneOf, Words
+from gossamer.settings.quantities import Unit
 
 T = TypeVar("T")
 
@@ -509,8 +510,10 @@ def _item(hint: Any, within: list[int]) -> Any:
 def words_of(hint: Any, name: str = "") -> str:
     """What a field or an option allows, in words."""
     extras = _extras(hint)
+    unit = next((one for one in extras if isinstance(one, Unit)), None)
+    with_unit = f", or with its unit as '{unit.example}'" if unit is not None else ""
     if said := next((one.text for one in extras if isinstance(one, Words)), ""):
-        return said
+        return said + with_unit
     bare = _bare(hint)
     origin, arguments = get_origin(bare), get_args(bare)
     if names := _names(hint):
@@ -536,7 +539,7 @@ def words_of(hint: Any, name: str = "") -> str:
         return f"a list{count}, each {words_of(arguments[0], name)}"
     kinds = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     multiple = next((one.multiple_of for one in extras if hasattr(one, "multiple_of")), None)
-    return (f"a multiple of {multiple}" if multiple else kinds.get(bare, str(bare))) + _span(extras)
+    return (f"a multiple of {multiple}" if multiple else kinds.get(bare, str(bare))) + _span(extras) + with_unit
 
 
 def _span(extras: list[Any]) -> str:

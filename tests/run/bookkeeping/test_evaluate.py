@@ -1,9 +1,11 @@
 """What `gossamer evaluate` finds belongs to a round and a branch: it is cut with them, and replaced when it is found again."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from huggingface_hub import HfApi, ModelCard, constants
 
 from gossamer.cli import main
 from gossamer.record.folder import note_evaluation, read_metrics
@@ -102,3 +104,57 @@ def test_figures_of_0_1_0_count(tmp_path: Path) -> None:
     old = [{key: value for key, value in line.items() if key != "branch"} for line in evaluated(tmp_path)]
     (tmp_path / "metrics-evaluated.jsonl").write_text("".join(json.dumps(line) + "\n" for line in old))
     assert row(tmp_path)["loss"] == old[0]["loss"]
+
+
+def test_a_model_is_pushed_to_the_hub_with_a_card_that_says_how_it_was_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, object]] = []
+    monkeypatch.setattr(
+        HfApi, "create_repo", lambda self, name, **options: calls.append((name, options)) or f"hub/{name}"
+    )
+    monkeypatch.setattr(HfApi, "upload_folder", lambda self, **options: calls.append(("uploaded", options)))
+    simulate(silent(name="a | b"), tmp_path / "run", until=3)
+    assert main(["evaluate", str(tmp_path / "run"), "--push", "me/small", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["pushed"] == "hub/me/small" and calls[0] == ("me/small", {"private": True, "exist_ok": True})
+    assert calls[1] == (
+        "uploaded",
+        {
+            "repo_id": "me/small",
+            "folder_path": tmp_path / "run" / "model",
+            "commit_message": "Mean model of a run of Gossamer",
+        },
+    )
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n")
+    assert f"| validation loss | {said['loss']:.4f} nats a token |" in card and "| rounds | 3 of " in card
+    assert ModelCard(card).data.library_name == "transformers"
+    assert str(tmp_path) not in card, "nothing of this machine"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ["--push", "me/small"],
+            "'me/small' was not pushed to the Hugging Face Hub: .*; name it USER/NAME, and log in",
+        ),
+        (["--push", "a/b/c"], "'a/b/c' was not pushed to the Hugging Face Hub: .*; name it USER/NAME, and log in"),
+        (
+            ["--push", "me/small", "--source", "stdlib"],
+            "--source was given, with which no model is written, and --push",
+        ),
+        (["--public"], "--public was given and --push was not"),
+    ],
+)
+def test_a_model_that_cannot_be_pushed_is_refused_in_a_sentence(
+    words: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr(
+        HfApi.__init__, "__defaults__", ("http://127.0.0.1:1", *(HfApi.__init__.__defaults__ or ())[1:])
+    )
+    simulate(silent(), tmp_path, until=1)
+    assert main(["evaluate", str(tmp_path), *words]) == 2
+    assert re.search(sentence, capsys.readouterr().err)

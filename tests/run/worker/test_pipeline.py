@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -247,7 +248,7 @@ def test_a_model_with_a_bottleneck_is_exported_with_what_opens_it_and_it_is_said
     from transformers import AutoModelForCausalLM
 
     one = replica(model__bottleneck=NARROW[name])
-    publish(one.config, one.task, one.x, tmp_path)
+    publish(one.config, one.task, one.x, tmp_path, finished=1, loss=math.nan)
     said = f"{tmp_path / 'model'} is no plain Llama but has residual bottlenecks: open it with trust_remote_code=True\n"
     assert capsys.readouterr().err == ("" if name == "subspace" else said)
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True)

@@ -16,7 +16,7 @@ from gossamer import rng
 from gossamer.data.token_files import FileCorpus
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout, attach, layout_of, views
-from gossamer.models.export import export, export_state
+from gossamer.models.export import export, export_state, write_card
 from gossamer.models.llama import Llama, logits_of
 from gossamer.models.sample import sample
 from gossamer.record.folder import note_evaluation
@@ -37,6 +37,7 @@ from gossamer.run.worker.task import Task, buffers_of, on_device, task_of
 from gossamer.run.worker.turns import Turns
 from gossamer.settings.user_code import is_code
 from gossamer.transport.processes.launch import one_device
+from gossamer.version import __version__
 
 log = logging.getLogger("gossamer")
 T = TypeVar("T")
@@ -256,16 +257,39 @@ def model_with(config: RunSettings, task: Task, x: Tensor, buffers: Sequence[Ten
     return model.eval()
 
 
-def publish(config: RunSettings, task: Task, x: Tensor, folder: Path, buffers: Sequence[Tensor] = ()) -> None:
-    """Writes the model with parameters `x` where `AutoModelForCausalLM.from_pretrained` opens it, and a sample of its text.
+def publish(
+    config: RunSettings,
+    task: Task,
+    x: Tensor,
+    folder: Path,
+    buffers: Sequence[Tensor] = (),
+    *,
+    finished: int,
+    loss: float,
+) -> None:
+    """Writes the model with parameters `x` where `AutoModelForCausalLM.from_pretrained` opens it, with a model card, and a sample
+    of its text.
 
     A model of the user's own is written by its `save_pretrained` if it has one, and else as `model.safetensors`.
+
+    Args: `loss` is the validation loss after the `finished` rounds.
     """
     model = model_with(config, task, x, buffers)
+    facts = {
+        "parameters": f"{x.numel():,}",
+        **config.line.of,
+        "rounds": f"{finished:,} of {config.rounds:,}",
+        "tokens of all rounds": f"{sum(config.worker_tokens):,}",
+        "validation loss": f"{loss:.4f} nats a token" if math.isfinite(loss) else "not known",
+        "run": config.digest,
+        "gossamer": __version__,
+    }
     if not isinstance(model, Llama) or task.tokenizer is None:
         export_state(model, folder / "model")
+        write_card(folder / "model", config.name, facts, opens=False)
         return
     export(model, folder / "model", task.tokenizer)
+    write_card(folder / "model", config.name, facts, opens=True, needs_code=bool(model.model.cuts))
     if model.model.cuts:
         say(f"{folder / 'model'} is no plain Llama but has residual bottlenecks: open it with trust_remote_code=True")
     text = sample(model, task.tokenizer, prompt="def ", num_tokens=min(400, config.data.seq_len * 3), seed=config.seed)
@@ -333,7 +357,8 @@ def evaluate(
     result = assess(vectors, Probes([probe]), buffers)
     if source is None and not is_changed:
         _note(config, folder, finished, states, result)
-        publish(config, task, union_of(task, vectors), folder, mean_buffers(buffers))
+        union = union_of(task, vectors)
+        publish(config, task, union, folder, mean_buffers(buffers), finished=finished, loss=result.loss)
     return Evaluation(finished, result, tuple(owners))
 
 

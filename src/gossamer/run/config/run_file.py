@@ -29,6 +29,7 @@ from gossamer.run.config.pipeline import PipelineConfig, misfits
 from gossamer.run.config.totals import each_batch, rounds_for, tokens_for
 from gossamer.settings.fields import NEUTRAL, Changeable, FolderName
 from gossamer.settings.options import Count, Number
+from gossamer.settings.quantities import SECONDS, TOKENS
 from gossamer.settings.schema import build, default_of, settings, soundest, toml_value
 from gossamer.settings.schema import settings_faults as schema_faults
 from gossamer.topologies.contract import MOST_WORKERS
@@ -80,7 +81,7 @@ for a key that no release has yet, it is its default."""
 _FIRST = {f"{table}.{key}".removeprefix(".") for table, keys in FIRST_KEYS.items() for key in keys.split()}
 _GONE: Mapping[tuple[str, str], Any] = {("pipeline", "resplit_every"): 0}
 """Keys that are gone, each with its table and the value that digests still hold where they hold the table."""
-_Pace = Annotated[float, Field(ge=0, le=_LONGEST_S)]
+_Pace = Annotated[float, Field(ge=0, le=_LONGEST_S), SECONDS]
 
 
 @settings("run")
@@ -89,7 +90,7 @@ class LoopSettings:
 
     steps: Annotated[Count, Changeable()] = 300
     """Inner steps of a worker that takes the full number per round."""
-    tokens: Annotated[Count | None, NEUTRAL] = None
+    tokens: Annotated[Annotated[Count, TOKENS] | None, NEUTRAL] = None
     """The most tokens of all workers together, in place of steps: the run has as many whole rounds as they pay for."""
     tokens_per_parameter: Annotated[float | None, Field(gt=0), NEUTRAL] = None
     """The same for each parameter of the model; 20 is the usual choice for a model of the best size for its compute."""
@@ -142,12 +143,12 @@ class LoopSettings:
     those of processes by rounding. It takes the built-in model, with any inner optimizer by name but muon."""
     compile: Annotated[bool, NEUTRAL] = False
     """Compile the outer update (needs a C++ compiler); bitwise the same, faster on large models."""
-    timeout_s: Annotated[float, Field(gt=0, le=_LONGEST_S), NEUTRAL] = 300.0
+    timeout_s: Annotated[float, Field(gt=0, le=_LONGEST_S), SECONDS, NEUTRAL] = 300.0
     """How long a worker waits for a peer before it gives up."""
     elastic: Annotated[bool, NEUTRAL] = False
     """Whether a real run goes on when workers die, hang, leave and join; with the same bits as without as long as nothing fails.
     For rules that gossip on parameters over a symmetric topology."""
-    round_deadline_s: Annotated[float | None, Field(gt=0, le=_LONGEST_S), NEUTRAL] = None
+    round_deadline_s: Annotated[Annotated[float, Field(gt=0, le=_LONGEST_S), SECONDS] | None, NEUTRAL] = None
     """How long an elastic worker waits in a round for peers that live but have not answered; `timeout_s` if not set."""
     rejoin_rounds: Annotated[Number, NEUTRAL] = 2
     """A worker that comes back goes on from its own state if that is at most so many rounds old, else from another worker's."""

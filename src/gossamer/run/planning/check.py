@@ -17,6 +17,7 @@ from gossamer.data.token_files import opened_binaries
 from gossamer.data.tokenizer import Tokenizer, local_tokenizer, vocabulary
 from gossamer.errors import ConfigError, DataError, GossamerError, installs
 from gossamer.layout import Layout
+from gossamer.network.links import doubts_of
 from gossamer.network.pricing import price
 from gossamer.network.timeline import spread_s
 from gossamer.optimizers.inner import InnerConfig, without_momentum
@@ -205,6 +206,7 @@ def examine_run(config: RunConfig, refused: Mapping[Verb, Sequence[str]] | None 
         warnings=(
             *run.warnings,
             *_endless(documents, run.data.tokenizer),
+            *(doubt for name, network in config.network.items() for doubt in doubts_of(network, f"network.{name}")),
             *([passes_warning(passes)] if passes is not None and passes > MANY_PASSES else []),
             *partly,
         ),

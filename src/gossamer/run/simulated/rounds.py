@@ -161,9 +161,8 @@ class Rounds:
         steps = {name: in_stages(network, self.config, layout) for name, network in self.config.networks.items()}
         time_s = _record_seconds(self._record, steps, self._sends_per_round)
         if self.finished == self.config.rounds and self.config.record.export:
-            publish(
-                self.config, self.task, union_of(self.task, self.models()), self.folder, mean_buffers(self.buffers())
-            )
+            union, buffers = union_of(self.task, self.models()), mean_buffers(self.buffers())
+            publish(self.config, self.task, union, self.folder, buffers, finished=self.finished, loss=loss)
         tokens = _tokens(self.workers)
         return Result(loss, tokens, (tokens - self._before) / self._busy_s if self._busy_s else 0.0, time_s)
 

@@ -131,9 +131,10 @@ class Events:
 
     def result(self) -> Result:
         """The figures of the rounds so far; after the last, the model is published."""
-        if self.finished == self.config.rounds and self.config.record.export:
-            publish(self.config, self.task, _model(self._run), self.folder, mean_buffers(self.buffers()))
         events = self._events
+        if self.finished == self.config.rounds and self.config.record.export:
+            x, buffers = _model(self._run), mean_buffers(self.buffers())
+            publish(self.config, self.task, x, self.folder, buffers, finished=self.finished, loss=events.loss)
         speed = (events.tokens - self._tokens_before) / self._busy_s if self._busy_s else 0.0
         return Result(events.loss, events.tokens, speed, {self._name: events.time_s})
 
