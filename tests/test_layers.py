@@ -75,6 +75,8 @@ LIGHT = [  # work without torch
     "transport.sockets.handshake",
     "transport.elastic.members",
     "transport.elastic.ask",
+    "transport.bucket.bucket",
+    "transport.bucket.protocol",
     "network.inner_steps",
     "network.links",
     "network.estimates.goodput",

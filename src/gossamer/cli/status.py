@@ -10,24 +10,41 @@ from gossamer.record.progress import echo
 
 if TYPE_CHECKING:
     from gossamer.record.logs.seconds import RoundSeconds
-    from gossamer.report.reading.status import RunStatus
+    from gossamer.report.reading.status import RunStatus, StoreStatus
 
 
-def command(folder: Annotated[Path, Parameter(name="RUN")], /, *, json: Json = False) -> None:
+def command(run: Annotated[str, Parameter(name="RUN")], /, *, json: Json = False) -> None:
     """Shows who takes part in a run, in which round everybody is, how old that news is, and where the last round's seconds went.
 
-    It reads the run folder, and asks the workers whose addresses are there.
+    It reads the run folder, and asks the workers whose addresses are there. Of a run in a store it reads that, and asks nobody.
 
     Args:
-        folder: run folder
+        run: run folder, or the store of a run that was started with --store
     """
-    from gossamer.report.reading.status import run_status
+    from gossamer.report.reading.status import run_status, store_status
 
-    found = run_status(folder)
-    if json:
-        print_json(found)
+    folder = Path(run)
+    if "://" in run or (not (folder / "run.toml").exists() and (folder / "run").is_file()):
+        of_store = store_status(run)
+        print_json(of_store) if json else _print_store(of_store)
     else:
-        _print(found)
+        found = run_status(folder)
+        print_json(found) if json else _print(found)
+
+
+def _print_store(found: "StoreStatus") -> None:
+    from gossamer.cli.tables import print_table
+
+    last = (
+        "" if found.closed_by is None else f"; the last was closed by worker {found.closed_by}, {_age(found.age_s)} ago"
+    )
+    echo(f"{found.store}: {found.round} of {found.rounds} rounds are closed{last}")
+    echo(f"states of a worker after round: {', '.join(map(str, found.states)) or 'none yet'}")
+    rows = [
+        [str(one.worker), one.standing, str(one.lives), str(one.steps), "yes" if one.counted else "no"]
+        for one in found.workers
+    ]
+    print_table(["worker", "slot", "processes so far", "inner steps", "in the last round"], rows, text=2)
 
 
 def _print(found: "RunStatus") -> None:

@@ -58,6 +58,9 @@ class ServerOptions:
     mailbox: Annotated[str | None, Parameter(metavar="URL")] = None
     """folder or object store (as fsspec names it, such as s3://bucket/run) through which the workers of machines talk that cannot
     reach each other; of elastic and asynchronous runs"""
+    store: Annotated[str | None, Parameter(metavar="URL")] = None
+    """folder or object store (such as s3://bucket/run) in which the whole state of an elastic run lies: starts it, joins it, or
+    continues it, whoever else is there"""
     secret: Path | None = None
     """file with the secret of the run (default: GOSSAMER_SECRET, else the file 'secret' of the run folder)"""
 
@@ -117,7 +120,8 @@ def command(
     # One of them tells what is imported: the launcher, or worker 0 of another's launcher.
     tells = multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"
     # Before processes are started, so that a mistake in the file is told once.
-    parts = parts_to_train(config, folder, resumed, allowed=allow_code, speaks=tells, joins=join is not None)
+    joins = join is not None or served.store is not None
+    parts = parts_to_train(config, folder, resumed, allowed=allow_code, speaks=tells, joins=joins)
     run = resolve(config, parts, real=True)
     for sentence in run.warnings if tells else ():
         log.warning(sentence)
@@ -131,12 +135,14 @@ def command(
         among = _listen_at(served.listen, run, join, among)
     _must_be_dialled("--join", join)
     _must_be_dialled("--server", served.server if served.worker is not None else None)
+    if served.store is not None:
+        _must_be_alone(resumed, local, join, served, among)
     if served.mailbox is not None:
         _talk_through(served.mailbox, run, served, among)
     if served.listen is not None or served.mailbox is not None:
         local = 1 if local is None and join is None else local  # the first of a run that others join
     keys = keys_for(run.peers, run.workers)  # before processes are started, so that a key that is missing is told once
-    if keys is None:
+    if keys is None and served.store is None:
         _warn_of_plain(run, served, among, join)
     elif local is not None and run.kind != "server" and (among is None or among.first == 0):
         keys.must_start(local)
@@ -278,6 +284,26 @@ def _talk_through(url: str, config: "ResolvedRun", served: ServerOptions, among:
     os.environ[MAILBOX] = url
 
 
+def _must_be_alone(
+    resumed: "Resume", local: int | None, join: str | None, served: ServerOptions, among: "Among | None"
+) -> None:
+    """Raises ConfigError for what says how workers meet beside a store, in which they do."""
+    given = {
+        "--resume": bool(resumed),
+        "--local": local is not None,
+        "--join": join is not None,
+        "--rank": among is not None,
+        "--listen": served.listen is not None,
+        "--mailbox": served.mailbox is not None,
+        served.given: bool(served.given),
+    }
+    if what := next((one for one, holds in given.items() if holds), None):
+        raise ConfigError(
+            f"--store was given with {what}; one command, RUN.toml --store URL and an --out on each machine, starts a run, "
+            "joins it or continues it: give that alone"
+        )
+
+
 def _check_place(config: "ResolvedRun", among: "Among", local: int | None, elsewhere: str) -> None:
     """Refuses a place among processes that the run has not got, before any are started, and warns where it has no secret."""
     from gossamer.transport.processes.member import place_of
@@ -316,7 +342,11 @@ def _train_one(
     config: "ResolvedRun", folder: Path, join: str | None, served: ServerOptions, *, resume: "Resume"
 ) -> None:
     """What this process is in the run: one of its workers, or its server."""
-    if config.kind in ("pair", "no waiting"):
+    if served.store is not None:
+        from gossamer.run.elastic.store_rounds import train_in_store
+
+        train_in_store(config, folder, served.store)
+    elif config.kind in ("pair", "no waiting"):
         from gossamer.run.asynchronous.train_asynchronous import train_asynchronous
 
         if (served.server, served.worker) != (None, None):

@@ -179,6 +179,24 @@ def update_from_zeros(setup: Setup, mixing: Mixing, ctx: Context) -> None:
     _update_with_mean(setup, zeros, [leaves(zeros)], ctx)
 
 
+def message_of(setup: Setup, mixing: Mixing, ctx: Context) -> Tree:
+    """What a worker sends for a mean, in memory of its own. Raises: TrainingError where it is not finite."""
+    message = own_message(setup.rule, setup.part.x, setup.part.s, with_mixing(ctx, mixing))
+    _must_be_finite(ctx, "message", {ctx.worker: message})
+    return message
+
+
+def mean_of(setup: Setup, mixing: Mixing, messages: Mapping[int, Tree]) -> Tree:
+    """The mean of the messages of all that take part, as each of them would take it."""
+    first = min(messages)
+    return setup.rule.combine(messages[first], messages, first, mixing.rows[first])
+
+
+def update_with_mean(setup: Setup, mixing: Mixing, ctx: Context, mean: Tree) -> None:
+    """The outer update of a worker that has sent nothing, for a rule after which all are equal."""
+    _update_with_mean(setup, mean, [leaves(mean)], with_mixing(ctx, mixing))
+
+
 def finish_all(exchanges: Sequence[Exchange], each: Each) -> None:
     """Finishes the posted exchanges of all workers of a process, every leg of all of them before the next."""
     waiting = list(exchanges)
@@ -198,7 +216,7 @@ def _legs(job: _Job) -> _Legs:
     owned = codec.exact or codec.back is not None
     if not setup.rule.averages or not owned or len(mixing.rows[ctx.worker]) == 1:
         return _with_peers(job)
-    if setup.together is not None and mixing.everyone and codec.back is None and setup.compare is None:
+    if setup.together is not None and setup.together.takes(mixing) and codec.back is None and setup.compare is None:
         return _in_one_process(job, setup.together)
     if setup.reduce is None or codec.back is not None:
         return _through_owners(job)

@@ -23,13 +23,17 @@ from gossamer.rounds.exchange import (
     Exchange,
     begin,
     initial_state,
+    mean_of,
+    message_of,
     sent_again,
     update_from_zeros,
+    update_with_mean,
+    with_mixing,
 )
 from gossamer.rounds.schedule import Stop
 from gossamer.rounds.setup import Part, Setup
 from gossamer.rounds.sharing import Sharing
-from gossamer.rounds.together import Together
+from gossamer.rounds.together import Together, message_template
 from gossamer.rounds.updates import MixedUpdate, rule_of_updates, topology_of_updates
 from gossamer.rules import Context, Rule, gossip, local_sgd
 from gossamer.rules.master import HALVES, with_master
@@ -270,6 +274,35 @@ class OuterLoop:
                 self.in_flight.update(exchanges)
                 return operations
 
+    def messages(self, round: int, stop: Stop) -> list[Tree]:
+        """What this worker sends at a stop for means that another one takes, whoever takes part."""
+        return [message_of(self._setup(p), *self._place_over(round, p, None)) for p in stop.sends]
+
+    def message_forms(self, round: int, stop: Stop) -> list[Tree]:
+        """Shapes and dtypes of `messages`."""
+        places = [(self._setup(p), *self._place_over(round, p, None)) for p in stop.sends]
+        return [message_template(one.rule, one.part.x, one.part.s, with_mixing(ctx, m)) for one, m, ctx in places]
+
+    def means(self, round: int, stop: Stop, messages: Mapping[int, Sequence[Tree]]) -> list[Tree]:
+        """The means of the messages that these workers send at a stop."""
+        present = frozenset(messages)
+        return [
+            mean_of(
+                self._setup(p), self._place_over(round, p, present)[0], {j: messages[j][k] for j in sorted(present)}
+            )
+            for k, p in enumerate(stop.sends)
+        ]
+
+    def take_means(self, round: int, stop: Stop, present: frozenset[int], means: Sequence[Tree]) -> None:
+        """The outer updates of a round in which others took part, and after which all are equal."""
+        for p, mean in zip(stop.sends, means, strict=True):
+            update_with_mean(self._setup(p), *self._place_over(round, p, present), mean)
+
+    @property
+    def shared(self) -> list[Tensor]:
+        """What is the same on all workers after each round of a rule after which they are equal: vectors and outer states."""
+        return [*(setup.part.x for setup in self.fragments), *leaves(self.state)]
+
     def advance(self) -> None:
         """Continues every exchange under way as far as it goes without waiting; cheap, and never an update."""
         for exchange in self.in_flight.values():
@@ -415,6 +448,10 @@ class OuterLoop:
         if self.sharing is not None:
             mixing = self.sharing.weighed(mixing, present)
         return mixing, self._context(of, self._setup(p).part, mixing, sent=round)
+
+    def _place_over(self, round: int, p: int, present: frozenset[int] | None) -> tuple[Mixing, Context]:
+        mixing = self._topology_of(p).mixing(round, present)
+        return mixing, self._context(round, self._setup(p).part, mixing)
 
     def _participants(self, round: int, p: int) -> frozenset[int] | None:
         """Who takes part in an exchange, in this worker's view: of an expert, those that hold it."""

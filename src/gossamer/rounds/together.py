@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gossamer.codecs import Codec
 from gossamer.rules import Context, Rule
-from gossamer.topologies.mixing import widen
+from gossamer.topologies.mixing import Mixing, widen
 from gossamer.transport.contract import IncompleteError, Ticket
 from gossamer.tree import Tree, leaves, map_leaves, nbytes, shares_storage
 
@@ -90,6 +90,10 @@ class Together:
     def __init__(self, n: int) -> None:
         self._n, self._means, self._lock = n, dict[Ticket, _Mean](), threading.Lock()
 
+    def takes(self, mixing: Mixing) -> bool:
+        """Whether it takes the means of such a mixing."""
+        return mixing.everyone
+
     def put(self, ticket: Ticket, worker: int, message: Tree, sizes: Callable[[], Sizes]) -> Sizes:
         """Adds what a worker sends; `sizes` is called for the first one."""
         with self._lock:
@@ -116,3 +120,24 @@ class Together:
             if one.asked == self._n:
                 del self._means[ticket]
             return one.value
+
+
+class GivenMeans(Together):
+    """Means that one worker has taken for all, over those whose messages it had."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n)
+        self.means: Mapping[int, Tree] = {}
+        """Those of the exchanges that end next, by fragment."""
+
+    def takes(self, mixing: Mixing) -> bool:
+        """See `Together`."""
+        return True
+
+    def put(self, ticket: Ticket, worker: int, message: Tree, sizes: Callable[[], Sizes]) -> Sizes:
+        """See `Together`."""
+        return sizes()
+
+    def take(self, ticket: Ticket, mean: Callable[[Mapping[int, Tree]], Tree]) -> Tree:
+        """See `Together`."""
+        return self.means[ticket.fragment]

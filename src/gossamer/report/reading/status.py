@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gossamer.errors import ConfigError, PeerError
+from gossamer.errors import ConfigError, PeerError, TransportError, first_line
 from gossamer.record.addresses import Address, read_addresses
 from gossamer.record.folder import read_metrics, run_file
 from gossamer.record.locks import trains_here
@@ -21,10 +21,12 @@ from gossamer.record.logs.outcomes import Begun, Ended, Life, read_outcomes
 from gossamer.record.logs.seconds import RoundSeconds, read_seconds
 from gossamer.record.whole_files import worker_suffix
 from gossamer.report.reading.lines import run_file_of
+from gossamer.transport.bucket.bucket import MOST_HEAD_BYTES, bucket_at, opened_item
+from gossamer.transport.bucket.protocol import Sightings, commit_in, commit_name
 from gossamer.transport.elastic.ask import View, look
 from gossamer.transport.elastic.members import MemberStatus, SlotEntry, merged
 from gossamer.transport.keys import Peer, keys_for
-from gossamer.transport.secret import folder_secret
+from gossamer.transport.secret import environment_secret, folder_secret
 from gossamer.transport.sockets.header import Limits
 
 PATIENCE_S = 2.0
@@ -96,6 +98,76 @@ class Sighting(NamedTuple):
     elastic: bool = True
     traces: bool = True
     """Whether any file here tells of it."""
+
+
+class SlotStatus(NamedTuple):
+    """A slot of a run whose state lies in a store."""
+
+    worker: int
+    standing: str
+    """empty: nobody has had it. held: a process has it that has not given it back, and may have died. left: it was given back."""
+    lives: int
+    """Processes that have had it."""
+    steps: int
+    """Inner steps of it that are in the state of the run."""
+    counted: bool
+    """Whether it had a part in the last round that was closed."""
+
+
+class StoreStatus(NamedTuple):
+    """A run whose state lies in a store, which is read without asking anybody."""
+
+    store: str
+    rounds: int
+    """Of the whole run."""
+    round: int
+    """Those that are closed."""
+    closed_by: int | None
+    """Who has closed the last one."""
+    age_s: float | None
+    """How long ago, by the clock of that machine."""
+    states: list[int]
+    """The rounds after which there is a state of a worker."""
+    workers: list[SlotStatus]
+
+
+def store_status(url: str, *, now_s: float | None = None) -> StoreStatus:
+    """How the run in a store is doing, whoever is alive.
+
+    Raises: ConfigError where no run lies there; TransportError for one that is damaged.
+    Cost: four requests.
+    """
+    bucket, secret = bucket_at(url), environment_secret()
+    try:
+        raw = bucket.get("run", MOST_HEAD_BYTES)
+        match None if raw is None else opened_item(secret, "run", raw).head:
+            case {"workers": int(n), "rounds": int(rounds)} if 0 < n < 1 << 20 and 0 < rounds < 1 << 31:
+                seen = Sightings(n)
+            case _:
+                raise ConfigError(
+                    f"no run lies in the store '{url}'; give the one that gossamer train --store was given"
+                )
+        seen.look(bucket.names("s"), 0.0)
+        # From the newest state on: those before it were closed too.
+        seen.look(bucket.names(f"r{max(0, max(seen.states, default=0) - 1):08d}"), 0.0)
+        name = commit_name(seen.newest)
+        raw = None if seen.newest < 0 else bucket.get(name, MOST_HEAD_BYTES)
+        last = None if raw is None else commit_in(seen.newest, opened_item(secret, name, raw).head, n)
+    except TransportError:
+        raise
+    except OSError as error:
+        raise ConfigError(
+            f"the store '{url}' cannot be read ({first_line(error)}); look at its address and rights"
+        ) from None
+    workers: list[SlotStatus] = []
+    for slot in range(n):
+        life = seen.lives.get(slot)
+        standing = "empty" if life is None else "left" if (slot, life) in seen.ended else "held"
+        steps, counted = (0, False) if last is None else (last.steps[slot], slot in last.parts)
+        workers.append(SlotStatus(slot, standing, 0 if life is None else life + 1, steps, counted))
+    now_s = time.time() if now_s is None else now_s
+    closer, age_s = (None, None) if last is None else (last.closer[0], max(0.0, now_s - last.time_s))
+    return StoreStatus(url, rounds, seen.newest + 1, closer, age_s, sorted(seen.states), workers)
 
 
 def standing_of(seen: Sighting) -> str:

@@ -62,7 +62,7 @@ class Repeat:
         logged: bool,
         threads: Threads,
     ) -> None:
-        self._threads = threads
+        self._threads, self._stretches = threads, some
         self.script, self.recorded, self._like, self._logged, self._given = script, recorded, like, logged, task
         changed = next((one for one in some if one.config.run.elastic != some[0].config.run.elastic), None)
         if logged and changed is not None:
@@ -70,7 +70,6 @@ class Repeat:
                 f"run.elastic changed after round {changed.first} of '{recorded}', and its log of outcomes has only the rounds "
                 "in which it was true; only a run that was elastic from its start to its end can be computed again from that log"
             )
-        self._stretches = some
         self.begins: Sequence[_Begins] = ()
         self.trained: _Trained
         self._slots = range(some[0].config.workers)
@@ -78,6 +77,9 @@ class Repeat:
         self._kept = defaultdict[tuple[int, int], list[bytes]](list)
         """By slot and rounds behind it: the states with which others begin, all that its workers had there."""
         self._needed, self._replaced = script.taken_over(), list[Worker]()
+        begun = [life.begun for lives in script.lives.values() for life in lives]
+        self._shared: dict[int, list[Tensor]] = {one.round: [] for one in begun if self._adds_means(one)}
+        """By round that somebody begins with an older state and the means since then: what is equal on all workers then."""
         self._go_into(stretch_of(0, some))
         for worker in self.workers:
             self._keep(worker, 0)
@@ -94,6 +96,7 @@ class Repeat:
         for slot in sorted(self.script.running(round)):
             self._processes[slot].number = self.script.life_at(slot, round)
             self.workers[slot].restore(checkpoint.load(store, round, slot, line))
+            self._share(round, self.workers[slot])
 
     def rounds(self, each: Each, first: int = 0, last: int = _NEVER) -> Iterator[tuple[int, Reports]]:
         """Trains the rounds from `first` to `last`; gives after each what those did that were there at its end.
@@ -115,6 +118,16 @@ class Repeat:
             self._replaced.append(self.workers[slot])  # it has a part in the round too
             self._replace(slot)
         self._take_over(slot, begun)
+
+    def _adds_means(self, begun: Begun) -> bool:
+        """Whether a process has added the means of rounds to the state with which it begins, as in a store."""
+        everyone = self._stretches[0].config.in_rounds.rule.needs == "everyone"
+        return self._logged and everyone and begun.after < begun.round
+
+    def _share(self, round: int, worker: Worker) -> None:
+        """Keeps what is equal on all workers before a round, where somebody begins there with it."""
+        if round in self._shared:
+            self._shared[round] = [tensor.clone() for tensor in worker.loop.shared]
 
     def train(self, round: int, each: Each) -> Reports:
         """One round of all that are there; returns what those did that were there at its end."""
@@ -139,6 +152,7 @@ class Repeat:
                     f"it has {said} inner steps behind it, and {steps} follow from how it began",
                 )
             self._keep(worker, round + 1)
+            self._share(round + 1, worker)
         return present
 
     def _take_threads(self, slot: int, round: int) -> None:
@@ -191,7 +205,12 @@ class Repeat:
             for one in begun.followed:
                 worker.rehearse(one.after, self._taken(slot, one, begun.round))
             worker.take_over(self._taken(slot, begun, begun.round))
-            self._keep(worker, begun.after)
+            if not self._adds_means(begun):
+                self._keep(worker, begun.after)
+        if self._adds_means(begun):
+            for own, shared in zip(worker.loop.shared, self._shared[begun.round], strict=True):
+                own.copy_(shared)
+            worker.replica.recompute()
         if begun.round:
             worker.loop.send_ahead(begun.round)
 

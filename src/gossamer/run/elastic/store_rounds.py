@@ -1,0 +1,399 @@
+"""Rounds of workers that meet in a store alone, in which the whole state of the run lies (`gossamer.transport.bucket`).
+
+Only for rules after whose rounds all workers are equal: then the commits make of any earlier state the newest one. What a worker
+has for itself, as its inner optimizer, is its own or that of a state in the store. The commits say who took part in what, so the
+log of outcomes is written from them, and with it the run can be computed again.
+"""
+
+import contextlib
+import hashlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from gossamer.errors import CheckpointError, ConfigError, GossamerError
+from gossamer.finite import all_finite
+from gossamer.record import checkpoint
+from gossamer.record.folder import RunFolder
+from gossamer.record.locks import holding
+from gossamer.record.logs.outcomes import OUTCOMES, Begun, Ended, RoundOutcome
+from gossamer.record.packed import frozen, packed, unpacked
+from gossamer.record.progress import say
+from gossamer.record.whole_files import atomic_write, make_folder
+from gossamer.rounds.loop import Membership
+from gossamer.rounds.together import GivenMeans
+from gossamer.rules import Rule
+from gossamer.run.bookkeeping.evaluate import Probe
+from gossamer.run.bookkeeping.inputs import note_inputs
+from gossamer.run.bookkeeping.journal import Journal
+from gossamer.run.bookkeeping.resume import lineage
+from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
+from gossamer.run.config.resolved import ResolvedRun
+from gossamer.run.participant.agreement import prepare, run_settings, use_recorded_threads
+from gossamer.run.participant.life import KEPT
+from gossamer.run.worker.replica import MISFITS, Replica
+from gossamer.run.worker.task import Task
+from gossamer.run.worker.worker import RoundReport, Segment, Worker
+from gossamer.stop_signals import Asked, leaving
+from gossamer.topologies.mixing import widen
+from gossamer.transport.bucket.bucket import Bucket, Folder, opened_bucket
+from gossamer.transport.bucket.perform import perform
+from gossamer.transport.bucket.protocol import Attendance, Basis, Commit, StoreTerms
+from gossamer.transport.memory import MemoryNetwork
+from gossamer.transport.processes.launch import device_of
+from gossamer.transport.secret import environment_secret
+from gossamer.tree import Tree, leaves, map_leaves, must_fit, refill
+
+log = logging.getLogger("gossamer")
+
+
+def is_equal_after_rounds(rule: Rule) -> bool:
+    """Whether vectors and outer state of all workers are equal after each round, whoever has taken part in it."""
+    return rule.averages and rule.identical and rule.unsent is None and rule.site == "parameters"
+
+
+def must_fit_a_store(config: ResolvedRun) -> None:
+    """Raises ConfigError for a run that a store does not carry."""
+    m = None if config.kind != "rounds" else config.in_rounds
+    why = {
+        f"it is of the kind '{config.kind}'": m is None,
+        "run.elastic is false": not config.run.elastic,
+        "it has [peers], and what lies in a store is neither encrypted nor signed with their keys": bool(config.peers),
+        "data.constant_batch is true": config.data.constant_batch,
+        "run.ghost_rounds is set": config.run.ghost_rounds > 0,
+        "its workers are cut into stages or shards": max(config.processes) > 1,
+    }
+    if m is not None:
+        why |= {
+            f"after a round of rule '{m.rule.name}' its workers are not equal in all": not is_equal_after_rounds(
+                m.rule
+            ),
+            f"codec '{m.codec.name}' loses digits": not m.codec.exact,
+            "a round has several exchanges, or one that does not end with it": not m.exchanges_once,
+            "its local steps adapt": m.rule.adapted is not None or config.run.adapt,
+            "its experts lie on some workers each": bool(m.holders),
+        }
+    if found := next((reason for reason, holds in why.items() if holds), None):
+        raise ConfigError(
+            f"--store was given for a run that it does not carry: {found}; it carries runs with run.elastic = true of rules "
+            "such as diloco, slowmo, fedopt and local_sgd with an exact codec and one exchange a round"
+        )
+
+
+def train_in_store(config: ResolvedRun, folder: Path, url: str) -> None:
+    """Starts, joins or continues the run in a store as one of its workers, until its end or until asked to leave.
+
+    Raises: ConfigError, DataError, CheckpointError, PeerError, TrainingError.
+    """
+    must_fit_a_store(config)
+    bucket, secret = opened_bucket(url), environment_secret()
+    if not secret:
+        log.warning(
+            "what lies in the store '%s' is plain: whoever may read there reads the parameters, and whoever may write there "
+            "changes the run; give rights to the machines of the run alone",
+            url,
+        )
+    task, key = prepare(config)
+    run = {
+        "gossamer": 1,
+        "key": f"{key:016x}",
+        "rounds": config.rounds,
+        "settings": run_settings(config, task),
+        "workers": config.workers,
+    }
+    looks = {"look_s": 0.05, "rest_s": 1.0} if isinstance(bucket, Folder) else {}
+    deadline_s = config.run.round_deadline_s or config.run.timeout_s
+    terms = StoreTerms(run, config.workers, config.rounds, config.run.timeout_s, deadline_s, secret, **looks)
+    with leaving() as asked, contextlib.ExitStack() as open_:
+        work = StoreWork(config, folder, task, asked, open_)
+        one = Attendance(terms, work, secrets.token_hex(16), time.monotonic)
+        beats = threading.Thread(
+            target=lambda: perform(one.beats(), bucket, wait=work.over.wait), daemon=True, name="gossamer lease"
+        )
+        beats.start()
+        try:
+            perform(one.live(), bucket, wait=work.wait, most_bytes=lambda: work.most_bytes)
+        finally:
+            one.over = True
+            work.over.set()
+        work.leave(one.round)
+        if one.seen.newest + 1 == config.rounds or one.slot < 0:
+            write_outcomes(folder, config, _all_commits(one, bucket, terms))
+        if one.slot < 0 and not asked.is_set():
+            say(f"the run in the store has ended after {config.rounds} rounds")
+
+
+class StoreWork:
+    """What a worker computes: see `gossamer.transport.bucket.protocol.StoreWorker`."""
+
+    def __init__(
+        self, config: ResolvedRun, folder: Path, task: Task, asked: Asked, open_: contextlib.ExitStack
+    ) -> None:
+        self._config, self._folder, self._task, self._asked, self._open = config, folder, task, asked, open_
+        self._method, self._line = config.in_rounds, lineage(config, folder)
+        self._device, self._fresh = device_of(config.run.device), task.data.state()
+        self._means = GivenMeans(config.workers)
+        self._present = frozenset[int]()
+        self._kept = (0, lambda: b"")
+        """Its state after so many rounds, which nothing changes."""
+        self._finished, self._record = 0, list[RunFolder]()
+        self._saved = -1
+        self.over = threading.Event()
+        """Set when nobody shall wait any more."""
+        self.most_bytes = 1 << 24
+        """Of an object: of a state, which has the parameters, those of the outer state and of the inner optimizer."""
+
+    # --- slots and states ---------------------------------------------------------------------------------------------
+
+    def agree(self, identity: str) -> None:
+        """See `StoreWorker`. Checkpoints belong to one history of a run, and no hash of settings tells two of them apart."""
+        path = self._folder / "store.txt"
+        known = path.exists()  # before the run file, which another process of this folder writes later
+        if known and path.read_text(encoding="utf-8", errors="replace").strip() == identity:
+            return
+        if known or (self._folder / "run.toml").exists():
+            raise ConfigError(
+                f"'{self._folder}' holds a run that is not the one in this store; give another --out, or the store of that run"
+            )
+        make_folder(self._folder)
+        atomic_write(path, f"{identity}\n".encode())
+
+    def begin(self, slot: int, life: int) -> int:
+        """See `StoreWorker`."""
+        self.slot, self.life = slot, life
+        # One that hangs may hold the lock, whose slot is this one's now.
+        self._open.enter_context(holding(self._folder, slot, strict=False))
+        use_recorded_threads(self._config, self._folder, slot)
+        self._make()
+        self.most_bytes = 128 * self._replica.layout.numel + (1 << 24)
+        self._record.clear()
+        self._kept = (0, lambda: b"")  # of another slot, where it has lost that
+        say(f"worker {slot} takes part in the run of the store, as number {life + 1} in its slot")
+        self._asked.sentence = f"worker {slot} is asked to leave after its round"
+        self._asked.left_s = lambda: self._replica.phase_left_s
+        return max(checkpoint.rounds(self._folder / "checkpoints", slot), default=0)
+
+    def _make(self) -> None:
+        """The worker as it is at the start of the run."""
+        config = self._config
+        self._replica = Replica(self.slot, config, self._task, self._device)
+        self._probe = Probe(config, self._task, self._device)
+        transport = MemoryNetwork(config.workers).transport(self.slot)  # of a worker that is alone in a round
+        membership = Membership(lambda round, fragment: self._present, closes=self)
+        self._worker = Worker(self._replica, self._method, transport, together=self._means, membership=membership)
+
+    def proposed(self, round: int) -> tuple[int, frozenset[int]]:
+        """See `gossamer.transport.contract.Closes`: the commit is there already."""
+        return 0, self._present
+
+    def committed(self, attempt: int, *, whole: bool) -> bool:
+        """See `proposed`."""
+        return whole
+
+    def restore(self, after: int) -> str | None:
+        """See `StoreWorker`."""
+        if after == self._kept[0] and after:
+            self._worker.restore(unpacked(self._kept[1]()))
+        elif after == 0:
+            self._make()
+            return ""
+        else:
+            try:
+                saved = checkpoint.load(self._folder / "checkpoints", after, self.slot, self._line)
+                self._worker.restore({**saved, "under_way": []})
+            except GossamerError as error:
+                log.warning("worker %d takes another's state: %s", self.slot, error)
+                return None
+        return hashlib.sha256(self._packed()).hexdigest()
+
+    def load(self, after: int, donor: int, body: memoryview) -> str:
+        """See `StoreWorker`."""
+        raw = bytes(body)
+        state = unpacked(raw)
+        if not isinstance(state, dict):
+            raise CheckpointError(
+                f"the state after {after} rounds in the store is none; start again with an empty store"
+            )
+        mine = {**state, "data": self._fresh, "under_way": []}
+        self._worker.must_be_of_another(mine)
+        self._worker.take_over(mine)
+        return hashlib.sha256(raw).hexdigest()
+
+    def add(self, commit: Commit, mean: memoryview) -> None:
+        """See `StoreWorker`."""
+        (stop,) = self._worker.loop.stops(commit.round)
+        self._worker.loop.take_means(
+            commit.round, stop, frozenset(commit.parts), self._trees(commit.round, mean, of="means")
+        )
+        self._replica.recompute()
+
+    def start(self, round: int, begun: Basis) -> None:
+        """See `StoreWorker`."""
+        config = self._config
+        self._replica.steps_taken, self._finished = begun.steps, round
+        if round:
+            state = f"the state of slot {begun.donor} after round {begun.after}"
+            means = f" and the means of {round - begun.after} more" if round > begun.after else ""
+            say(f"worker {self.slot} goes on at round {round + 1}, with {state}{means}")
+        if self._record or round == config.rounds:
+            return
+        before_s = recorded_s(self._folder, self.slot, round)
+        record = RunFolder(
+            self._folder, config.document, config.record, worker=self.slot, resume_round=round, traced_per_round=1
+        )
+        self._record.append(self._open.enter_context(record))
+        note_inputs(config, self._task, self._folder, self.slot)
+        self._journal = Journal(
+            config,
+            lambda: self._record[0],
+            lambda: {"loss": self._probe.loss(self._replica.evaluated, self._replica.buffers)},
+            self._save,
+            kind="validation",
+        )
+        self._stopwatch = Stopwatch(self.slot, before_s)
+        if not round:
+            self._journal.begin(worker=self.slot)
+        self._stopwatch.start()
+
+    # --- a round ------------------------------------------------------------------------------------------------------
+
+    def train(self, round: int) -> bytes:
+        """See `StoreWorker`."""
+        self._replica.read_ahead()
+        self._segments: Iterator[Segment] = self._worker.segments(round)
+        self._segment = next(self._segments)
+        self._phase = self._worker.train(self._segment)
+        return _packed_trees(self._worker.loop.messages(round, self._segment.stop))
+
+    def steps(self) -> int:
+        """See `StoreWorker`."""
+        return self._replica.steps_taken
+
+    def is_sound(self, body: memoryview) -> bool:
+        """See `StoreWorker`."""
+        try:
+            found = self._trees(self._segment.round, body)
+        except CheckpointError:
+            return False
+        return all_finite(tuple(leaf for tree in found for leaf in leaves(tree)))
+
+    def mean(self, round: int, messages: Mapping[int, bytes | memoryview]) -> bytes:
+        """See `StoreWorker`."""
+        trees = {slot: self._trees(round, body) for slot, body in messages.items()}
+        return _packed_trees(self._worker.loop.means(round, self._segment.stop, trees))
+
+    def _trees(self, round: int, body: bytes | memoryview, of: Literal["messages", "means"] = "messages") -> list[Tree]:
+        """The messages or means of a round. Raises: CheckpointError for what is none of this run."""
+        (stop,) = self._worker.loop.stops(round)
+        forms = self._worker.loop.message_forms(round, stop)
+        if of == "means":
+            forms = [map_leaves(widen, form) for form in forms]
+        found = unpacked(bytes(body))
+        try:
+            read = iter(found["leaves"])
+            some = [[next(read) for _ in leaves(form)] for form in forms]
+            for tensors, form in zip(some, forms, strict=True):
+                must_fit(tensors, leaves(form))
+        except (*MISFITS, StopIteration) as error:
+            raise CheckpointError(
+                f"what lies in the store for round {round + 1} does not fit this model ({error}); start all with the same run "
+                "file and gossamer"
+            ) from None
+        return [refill(form, [one.to(self._device) for one in own]) for own, form in zip(some, forms, strict=True)]
+
+    def finish(self, commit: Commit, mean: memoryview) -> None:
+        """See `StoreWorker`."""
+        round, worker, segment = commit.round, self._worker, self._segment
+        self._means.means = dict(zip(segment.stop.sends, self._trees(round, mean, of="means"), strict=True))
+        self._present = frozenset(commit.parts)
+        report = RoundReport([self._phase], [worker.send(segment)])
+        worker.receive(segment)
+        assert next(self._segments, None) is None
+        self._finished = round + 1
+        if self._finished < self._config.rounds:
+            with_state = frozen(self._state())
+            self._kept = self._finished, with_state
+        self._record[0].show_exchanges(alive=len(self._present), made=len(self._present) - 1, missed=0, unsure=0)
+        self._stopwatch.phase(report.whole.compute_s)
+        self._journal.enter(worker, round, report)
+        self._journal.end_own_round(self._replica, self._finished)
+        self._record[0].log_seconds(self._stopwatch.round(round))
+
+    def state(self, finished: int) -> bytes | None:
+        """See `StoreWorker`."""
+        return self._packed() if self._config.due(self._config.run.checkpoint_every, finished) else None
+
+    def _state(self) -> dict[str, Any]:
+        return {**self._worker.state(), "under_way": [], "line": 0}
+
+    def _packed(self) -> bytes:
+        return packed(self._state())
+
+    def _save(self, finished: int) -> None:
+        folder = self._folder / "checkpoints"
+        checkpoint.save(folder, finished, self.slot, self._worker.state(), digest=self._line, keep=KEPT)
+        self._saved = finished
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def asked(self) -> bool:
+        """See `StoreWorker`."""
+        return self._asked.is_set()
+
+    def say(self, sentence: str) -> None:
+        """See `StoreWorker`."""
+        say(sentence)
+
+    def wait(self, seconds: float) -> None:
+        """Waits, or until asked to leave."""
+        self._asked.wait(seconds) if not self._asked.is_set() else time.sleep(min(seconds, 0.2))
+
+    def leave(self, round: int) -> None:
+        """Saves what is not saved."""
+        if self._record and self._saved != self._finished and self._finished:
+            self._save(self._finished)
+        if self._asked.is_set() and self._record and round < self._config.rounds:
+            say(f"worker {self.slot} leaves after round {self._finished}, as it was asked to, and has saved its state")
+
+
+def _packed_trees(trees: Sequence[Tree]) -> bytes:
+    tensors: list[Tensor] = [leaf.cpu() for tree in trees for leaf in leaves(tree)]
+    return packed({"leaves": tensors})
+
+
+def _all_commits(one: Attendance, bucket: Bucket, terms: StoreTerms) -> list[Commit]:
+    """The outcomes of all rounds, those from the store that this worker has not read."""
+    found: list[Commit] = []
+    for round in range(one.seen.newest + 1 if one.slot >= 0 else terms.rounds):
+        commit = perform(one.read_commit(round), bucket, wait=time.sleep)
+        if commit is None:
+            raise CheckpointError(
+                f"the store has no outcome of round {round + 1}, though later ones are there; somebody has removed it"
+            )
+        found.append(commit)
+    return found
+
+
+def write_outcomes(folder: Path, config: ResolvedRun, commits: Sequence[Commit]) -> None:
+    """Writes the log of outcomes of all slots, as the commits of the rounds tell it."""
+    make_folder(folder)
+    slots = sorted({slot for commit in commits for slot in commit.parts})
+    for slot in slots:
+        events = list[Begun | RoundOutcome | Ended]()
+        for commit in commits:
+            if (part := commit.parts.get(slot)) is not None:
+                if part.begun is not None:
+                    after, donor, sha256, steps = part.begun
+                    events.append(Begun(commit.round, after, donor, steps, part.life, sha256))
+                alive = None if len(commit.parts) == config.workers else frozenset(commit.parts)
+                events.append(RoundOutcome(commit.round, alive, frozenset(), frozenset(), part.steps))
+        if slot in commits[-1].parts and len(commits) == config.rounds:
+            events.append(Ended(config.rounds, "finished"))
+        lines = "".join(OUTCOMES.line(event, time_s=0.0) for event in events)
+        atomic_write(OUTCOMES.path(folder, slot), lines.encode())  # several processes may have this folder

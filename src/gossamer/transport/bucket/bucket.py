@@ -1,0 +1,237 @@
+"""A folder or an object store as a bucket: objects with flat names that are created once and never changed.
+
+An object is `[SHA-256 or HMAC, size of the head, head as JSON, body]`. The code is over its name too, so a piece that is damaged
+or lies under another name is refused; with the secret of a run, also one by somebody who does not know it. Needs no torch.
+"""
+
+import contextlib
+import datetime
+import errno
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+from gossamer.errors import ConfigError, TransportError
+from gossamer.record.jsonl import json_from_peer
+
+MOST_HEAD_BYTES = 1 << 24
+"""Of a description in JSON: some hundred bytes for each of 100,000 workers."""
+_CODE = hashlib.sha256().digest_size
+_SIZE = 4
+
+
+class Bucket(Protocol):
+    """What a run needs of a store. Each method is one request, and raises OSError where the store does not do it."""
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Creates an object, which others see whole or not at all; False where there is one of this name."""
+        ...
+
+    def get(self, name: str, most_bytes: int) -> bytes | None:
+        """The content of an object; None where there is none. Raises: TransportError for one that is larger."""
+        ...
+
+    def names(self, after: str) -> list[str]:
+        """All names behind this one, sorted."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Removes an object, if there is one."""
+        ...
+
+
+class Item(NamedTuple):
+    """What an object holds."""
+
+    head: Any
+    body: memoryview
+
+
+def sealed(secret: bytes, name: str, head: Mapping[str, Any], body: bytes | memoryview = b"") -> bytes:
+    """The content of an object.
+
+    >>> opened_item(b"", "r0", sealed(b"", "r0", {"steps": 5}, b"xyz")).head
+    {'steps': 5}
+    """
+    text = json.dumps(head, allow_nan=False).encode()
+    size = len(text).to_bytes(_SIZE, "little")
+    return b"".join((_code(secret, name, size, text, body), size, text, body))
+
+
+def opened_item(secret: bytes, name: str, raw: bytes) -> Item:
+    """The content of an object as `sealed` made it. Raises: TransportError for anything else.
+
+    >>> opened_item(b"", "r1", sealed(b"", "r0", {"steps": 5}))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    gossamer.errors.TransportError: the object 'r1' of the store is not what a worker of this run wrote there...
+    """
+    whole = memoryview(raw)
+    start = _CODE + _SIZE
+    size = int.from_bytes(whole[_CODE:start], "little")
+    code = _code(secret, name, whole[_CODE:])
+    if len(raw) >= start + size and size <= MOST_HEAD_BYTES and hmac.compare_digest(code, whole[:_CODE]):
+        return Item(json_from_peer(bytes(whole[start : start + size])), whole[start + size :])
+    raise TransportError(
+        f"the object '{name}' of the store is not what a worker of this run wrote there: it is damaged, or of one with another "
+        "secret; remove what others wrote there, or start with an empty store"
+    )
+
+
+def _code(secret: bytes, name: str, *parts: bytes | memoryview) -> bytes:
+    found = hmac.new(secret, f"gossamer object {name}\0".encode(), hashlib.sha256)
+    for part in parts:
+        found.update(part)
+    return found.digest()
+
+
+def bucket_at(url: str) -> Bucket:
+    """The bucket at an address. Raises: ConfigError for one that cannot be opened."""
+    try:
+        return (
+            Folder(url.removeprefix("file://")) if "://" not in url or url.startswith("file://") else ObjectStore(url)
+        )
+    except (ImportError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"the store '{url}' cannot be opened ({error}); give a folder, or an object store such as s3://bucket/run with pip "
+            "install 'gossamer[store]' and its credentials in the environment"
+        ) from None
+
+
+def opened_bucket(url: str) -> Bucket:
+    """The bucket at an address, which is tried: a run needs a store that creates an object only where there is none.
+
+    Raises: ConfigError for one that cannot be opened, or has no such conditional create.
+    """
+    bucket, name = bucket_at(url), f"probe-{secrets.token_hex(8)}"
+    try:
+        if isinstance(bucket, Folder):
+            os.makedirs(bucket.root, exist_ok=True)
+        refuses = bucket.create(name, b"1") and not bucket.create(name, b"2")
+        bucket.remove(name)
+    except NotImplementedError:  # which the library knows of some kinds
+        refuses = False
+    except OSError as error:
+        raise ConfigError(
+            f"the store '{url}' cannot be used ({error}); give a folder with hard links, or an object store that creates an "
+            "object only where there is none, and in which this machine may write and remove"
+        ) from None
+    if not refuses:
+        raise ConfigError(
+            f"the store '{url}' has no conditional create: it wrote over an object that was there, so two workers could close "
+            "one round with two outcomes; give a store that has it (S3, GCS and Azure do)"
+        )
+    return bucket
+
+
+class Folder:
+    """A folder as a bucket: an object is written aside and linked under its name, which fails where there is one."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def create(self, name: str, content: bytes) -> bool:
+        """See `Bucket`."""
+        path, part = os.path.join(self.root, name), os.path.join(self.root, f".{secrets.token_hex(8)}")
+        try:
+            with open(part, "xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())  # else a power cut could leave an empty object under the name
+            os.link(part, path)
+        except FileExistsError:
+            return False
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(part)
+        return True
+
+    def get(self, name: str, most_bytes: int) -> bytes | None:
+        """See `Bucket`."""
+
+        def opener(path: str, flags: int) -> int:
+            return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # no link leads elsewhere, and no pipe blocks
+
+        try:
+            with open(os.path.join(self.root, name), "rb", opener=opener) as file:
+                found = os.fstat(file.fileno())
+                if not stat.S_ISREG(found.st_mode):
+                    raise OSError(errno.EINVAL, "it is no file", name)
+                _must_fit(name, found.st_size, most_bytes)
+                return file.read(most_bytes)
+        except FileNotFoundError:
+            return None
+
+    def names(self, after: str) -> list[str]:
+        """See `Bucket`."""
+        return sorted(name for name in os.listdir(self.root) if name > after and not name.startswith("."))
+
+    def remove(self, name: str) -> None:
+        """See `Bucket`."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self.root, name))
+
+
+class ObjectStore:
+    """An object store that `obstore` reaches. Raises: ImportError without that package, ValueError for no such address."""
+
+    def __init__(self, url: str) -> None:
+        import obstore
+        from obstore.exceptions import AlreadyExistsError, BaseError
+        from obstore.store import from_url
+
+        self._api, self._exists, self._failed = obstore, AlreadyExistsError, BaseError
+        with self._errors():
+            # Whoever asks it asks again, and says so.
+            patience: Any = {"max_retries": 2, "retry_timeout": datetime.timedelta(seconds=30)}
+            self._store = from_url(url) if url.startswith("memory:") else from_url(url, retry_config=patience)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Any:
+        """Lets the errors of the library be OSError."""
+        try:
+            yield
+        except self._exists:
+            raise
+        except self._failed as error:
+            raise OSError(str(error).partition("\n")[0][:300]) from None
+
+    def create(self, name: str, content: bytes) -> bool:
+        """See `Bucket`."""
+        try:
+            with self._errors():
+                self._api.put(self._store, name, content, mode="create", use_multipart=False)
+        except self._exists:
+            return False
+        return True
+
+    def get(self, name: str, most_bytes: int) -> bytes | None:
+        """See `Bucket`."""
+        try:
+            with self._errors():
+                found = self._api.get(self._store, name)
+                _must_fit(name, found.meta["size"], most_bytes)
+                return bytes(found.bytes())
+        except FileNotFoundError:
+            return None
+
+    def names(self, after: str) -> list[str]:
+        """See `Bucket`."""
+        with self._errors():
+            return sorted(one["path"] for some in self._api.list(self._store, offset=after) for one in some)
+
+    def remove(self, name: str) -> None:
+        """See `Bucket`."""
+        with contextlib.suppress(FileNotFoundError), self._errors():
+            self._api.delete(self._store, name)
+
+
+def _must_fit(name: str, size: int, most_bytes: int) -> None:
+    if size > most_bytes:
+        raise TransportError(
+            f"the object '{name}' of the store has {size} bytes where at most {most_bytes} are expected; remove it"
+        )

@@ -1,0 +1,707 @@
+"""How workers that share a store alone train one run: slots, leases, rounds and states are objects that are created once.
+
+    run                       what all have in common; whoever comes first writes it
+    r00000012-from-00003-0001 what the worker of slot 3, the second there, sends in round 12
+    r00000012-mean-HASH       the mean of some of these
+    r00000012-commit          over whom the mean of round 12 is taken, and which it is: the first one that is created counts
+    s00000012                 the state of a worker after 12 rounds
+    t00003-0001               a process takes slot 3 as the second one
+    u00003-0001-00000007      it lives, for the eighth time
+    v00003-0001               it has ended
+
+Any worker closes a round, by a commit, and what follows from it is the same for all: so whoever dies is missed only until its
+lease ends, and a state is what the commits make of an earlier one. A lease is judged by the observer's own monotonic clock, from
+when it last saw the lease move. Two holders of a slot do no harm, as a commit counts one message of a slot.
+
+One listing from the round on shows all that a worker looks for, as leases sort behind rounds. No I/O is here: the steps of a
+worker are a generator that yields what it wants of the store (`Asking`). `gossamer.transport.bucket.perform` does it, and
+`tests/transport/test_bucket_protocol.py` with delays, errors and deaths over virtual time.
+"""
+
+import hashlib
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from gossamer.errors import CheckpointError, PeerError, TransportError
+from gossamer.transport.bucket.bucket import Item, opened_item, sealed
+
+T = TypeVar("T")
+BEATS = 3
+"""In the time after which a silent worker counts as dead, it says so often that it lives."""
+AHEAD = 8
+"""Up to so many missed rounds a worker goes on from its own state and reads their means, as it keeps its inner optimizer so."""
+_LOOK_SHARE = 0.25
+"""Of the time that a worker has waited, what passes until its next look: two that wait long hardly ask."""
+_STRIKES = 5
+_NAMES = re.compile(
+    r"r(?P<round>\d{8})-(?:(?P<commit>commit)|from-(?P<sender>\d{5})-(?P<of>\d{4})|mean-[0-9a-f]{64})"
+    r"|s(?P<state>\d{8})|(?P<kind>[tuv])(?P<slot>\d{5})-(?P<life>\d{4})(?:-(?P<beat>\d{8}))?"
+)
+
+
+class Names(NamedTuple):
+    """Asks for all names behind one."""
+
+    after: str
+
+
+class Get(NamedTuple):
+    """Asks for an object."""
+
+    name: str
+
+
+class Create(NamedTuple):
+    """Creates an object unless there is one."""
+
+    name: str
+    content: bytes
+
+
+class Remove(NamedTuple):
+    """Removes an object."""
+
+    name: str
+
+
+class Sleep(NamedTuple):
+    """Waits."""
+
+    seconds: float
+
+
+class Do(NamedTuple):
+    """Computes something."""
+
+    work: Callable[[], Any]
+
+
+Asking = Names | Get | Create | Remove | Sleep | Do
+Steps = Generator[Asking, Any, T]
+
+
+class StoreTerms(NamedTuple):
+    """What all workers of a run have in common here."""
+
+    run: Mapping[str, Any]
+    """What the object `run` says; all must say the same."""
+    workers: int
+    rounds: int
+    timeout_s: float
+    """A slot whose lease has not moved for so long is free."""
+    deadline_s: float
+    """How long a worker waits in a round for others that live."""
+    secret: bytes = b""
+    look_s: float = 0.5
+    """The shortest pause between two looks."""
+    rest_s: float = 15.0
+    """The longest."""
+
+
+class Basis(NamedTuple):
+    """The state from which a worker goes on that was not there, or did not count, in the round before."""
+
+    after: int
+    """Rounds behind the state of a worker; the means of the rounds since then were added."""
+    donor: int
+    sha256: str
+    steps: int = 0
+    """Inner steps behind the slot."""
+
+
+class TakenPart(NamedTuple):
+    """The part of a worker in a round."""
+
+    life: int
+    steps: int
+    begun: Basis | None
+
+
+class Commit(NamedTuple):
+    """The outcome of a round."""
+
+    round: int
+    parts: Mapping[int, TakenPart]
+    """By slot: those over whom the mean is taken."""
+    steps: tuple[int, ...]
+    """Inner steps behind each slot."""
+    mean: str
+    """The SHA-256 of the mean."""
+    closer: tuple[int, int]
+    """The slot and the life of who has closed it."""
+    time_s: float
+    """When, by its own clock in Unix time; for people only."""
+
+
+class StoreWorker(Protocol):
+    """What a worker computes; bodies of objects are bytes here."""
+
+    def agree(self, identity: str) -> None:
+        """It is this run that lies in the store, which begins anew with another identity. Raises: ConfigError."""
+        ...
+
+    def begin(self, slot: int, life: int) -> int:
+        """It has a slot; returns the rounds behind the newest state that it has itself, 0 for that of the start."""
+        ...
+
+    def restore(self, after: int) -> str | None:
+        """Goes back to its own state after so many rounds; returns its hash, empty at the start, None where it has none."""
+        ...
+
+    def load(self, after: int, donor: int, body: memoryview) -> str:
+        """Takes another worker's state; returns its hash. Raises: CheckpointError."""
+        ...
+
+    def add(self, commit: Commit, mean: memoryview) -> None:
+        """Adds the mean of a round in which this worker had no part. Raises: CheckpointError."""
+        ...
+
+    def start(self, round: int, begun: Basis) -> None:
+        """Trains from here on."""
+        ...
+
+    def train(self, round: int) -> bytes:
+        """Trains a local phase; returns its message."""
+        ...
+
+    def steps(self) -> int:
+        """Inner steps behind its slot."""
+        ...
+
+    def is_sound(self, body: memoryview) -> bool:
+        """Whether a message may count."""
+        ...
+
+    def mean(self, round: int, messages: Mapping[int, bytes | memoryview]) -> bytes:
+        """The mean of the messages of these slots."""
+        ...
+
+    def finish(self, commit: Commit, mean: memoryview) -> None:
+        """Ends the round with its mean. Raises: CheckpointError."""
+        ...
+
+    def state(self, finished: int) -> bytes | None:
+        """Its state, where one is due after so many rounds."""
+        ...
+
+    def asked(self) -> bool:
+        """Whether it shall leave."""
+        ...
+
+    def say(self, sentence: str) -> None:
+        """Tells a person."""
+        ...
+
+
+def _message(round: int, slot: int, life: int) -> str:
+    return f"r{round:08d}-from-{slot:05d}-{life:04d}"
+
+
+def commit_name(round: int) -> str:
+    """The name of the outcome of a round."""
+    return f"r{round:08d}-commit"
+
+
+def _mean(round: int, sha256: str) -> str:
+    return f"r{round:08d}-mean-{sha256}"
+
+
+def _held(kind: str, slot: int, life: int) -> str:
+    return f"{kind}{slot:05d}-{life:04d}"
+
+
+class Sightings:
+    """What a process has seen of a store, in listings that may lack what is there. Names that are none of ours are passed by."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self.newest = -1
+        """The newest round that is closed."""
+        self.messages: dict[int, dict[int, int]] = defaultdict(dict)
+        """By round and slot the life of who has sent."""
+        self.states: set[int] = set()
+        self.lives: dict[int, int] = {}
+        """By slot its last life."""
+        self.ended: set[tuple[int, int]] = set()
+        self._beats: dict[tuple[int, int], tuple[int, int]] = {}
+        self._moved_s: dict[tuple[int, int], float] = {}
+
+    def look(self, names: Sequence[str], now: float) -> None:
+        """Adds a listing."""
+        for match in filter(None, map(_NAMES.fullmatch, names)):
+            found = match.groupdict()
+            if int(found["sender"] or found["slot"] or 0) >= self._workers:
+                continue
+            if found["commit"]:
+                self.newest = max(self.newest, int(found["round"]))
+            elif found["sender"]:
+                round, slot, life = int(found["round"]), int(found["sender"]), int(found["of"])
+                self.messages[round][slot] = max(life, self.messages[round].get(slot, 0))
+                self._moves(slot, life, (0, round + 1), now)
+            elif found["state"]:
+                self.states.add(int(found["state"]))
+            elif found["kind"]:
+                slot, life = int(found["slot"]), int(found["life"])
+                self.lives[slot] = max(life, self.lives.get(slot, 0))
+                if found["kind"] == "v":
+                    self.ended.add((slot, life))
+                self._moves(slot, life, (int(found["beat"] or -1) + 1, 0), now)
+        for old in [round for round in self.messages if round < self.newest]:
+            del self.messages[old]
+
+    def _moves(self, slot: int, life: int, sign: tuple[int, int], now: float) -> None:
+        before = self._beats.get((slot, life), (-1, -1))
+        after = max(before[0], sign[0]), max(before[1], sign[1])
+        if after != before:
+            self._beats[slot, life], self._moved_s[slot, life] = after, now
+
+    def holds(self, slot: int, now: float, timeout_s: float) -> bool:
+        """Whether a process may live that has the slot."""
+        life = self.lives.get(slot)
+        if life is None or (slot, life) in self.ended:
+            return False
+        return now - self._moved_s.get((slot, life), now) < timeout_s
+
+    def live(self, now: float, timeout_s: float) -> set[int]:
+        """The slots of all that may live."""
+        return {slot for slot in self.lives if self.holds(slot, now, timeout_s)}
+
+
+class SlotLostError(PeerError):
+    """Another process has taken the slot, as this one was silent for too long."""
+
+
+class Attendance:
+    """One process in a run whose state lies in a store.
+
+    Args:
+        nonce: a random number by which it knows its own claim of a slot again.
+        clock: seconds that never go back.
+        wall: Unix time.
+    """
+
+    def __init__(
+        self,
+        terms: StoreTerms,
+        work: StoreWorker,
+        nonce: str,
+        clock: Callable[[], float],
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._wall = wall
+        self.terms, self._work, self._nonce, self._clock = terms, work, nonce, clock
+        self.seen = Sightings(terms.workers)
+        self.slot = self.life = -1
+        self.round = 0
+        self.over = False
+        """Whether it has ended, or tries to get another slot."""
+        self.commits: dict[int, Commit] = {}
+        """Those that it has read."""
+        self._beat = -1
+        self._begun: Basis | None = None
+        self._steps: tuple[int, ...] = (0,) * terms.workers
+
+    # --- a life -------------------------------------------------------------------------------------------------------
+
+    def live(self) -> Steps[None]:
+        """Takes a slot, goes to where the run is, and trains until its end or until asked to leave.
+
+        Raises: PeerError where all slots are taken, or it is another run; CheckpointError for a store that is damaged.
+        """
+        yield from self._agree()
+        while not self._work.asked():
+            if (yield from self._is_over()):
+                return
+            yield from self._claim()
+            try:
+                if self.slot >= 0:
+                    yield from self._train()
+            except SlotLostError:
+                self._work.say(f"slot {self.slot} was taken by another process, as this one was silent for too long")
+                self.slot = -1
+                continue
+            break
+        if self.slot >= 0:
+            yield from self._create(_held("v", self.slot, self.life), {})
+            self.over = True
+            yield from self._remove(f"{_held('u', self.slot, self.life)}-{self._beat:08d}")
+
+    def beats(self) -> Steps[None]:
+        """Says again and again that this process lives; it is performed beside `live`."""
+        while not self.over:
+            if self.slot >= 0:
+                slot, life, beat = self.slot, self.life, self._beat + 1
+                name = _held("u", slot, life)
+                try:
+                    yield Create(f"{name}-{beat:08d}", b"")
+                    if beat:
+                        yield Remove(f"{name}-{beat - 1:08d}")
+                except OSError:  # whoever performs `live` says so, and waits
+                    pass
+                if self.slot == slot:
+                    self._beat = beat
+            yield Sleep(self.terms.timeout_s / BEATS)
+
+    def _is_over(self) -> Steps[bool]:
+        """Whether all rounds are closed."""
+        commit = yield from self.read_commit(self.terms.rounds - 1)
+        return commit is not None
+
+    def _train(self) -> Steps[None]:
+        work, terms = self._work, self.terms
+        own = yield Do(partial(work.begin, self.slot, self.life))
+        while (yield from self._stand(own)):
+            if self.seen.newest < 0 and self.round == 0:
+                yield from self._await_company()
+            while not work.asked():
+                body = yield Do(partial(work.train, self.round))
+                done = yield from self._exchange(body)
+                if done is None:
+                    break
+                yield Do(partial(work.finish, *done))
+                own, self.round, self._begun = self.round + 1, self.round + 1, None
+                if done[0].closer == (self.slot, self.life):
+                    yield from self._keep_state()
+                if self.round == terms.rounds:
+                    return
+            if work.asked():
+                yield Do(partial(work.restore, own))
+                return
+
+    def _await_company(self) -> Steps[None]:
+        start_s, said = self._clock(), False
+        while self.terms.workers > 1 and not self._work.asked():
+            yield from self._look(self.round)
+            waited_s = self._clock() - start_s
+            if len(self.seen.live(self._clock(), self.terms.timeout_s)) > 1 or self.seen.newest >= 0:
+                return
+            if waited_s >= self.terms.timeout_s:
+                self._work.say(f"nobody else has come within {self.terms.timeout_s:g} s, so this worker trains alone")
+                return
+            if not said:
+                said = True
+                self._work.say(f"waiting for another worker, for up to {self.terms.timeout_s:g} s")
+            yield from self._pause(waited_s)
+
+    # --- to come in ---------------------------------------------------------------------------------------------------
+
+    def _agree(self) -> Steps[None]:
+        """Writes what the run is, or compares with what is there. Raises: PeerError."""
+        yield from self._create("run", {**self.terms.run, "id": self._nonce})
+        while (item := (yield from self._read("run"))) is None:
+            yield from self._pause(0.0)  # it does not show yet
+        own, there = {**self.terms.run}, dict(item.head) if isinstance(item.head, dict) else {}
+        identity = there.pop("id", None)
+        other = next((key for key in sorted({*own, *there}) if own.get(key) != there.get(key)), None)
+        if other is not None or not isinstance(identity, str):
+            raise PeerError(
+                f"the store holds another run: {other} is {there.get(str(other))!r:.60} there and {own.get(str(other))!r:.60} "
+                "here; start all with the same run file, data and gossamer, or give another --store"
+            )
+        self._work.agree(identity)
+
+    def _claim(self) -> Steps[None]:
+        """Takes a slot that nobody has, or whose worker was silent for too long. Raises: PeerError."""
+        waited_s, said = 0.0, False
+        while not self._work.asked():
+            # Behind all rounds: claims, signs of life and ends.
+            yield from self._look(None)
+            now = self._clock()
+            for slot in range(self.terms.workers):
+                if self.seen.holds(slot, now, self.terms.timeout_s):
+                    continue
+                life = self.seen.lives.get(slot, -1) + 1
+                name = _held("t", slot, life)
+                created = yield from self._create(name, {"nonce": self._nonce})
+                if not created:  # be it by this process, in a request of which it has no answer
+                    item = yield from self._read(name)
+                    created = item is not None and item.head == {"nonce": self._nonce}
+                if created:
+                    self.slot, self.life, self._beat = slot, life, -1
+                    self.seen.look([_held("t", slot, life)], now)
+                    return
+                self.seen.look([_held("t", slot, life)], now)  # a listing may lack what was just made
+            if waited_s > 1.5 * self.terms.timeout_s:
+                raise PeerError(
+                    f"all {self.terms.workers} slots of the run are filled; wait until one has left, or start a run with more "
+                    "workers"
+                )
+            if not said:
+                said = True
+                self._work.say(
+                    f"all slots are taken; a worker that has died frees its own within {self.terms.timeout_s:g} s"
+                )
+            waited_s += yield from self._pause(waited_s)
+
+    def _stand(self, own: int) -> Steps[bool]:
+        """Goes to the state after the newest closed round; returns whether there is another round to train.
+
+        Raises: CheckpointError where no state leads there.
+        """
+        waited_s = 0.0  # its own pauses: after it was stopped it looks again before it gives up
+        while True:
+            yield from self._look(None)
+            newest = max(self.seen.states, default=-1)
+            first = min(own, newest) if newest >= 0 else own
+            yield from self._look(max(0, first - 1))
+            finished, states = self.seen.newest + 1, sorted(self.seen.states, reverse=True)
+            bases = [own, *states]
+            if newest > own and finished - own > AHEAD:
+                bases = [newest, own, *states[1:]]
+            for base in (base for base in bases if base <= finished):
+                begun = yield from self._base(base, own)
+                if begun is not None and (yield from self._add_means(base)):
+                    # All inner steps that count in a mean are behind a slot, whoever has taken them.
+                    self._begun = begun._replace(steps=self._steps[self.slot])
+                    yield Do(partial(self._work.start, self.round, self._begun))
+                    return self.round < self.terms.rounds
+            if waited_s > self.terms.timeout_s:
+                raise CheckpointError(
+                    f"{finished} rounds are closed and no state from which they follow is there any more: neither this worker "
+                    "nor the store has one; start again with an empty store"
+                )
+            waited_s += yield from self._pause(waited_s)
+
+    def _base(self, after: int, own: int) -> Steps[Basis | None]:
+        """Takes its own state, or that in the store, after so many rounds; None where there is none."""
+        if after == own:
+            sha256 = yield Do(partial(self._work.restore, after))
+            return None if sha256 is None else Basis(after, self.slot, sha256)
+        item = yield from self._read(f"s{after:08d}")
+        donor = item.head.get("slot") if item is not None and isinstance(item.head, dict) else None
+        if item is None or not isinstance(donor, int) or not 0 <= donor < self.terms.workers:
+            self.seen.states.discard(after)  # until a listing shows it again
+            return None
+        sha256 = yield Do(partial(self._work.load, after, donor, item.body))
+        return Basis(after, donor, sha256)
+
+    def _add_means(self, after: int) -> Steps[bool]:
+        """Adds the means of all rounds that are closed; returns whether all of them were there."""
+        round, strikes = after, 0
+        if after and (before := (yield from self.read_commit(after - 1))) is not None:
+            self._steps = before.steps
+        while True:
+            commit = yield from self.read_commit(round)
+            if commit is None and self.seen.newest < round:
+                self.round = round
+                return True
+            mean = None if commit is None else (yield from self._read(_mean(round, commit.mean)))
+            if commit is None or mean is None:
+                strikes += 1  # it may not show yet, or be removed
+                if strikes == _STRIKES or self._work.asked():
+                    return False
+                yield from self._pause(0.0)
+                continue
+            yield Do(partial(self._work.add, commit, mean.body))
+            self._steps, round, strikes = commit.steps, round + 1, 0
+
+    # --- a round ------------------------------------------------------------------------------------------------------
+
+    def _exchange(self, body: bytes) -> Steps[tuple[Commit, memoryview] | None]:
+        """The commit and the mean of this round, with this worker's message; None where it does not count, or shall leave."""
+        terms, round = self.terms, self.round
+        begun = None if self._begun is None else self._begun._asdict()
+        head = {"steps": self._work.steps(), "begun": begun}
+        yield from self._create(_message(round, self.slot, self.life), head, body)
+        start_s, whole_s, bad = self._clock(), None, set[tuple[int, int]]()
+        own = Item(head, memoryview(body))
+        while True:
+            yield from self._look(round)
+            now = self._clock()
+            commit = yield from self.read_commit(round) if self.seen.newest >= round else _nothing()
+            if commit is None and self.seen.newest < round:
+                mine = self.seen.messages[round] | {self.slot: self.life}
+                sent = {slot: life for slot, life in mine.items() if (slot, life) not in bad}
+                late = now - start_s >= terms.deadline_s
+                if late or self.seen.live(now, terms.timeout_s) <= sent.keys():
+                    whole_s = now if whole_s is None else whole_s
+                    # One closes it, and each other one only if that takes long: n workers would read n messages each.
+                    order = sorted(sent, key=lambda slot: (slot - round) % terms.workers)
+                    if now - whole_s >= order.index(self.slot) * terms.timeout_s / 4:
+                        commit = yield from self._close(sent, own, bad, late=late)
+            if commit is not None:
+                part = commit.parts.get(self.slot)
+                if part is None or part.life != self.life:
+                    return None
+                mean = yield from self._read(_mean(round, commit.mean))
+                if mean is not None:
+                    self._steps = commit.steps
+                    return commit, mean.body
+                if max(self.seen.states, default=-1) > round + 1:
+                    return None  # it is removed by now: the others are far ahead
+            if self._work.asked():
+                return None
+            yield from self._pause(self._clock() - start_s)
+
+    def _close(
+        self, sent: Mapping[int, int], own: Item, bad: set[tuple[int, int]], *, late: bool
+    ) -> Steps[Commit | None]:
+        """Closes this round over those messages that can be read; returns the outcome, which another may have decided."""
+        items: dict[int, Item] = {}
+        for slot, life in sorted(sent.items()):
+            if slot == self.slot:
+                items[slot] = own
+                continue
+            try:
+                item = yield from self._read(_message(self.round, slot, life))
+            except TransportError:
+                item = Item(None, memoryview(b""))
+            if item is None:
+                if not late:
+                    return None  # a listing may show what cannot be read yet
+            elif _part(life, item.head) is None or not (yield Do(partial(self._work.is_sound, item.body))):
+                bad.add((slot, life))
+                self._work.say(f"round {self.round + 1}: what worker {slot} sent is not sound, and does not count")
+            else:
+                items[slot] = item
+        if {slot for slot, _ in bad} & sent.keys() and not late:
+            return None  # whom it was waited for may change now
+        mean = yield Do(partial(self._work.mean, self.round, {slot: item.body for slot, item in items.items()}))
+        sha256 = hashlib.sha256(mean).hexdigest()
+        steps = [*self._steps]
+        for slot, item in items.items():
+            steps[slot] = item.head["steps"]
+        head = {
+            "parts": {str(slot): {"life": sent[slot], **item.head} for slot, item in items.items()},
+            "steps": steps,
+            "mean": sha256,
+            "closer": [self.slot, self.life],
+            "time_s": round(self._wall(), 3),
+        }
+        yield from self._create(_mean(self.round, sha256), {}, mean)
+        yield from self._create(commit_name(self.round), head)
+        return (yield from self.read_commit(self.round))
+
+    def _keep_state(self) -> Steps[None]:
+        """Writes the state of this round where one is due, and removes what nobody needs since then."""
+        body = yield Do(partial(self._work.state, self.round))
+        if body is None:
+            return
+        yield from self._create(f"s{self.round:08d}", {"slot": self.slot}, body)
+        yield from self._look(None)
+        states = sorted(self.seen.states | {self.round})
+        if len(states) < 2:
+            return
+        # Commits stay: they are small, say what the run was, and keep a slow worker from closing an old round once more.
+        first, until = (states[0] if len(states) > 2 else 0), states[-2]
+        names: list[str] = yield from self._names(f"r{first:08d}")
+        for name in names:
+            if name < f"r{until:08d}" and ("-from-" in name or "-mean-" in name):
+                yield from self._remove(name)
+        for state in states[:-2]:  # last, so that one that dies here leaves what the next begins with
+            yield from self._remove(f"s{state:08d}")
+            self.seen.states.discard(state)
+
+    # --- the store ----------------------------------------------------------------------------------------------------
+
+    def _look(self, round: int | None) -> Steps[None]:
+        """Lists what is there from a round on; None for what sorts behind all rounds.
+
+        Raises: SlotLostError.
+        """
+        names = yield from self._names("s" if round is None else f"r{round:08d}")
+        self.seen.look(names, self._clock())
+        if self.slot >= 0 and self.seen.lives.get(self.slot, self.life) > self.life:
+            raise SlotLostError(f"slot {self.slot} belongs to another process")
+
+    def _pause(self, waited_s: float) -> Steps[float]:
+        pause_s = min(self.terms.rest_s, max(self.terms.look_s, _LOOK_SHARE * waited_s))
+        yield Sleep(pause_s)
+        return pause_s
+
+    def read_commit(self, round: int) -> Steps[Commit | None]:
+        """The outcome of a round; None while it is open. Raises: CheckpointError."""
+        if round not in self.commits:
+            item = yield from self._read(commit_name(round))
+            if item is None:
+                return None
+            commit = commit_in(round, item.head, self.terms.workers)
+            if commit is None:
+                raise CheckpointError(
+                    f"the commit of round {round + 1} in the store is none that a worker of this run writes; start all with the "
+                    "same gossamer, or start again with an empty store"
+                )
+            self.commits[round] = commit
+            self.seen.newest = max(self.seen.newest, round)  # of one that it has created no listing has told yet
+        return self.commits[round]
+
+    def _read(self, name: str) -> Steps[Item | None]:
+        raw = yield from self._ask(Get(name))
+        return None if raw is None else opened_item(self.terms.secret, name, raw)
+
+    def _names(self, after: str) -> Steps[list[str]]:
+        return (yield from self._ask(Names(after)))
+
+    def _create(self, name: str, head: Mapping[str, Any], body: bytes = b"") -> Steps[bool]:
+        """Creates an object; returns whether there was none of this name."""
+        content = sealed(self.terms.secret, name, head, body)
+        return (yield from self._ask(Create(name, content)))
+
+    def _ask(self, asking: Asking) -> Steps[Any]:
+        """What a store answers, which is asked again where it fails, for ten times the patience of the run. Raises: PeerError."""
+        waited_s, said = 0.0, False  # its own pauses: of the time that this process was stopped the store knows nothing
+        while True:
+            try:
+                return (yield asking)
+            except TransportError:
+                raise
+            except OSError as error:
+                if waited_s > 10 * self.terms.timeout_s:
+                    raise PeerError(
+                        f"the store has not done what it was asked for {waited_s:.0f} s ({error}); start again when it does"
+                    ) from None
+                if not said and waited_s > self.terms.rest_s:
+                    said = True
+                    self._work.say(f"the store does not answer ({error}); it is asked again")
+                waited_s += yield from self._pause(waited_s)
+
+    def _remove(self, name: str) -> Steps[None]:
+        yield from self._ask(Remove(name))
+
+
+def _nothing() -> Steps[None]:
+    return None
+    yield
+
+
+def _part(life: object, head: object) -> TakenPart | None:
+    """The part of a worker in a round, as its message says; None for anything else."""
+    match head:
+        case {"steps": int(steps), "begun": None} if 0 <= steps < 1 << 62 and isinstance(life, int):
+            return TakenPart(life, steps, None)
+        case {
+            "steps": int(steps),
+            "begun": {"after": int(after), "donor": int(donor), "sha256": str(sha256), "steps": int(before)},
+        } if min(steps, after, donor, before) >= 0 and before < steps < 1 << 62 and isinstance(life, int):
+            begun = Basis(after, donor, sha256, before)
+            return TakenPart(life, steps, begun) if re.fullmatch("([0-9a-f]{64})?", sha256) else None
+    return None
+
+
+def commit_in(round: int, head: object, workers: int) -> Commit | None:
+    """The commit of a round; None for what no worker of this run writes."""
+    match head:
+        case {
+            "parts": dict(parts),
+            "steps": list(steps),
+            "mean": str(mean),
+            "closer": [int(slot), int(life)],
+            "time_s": int() | float() as time_s,
+        }:
+            own = {str(one) for one in range(workers)}
+            read = (
+                {int(key): _part(part.get("life"), part) for key, part in parts.items() if isinstance(part, dict)}
+                if (parts.keys() <= own)
+                else {}
+            )
+            kept = {one: part for one, part in sorted(read.items()) if part is not None and part.life >= 0}
+            counts = all(type(one) is int and 0 <= one < 1 << 62 for one in steps) and len(steps) == workers
+            begun = [part.begun for part in kept.values() if part.begun is not None]
+            begins = all(one.after <= round and one.donor < workers for one in begun)
+            if 0 < len(kept) == len(parts) and counts and begins and re.fullmatch("[0-9a-f]{64}", mean):
+                return Commit(round, kept, tuple(steps), mean, (slot, life), float(time_s))
+    return None

@@ -1,0 +1,118 @@
+"""Runs whose whole state lies in a folder: workers die, others come, all die, and the run goes on."""
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from commands import Command, run
+from drifted_rounds import play
+from gossamer.record import checkpoint
+from gossamer.record.logs.outcomes import read_outcomes
+from gossamer.rules import RULES, Rule
+from gossamer.run.config.run_file import digest, dump
+from gossamer.run.elastic.store_rounds import is_equal_after_rounds
+from gossamer.topologies import complete
+from gossamer.tree import leaves
+from tiny import single
+
+MEANS = {"rule__name": "diloco", "topology__name": "complete", "run__elastic": True}
+
+
+def until(holds: Callable[[], bool], *commands: Command) -> None:
+    deadline = time.monotonic() + 150
+    while not holds():
+        assert time.monotonic() < deadline, [command.finish(0) for command in commands]
+        time.sleep(0.05)
+
+
+@pytest.mark.timeout(280)
+def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: Path) -> None:
+    config = single(workers=2, run__timeout_s=3, run__steps=300, run__pace_s=0.15, run__eval_every=0, **MEANS)
+    (tmp_path / "run.toml").write_text(dump(config))
+    store, out = tmp_path / "store", tmp_path / "out"
+    words = ("train", tmp_path / "run.toml", "--store", store, "--out", out)
+
+    def closed() -> int:
+        return len([*store.glob("r*-commit")])
+
+    def lives() -> int:
+        return len([*store.glob("t*")])
+
+    first, second = Command(*words), Command(*words)
+    until(lambda: closed() > 3, first, second)
+    second.kill()
+    third = Command(*words)
+    until(lambda: lives() == 3, first, third)
+    there = closed()
+    until(lambda: closed() > there + 3, first, third)
+    for one in (first, third):
+        one.kill()
+    code, said = run("status", store, "--json")
+    assert code == 0 and json.loads(said)["round"] == closed() and json.loads(said)["states"], said
+    assert [slot["standing"] for slot in json.loads(said)["workers"]] == ["held", "held"], "nobody has said goodbye"
+    ended = [one.finish()[0] for one in (first, second, third)]
+    assert ended == [-signal.SIGKILL] * 3
+    fast = (*words, "--set", "run.pace_s=0")
+    fourth, fifth = Command(*fast), Command(*(tmp_path / "new" if word is out else word for word in fast))
+    (code, said), (of_fifth, _) = fourth.finish(), fifth.finish()
+    assert (code, of_fifth) == (0, 0), said
+    assert "a worker that has died frees its own within 3 s" in said
+    logged = read_outcomes(out)
+    assert logged == read_outcomes(tmp_path / "new"), "each has that of all"
+    assert sorted(logged) == [0, 1]
+    assert sum(len(some) for some in logged.values()) >= 4, "two at the start, two after all had died"
+    assert {one.round for some in logged.values() for life in some for one in life.rounds} == {*range(config.rounds)}
+    code, said = run("simulate", "--replay", out, "--out", tmp_path / "again")
+    assert code == 0, said
+    for worker in range(2):
+        (place,) = tmp_path.glob(f"[on]*/checkpoints/round-{config.rounds:06}/worker-{worker:03}.json")
+        real, again = (
+            checkpoint.load(where, config.rounds, worker, digest(config))
+            for where in (place.parent.parent, tmp_path / "again" / "checkpoints")
+        )
+        assert torch.equal(real["x"], again["x"]) and all(map(torch.equal, real["outer"], again["outer"]))
+    code, said = run(*words[:-1], tmp_path / "late")
+    assert code == 0 and f"the run in the store has ended after {config.rounds} rounds" in said, said
+    code, said = run("train", tmp_path / "run.toml", "--set", "rule.lr=0.5", *words[2:-1], tmp_path / "other")
+    assert code == 2 and "the store holds another run: key is" in said, said
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "told"),
+    [
+        ({"run__elastic": False}, (), "run.elastic is false"),
+        (
+            {"rule__name": "gasloc", "topology__name": "random"},
+            (),
+            "of rule 'gasloc' its workers are not equal in all",
+        ),
+        ({"codec__name": "int8"}, (), "loses digits"),
+        ({"schedule__fragments": 2}, (), "a round has several exchanges"),
+        ({}, ("--local", 2), "--store was given with --local"),
+        ({}, ("--mailbox", "box"), "--store was given with --mailbox"),
+    ],
+)
+def test_what_a_store_does_not_carry_is_refused_in_a_sentence(
+    tmp_path: Path, settings: dict[str, object], words: tuple[object, ...], told: str
+) -> None:
+    (tmp_path / "run.toml").write_text(dump(single(**{**MEANS, **settings})))
+    code, said = run("train", tmp_path / "run.toml", "--store", tmp_path / "store", "--out", tmp_path / "out", *words)
+    assert code == 2 and told in said, said
+    assert not (tmp_path / "store").exists() and not (tmp_path / "out").exists()
+
+
+CARRIED = [rule for rule in (factory() for factory in RULES.values()) if is_equal_after_rounds(rule)]
+
+
+@pytest.mark.parametrize("rule", CARRIED, ids=lambda rule: rule.name)
+def test_rules_that_a_store_carries_leave_all_workers_equal_in_vectors_and_outer_states(rule: Rule) -> None:
+    drifts = torch.randn(3, 3, 8, generator=torch.Generator().manual_seed(0))
+    start = [torch.arange(8.0) for _ in range(3)]
+    xs, states = play(rule, complete(3), start, 3, lambda worker, step, x: drifts[worker, step % 3])
+    for x, state in zip(xs[1:], states[1:], strict=True):
+        assert all(map(torch.equal, leaves((xs[0], states[0])), leaves((x, state))))

@@ -1,0 +1,116 @@
+"""Buckets: objects that are created once, in a folder and in an object store."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from gossamer.errors import ConfigError, TransportError
+from gossamer.transport.bucket.bucket import Bucket, Folder, ObjectStore, bucket_at, opened_bucket, opened_item, sealed
+
+
+@pytest.fixture(params=["folder", "object store"])
+def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Bucket:
+    if request.param == "folder":
+        return opened_bucket(str(tmp_path / "store"))
+    pytest.importorskip("obstore")
+    return opened_bucket("memory:///run")
+
+
+def test_of_many_who_create_an_object_at_once_one_does_and_all_read_what_it_wrote(bucket: Bucket) -> None:
+    created: list[int] = []
+
+    def create(k: int) -> None:
+        if bucket.create("r0-commit", bytes([k]) * 100_000):
+            created.append(k)
+
+    threads = [threading.Thread(target=create, args=(k,)) for k in range(8)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len(created) == 1
+    assert bucket.get("r0-commit", 100_000) == bytes(created) * 100_000
+
+
+def test_names_come_sorted_and_only_those_behind_the_one_that_is_given(bucket: Bucket) -> None:
+    for name in ("r1-from-1", "r0-commit", "u0", "r1-commit"):
+        assert bucket.create(name, b"x")
+    assert bucket.names("r1") == ["r1-commit", "r1-from-1", "u0"]
+    bucket.remove("r1-commit")
+    bucket.remove("r1-commit")
+    assert bucket.names("r1") == ["r1-from-1", "u0"]
+    assert bucket.get("r1-commit", 10) is None
+
+
+def test_an_object_that_is_larger_than_any_of_the_run_is_not_read(bucket: Bucket) -> None:
+    assert bucket.create("s1", bytes(1000))
+    with pytest.raises(
+        TransportError, match="the object 's1' of the store has 1000 bytes where at most 999 are expected"
+    ):
+        bucket.get("s1", 999)
+
+
+def test_a_folder_follows_no_link_and_waits_for_no_pipe(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    (tmp_path / "elsewhere").write_text("secret")
+    os.symlink(tmp_path / "elsewhere", tmp_path / "s1")
+    os.mkfifo(tmp_path / "s2")
+    for name in ("s1", "s2"):
+        with pytest.raises(OSError, match=name):
+            folder.get(name, 100)
+
+
+class Overwrites(Folder):
+    """A store whose put knows no condition."""
+
+    def create(self, name: str, content: bytes) -> bool:
+        Path(self.root, name).write_bytes(content)
+        return True
+
+
+def test_a_store_that_writes_over_an_object_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gossamer.transport.bucket.bucket.Folder", Overwrites)
+    with pytest.raises(ConfigError, match="has no conditional create"):
+        opened_bucket(str(tmp_path))
+    assert not [*tmp_path.iterdir()]
+    pytest.importorskip("obstore")
+    with pytest.raises(ConfigError, match="has no conditional create"):
+        opened_bucket("http://127.0.0.1:9/run")
+
+
+def test_a_store_that_cannot_be_opened_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        opened_bucket(str(tmp_path / "file"))
+    pytest.importorskip("obstore")
+    with pytest.raises(ConfigError, match="the store 'nosuch://x' cannot be opened"):
+        bucket_at("nosuch://x")
+
+
+@pytest.mark.parametrize("what", ["head", "body", "name", "secret", "length"])
+def test_an_object_that_is_damaged_or_of_somebody_else_is_refused(what: str) -> None:
+    raw = bytearray(sealed(b"k", "r0", {"steps": 5}, b"abc"))
+    if what == "length":
+        raw[32:36] = (1 << 30).to_bytes(4, "little")
+    raw[-1] ^= what == "body"
+    raw[40] ^= what == "head"
+    with pytest.raises(TransportError, match="is not what a worker of this run wrote there"):
+        opened_item(b"other" if what == "secret" else b"k", "r1" if what == "name" else "r0", bytes(raw))
+    for size in range(0, 40, 7):
+        with pytest.raises(TransportError):
+            opened_item(b"k", "r0", bytes(raw[:size]))
+
+
+def test_errors_of_an_object_store_are_those_of_a_system_that_may_be_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("obstore")
+    for name, value in (("ACCESS_KEY_ID", "x"), ("SECRET_ACCESS_KEY", "y"), ("REGION", "z"), ("ALLOW_HTTP", "true")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("AWS_ENDPOINT", "http://127.0.0.1:9")
+    store = ObjectStore("s3://bucket/run")
+    with pytest.raises(OSError, match="S3 error") as failed:
+        store.create("r0", b"")
+    assert not isinstance(failed.value, TransportError)

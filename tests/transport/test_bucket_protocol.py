@@ -1,0 +1,356 @@
+"""Workers that share a store alone, over virtual time: the store is slow, fails, answers too late and shows late what is there;
+workers die, stand still, leave and come again."""
+
+import hashlib
+import heapq
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import pytest
+
+from gossamer.errors import CheckpointError
+from gossamer.transport.bucket.bucket import opened_item
+from gossamer.transport.bucket.protocol import (
+    Asking,
+    Attendance,
+    Basis,
+    Commit,
+    Create,
+    Do,
+    Get,
+    Names,
+    Remove,
+    Sleep,
+    Steps,
+    StoreTerms,
+    commit_in,
+)
+
+SCHEDULES, FULL, PARTS = (*range(18), 95, 271), range(1_000), 4
+"""In the last two a process was stopped while it looked for a state to begin with."""
+TIMEOUT_S, TRAINING_S = 60.0, 20.0
+
+
+class Store:
+    """A store whose create is decided at one moment, and which shows later, to each in its own order, what is there."""
+
+    def __init__(self, draws: random.Random, clock: Callable[[], float], faults: float) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.ever: dict[str, bytes] = {}
+        self._shown_s: dict[str, float] = {}
+        self._draws, self._clock, self._faults = draws, clock, faults
+        self.requests = self.asked_of_rounds = 0
+
+    def take(self, effect: Asking) -> object:
+        """Does what is asked, or fails before or after it has done so."""
+        self.requests += 1
+        self.asked_of_rounds += isinstance(effect, Get | Create) and effect.name.startswith("r0")
+        if self._draws.random() < self._faults:
+            raise OSError("503 slow down")
+        answer = self._done(effect)
+        if self._draws.random() < self._faults:
+            raise TimeoutError("no answer")
+        return answer
+
+    def _done(self, effect: Asking) -> object:
+        now, late = self._clock(), self._draws.random() < 4 * self._faults
+        match effect:
+            case Create(name, content):
+                if name in self.objects:
+                    return False
+                self.objects[name] = self.ever[name] = content
+                self._shown_s[name] = now + (self._draws.uniform(0, 20) if late else 0)
+                return True
+            case Get(name):
+                return self.objects.get(name) if self._shown_s.get(name, 0) <= now else None
+            case Names(after):
+                there = sorted(name for name in self.objects if name > after and self._shown_s[name] <= now)
+                return [name for name in there if not (late and self._draws.random() < 0.2)]
+            case Remove(name):
+                self.objects.pop(name, None)
+        return None
+
+
+def mean_of(messages: Mapping[int, bytes]) -> bytes:
+    return json.dumps({slot: bytes(one).decode() for slot, one in sorted(messages.items())}).encode()
+
+
+def after(x: str, mean: bytes) -> str:
+    return hashlib.sha256(x.encode() + mean).hexdigest()
+
+
+class Chain:
+    """StoreWorker whose state is a hash of all means so far. `disk` is what outlives it: states by the rounds behind them."""
+
+    def __init__(self, disk: dict[int, str], every: int) -> None:
+        self._disk, self._every = disk, every
+        self._x, self._steps, self._kept = "", 0, (0, "")
+        self.leaves = False
+        self.history: list[tuple[int, str]] = []
+
+    def agree(self, identity: str) -> None: ...
+
+    def begin(self, slot: int, life: int) -> int:
+        self._slot = slot
+        return max(self._disk, default=0)
+
+    def restore(self, after: int) -> str | None:
+        if after == self._kept[0] and after:
+            self._x = self._kept[1]
+        elif after in self._disk or not after:
+            self._x = self._disk.get(after, "")
+        else:
+            return None
+        return hashlib.sha256(self._x.encode()).hexdigest() if after else ""
+
+    def load(self, after: int, donor: int, body: memoryview) -> str:
+        rounds, self._x = json.loads(bytes(body))
+        assert rounds == after
+        return hashlib.sha256(body).hexdigest()
+
+    def add(self, commit: Commit, mean: memoryview) -> None:
+        self._x = after(self._x, bytes(mean))
+
+    def start(self, round: int, begun: Basis) -> None:
+        self._steps = begun.steps
+        self.history.append((round, self._x))
+
+    def train(self, round: int) -> bytes:
+        self._steps += 5
+        return f"{round} {self._steps} {self._x}".encode()
+
+    def steps(self) -> int:
+        return self._steps
+
+    def is_sound(self, body: memoryview) -> bool:
+        return bytes(body).isascii()
+
+    def mean(self, round: int, messages: Mapping[int, bytes | memoryview]) -> bytes:
+        assert all(bytes(one).split()[0] == str(round).encode() for one in messages.values())
+        return mean_of({slot: bytes(one) for slot, one in messages.items()})
+
+    def finish(self, commit: Commit, mean: memoryview) -> None:
+        self.add(commit, mean)
+        finished = commit.round + 1
+        self._kept = finished, self._x
+        self.history.append((finished, self._x))
+        if finished % self._every == 0:
+            self._disk[finished] = self._x
+            for old in sorted(self._disk)[:-2]:
+                del self._disk[old]
+
+    def state(self, finished: int) -> bytes | None:
+        return json.dumps([finished, self._x]).encode() if finished % self._every == 0 else None
+
+    def asked(self) -> bool:
+        return self.leaves
+
+    def say(self, sentence: str) -> None: ...
+
+
+class Process(NamedTuple):
+    """One process: what it is, and its two threads."""
+
+    one: Attendance
+    work: Chain
+    disk: dict[int, str]
+
+
+class World:
+    """Processes and a store in virtual time."""
+
+    def __init__(self, seed: int, workers: int, rounds: int, faults: float) -> None:
+        self.draws, self.now = random.Random(seed), 0.0
+        self.terms = StoreTerms({"workers": workers}, workers, rounds, TIMEOUT_S, TIMEOUT_S, look_s=0.5)
+        self.store = Store(self.draws, lambda: self.now, faults)
+        self.alive: dict[int, Process] = {}
+        self.histories: list[list[tuple[int, str]]] = []
+        self.failed: list[Exception] = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order, self._numbers = itertools.count(), itertools.count()
+        self._still_until_s: dict[int, float] = {}
+        self.training_s: dict[int, float] = {}
+        """Of processes that take another time than all others."""
+        self._faults = faults
+
+    def at(self, seconds: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now + seconds, next(self._order), act))
+
+    def start(self, disk: dict[int, str]) -> None:
+        number = next(self._numbers)
+        work = Chain(disk, every=self.draws.choice((2, 3)))
+        one = Attendance(self.terms, work, f"nonce {number}", lambda: self.now)
+        self.alive[number] = Process(one, work, disk)
+        self.histories.append(work.history)
+        self._go_on(number, one.live(), None, main=True)
+        self._go_on(number, one.beats(), None, main=False)
+
+    def _go_on(self, number: int, steps: Steps[None], answer: object, *, main: bool) -> None:
+        """A thread takes its next step; what it wants takes time."""
+        if number not in self.alive:
+            steps.close()  # it was killed
+            return
+        if (still_s := self._still_until_s.get(number, 0.0)) > self.now:
+            self.at(still_s - self.now, lambda: self._go_on(number, steps, answer, main=main))
+            return
+        try:
+            effect = steps.throw(answer) if isinstance(answer, OSError) else steps.send(answer)
+        except StopIteration:
+            if main:
+                del self.alive[number]
+            return
+        except CheckpointError as error:
+            self.failed.append(error)
+            del self.alive[number]
+            return
+        except Exception as error:  # as where all slots are taken: it is started again
+            if not str(error).startswith("all "):
+                raise
+            disk = self.alive.pop(number).disk
+            self.at(10.0, lambda: self.start(disk))
+            return
+        there_s, back_s = self.draws.uniform(0, 0.5), self.draws.uniform(0, 0.5)
+        if self.draws.random() < self._faults:
+            there_s += self.draws.uniform(0, 60)
+        if isinstance(effect, Do):
+            training = getattr(getattr(effect.work, "func", None), "__name__", "") == "train"
+            there_s, back_s = (
+                (self.draws.uniform(0.5, 1.5) * self.training_s.get(number, TRAINING_S) if training else 0.0),
+                0.0,
+            )
+        elif isinstance(effect, Sleep):
+            there_s, back_s = effect.seconds, 0.0
+
+        def act() -> None:
+            if number not in self.alive:  # what it has sent may arrive all the same
+                if not isinstance(effect, Do | Sleep) and self.draws.random() < 0.5:
+                    self._answer(effect)
+                steps.close()
+                return
+            found = (
+                effect.work() if isinstance(effect, Do) else None if isinstance(effect, Sleep) else self._answer(effect)
+            )
+            self.at(back_s, lambda: self._go_on(number, steps, found, main=main))
+
+        self.at(there_s, act)
+
+    def _answer(self, effect: Asking) -> object:
+        try:
+            return self.store.take(effect)
+        except OSError as error:
+            return error
+
+    def kill(self, number: int, again_s: float | None, *, keeps_disk: bool) -> None:
+        process = self.alive.pop(number, None)
+        if process is not None and again_s is not None:
+            disk = process.disk if keeps_disk else {}
+            self.at(again_s, lambda: self.start(disk))
+
+    def stand_still(self, number: int, seconds: float) -> None:
+        self._still_until_s[number] = self.now + seconds
+
+    def run(self, until_s: float = 1e6) -> None:
+        while self._events and self.now < until_s and (self.alive or any(act for _, _, act in self._events)):
+            self.now, _, act = heapq.heappop(self._events)
+            act()
+
+
+def commits_of(world: World) -> Iterator[Commit]:
+    for round in range(world.terms.rounds):
+        name = f"r{round:08d}-commit"
+        assert name in world.store.objects, f"round {round} is lost"
+        found = commit_in(round, opened_item(b"", name, world.store.objects[name]).head, world.terms.workers)
+        assert found is not None
+        yield found
+
+
+def live_through(seed: int) -> World:
+    """A run whose workers die, stand still and leave now and then, and once all at one time."""
+    draws = random.Random(f"disasters {seed}")
+    workers, rounds = draws.randint(2, 5), draws.randint(6, 14)
+    world = World(seed, workers, rounds, faults=draws.choice((0.0, 0.02, 0.1)))
+    disks: list[dict[int, str]] = [{} for _ in range(workers)]
+    for disk in disks:
+        world.at(draws.uniform(0, 30), lambda disk=disk: world.start(disk))
+
+    def disaster() -> None:
+        number = draws.choice([*world.alive] or [0])
+        kind = draws.choice(("kill", "lose the disk", "stand still", "leave", "nothing"))
+        if kind in ("kill", "lose the disk"):
+            world.kill(number, draws.choice((1.0, 30.0, 300.0)), keeps_disk=kind == "kill")
+        elif kind == "stand still" and number in world.alive:
+            world.stand_still(number, draws.choice((10.0, 90.0, 900.0)))
+        elif kind == "leave" and number in world.alive:
+            process = world.alive[number]
+            process.work.leaves = True
+            world.at(draws.uniform(100, 400), lambda: world.start(process.disk))
+
+    def all_die() -> None:
+        for number in [*world.alive]:
+            world.kill(number, draws.uniform(1, 100), keeps_disk=draws.random() < 0.7)
+
+    for _ in range(6):
+        world.at(draws.uniform(20, 25 * rounds), disaster)
+    world.at(draws.uniform(20, 25 * rounds), all_die)
+    world.run()
+    return world
+
+
+def must_hold(world: World) -> None:
+    """No round is lost, no state is another than that which follows from the commits, and no step counts twice."""
+    assert not world.failed
+    x, states, steps = "", {0: ""}, [0] * world.terms.workers
+    for commit in commits_of(world):
+        name = f"r{commit.round:08d}-mean-{commit.mean}"
+        mean = bytes(opened_item(b"", name, world.store.ever[name]).body)
+        sent = {str(slot): f"{commit.round} {part.steps} {x}" for slot, part in commit.parts.items()}
+        assert json.loads(mean) == sent
+        x = states[commit.round + 1] = after(x, mean)
+        for slot, part in commit.parts.items():
+            assert part.steps == steps[slot] + 5, "its batches are those after the last that counted"
+            assert part.begun is None or part.begun.steps == steps[slot]
+            steps[slot] = part.steps
+        assert commit.steps == tuple(steps)
+    for history in world.histories:
+        for finished, found in history:
+            assert found == states[finished], f"a wrong state after round {finished}"
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_round_is_lost_and_no_state_is_wrong_whoever_dies_and_however_the_store_fails(
+    part: int, request: pytest.FixtureRequest
+) -> None:
+    for seed in (FULL if request.config.getoption("--full") else SCHEDULES)[part::PARTS]:
+        try:
+            must_hold(live_through(seed))
+        except BaseException as error:
+            error.add_note(f"schedule {seed}")
+            raise
+
+
+def test_two_workers_that_wait_long_for_a_third_ask_the_store_at_most_twenty_times_a_minute() -> None:
+    world = World(0, workers=3, rounds=2, faults=0.0)
+    world.terms = world.terms._replace(timeout_s=300.0, deadline_s=1e6, rest_s=StoreTerms._field_defaults["rest_s"])
+    world.training_s[2] = 3_000.0
+    for _ in range(3):
+        world.start({})
+    world.run(until_s=300.0)
+    assert len(world.alive) == 3 and not any("commit" in name for name in world.store.objects)
+    before = world.store.requests
+    world.run(until_s=900.0)
+    assert not any("commit" in name for name in world.store.objects)
+    assert 10 < world.store.requests - before <= 10 * 20, "of all three, in ten minutes"
+
+
+def test_a_mean_costs_a_few_requests_for_each_worker_of_a_round() -> None:
+    """Besides listings: each puts its message, one reads them all, and each reads the outcome and the mean."""
+    for workers in (4, 16):
+        world = World(0, workers, rounds=20, faults=0.0)
+        for _ in range(workers):
+            world.start({})
+        world.run()
+        must_hold(world)
+        assert world.store.asked_of_rounds <= 5 * workers * 20
