@@ -228,15 +228,14 @@ def _listen_at(address: str, config: "ResolvedRun", join: str | None, among: "Am
         host, port = split(address)
     except ValueError:
         raise ConfigError(f"--listen got '{address}'; give HOST:PORT, such as 10.0.0.1:29400") from None
-    os.environ[LISTEN] = address
-    if config.kind == "server" or _goes_on(config):
-        return among
-    if not config.peers:
+    may_be_joined = config.kind == "server" or _goes_on(config)
+    if not (may_be_joined or config.peers):
         raise ConfigError(
             f"--listen got '{address}', and the run has neither [peers] nor run.elastic = true, so nobody can join it; add one "
             "of the two, or start the run on all machines with --rank I --of N --address HOST"
         )
-    if join is not None or among is not None:
+    os.environ[LISTEN] = address
+    if may_be_joined or join is not None or among is not None:
         return among
     os.environ[LISTEN] = shown(host, port + 1)
     where = shown(announced_address(host), port)
