@@ -17,6 +17,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "streaming_diloco": {"schedule.fragments": 2},
     "cocodc": {"schedule.fragments": 2},
     "gasloc_adaptive": {"run.adapt": "even"},
+    "a_edit": {"run.adapt": "even"},
     "dilocox": {"rule.rank": 8},
     "dilocox_adaptive": {"rule.rank": 8},
 }

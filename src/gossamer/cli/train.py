@@ -142,8 +142,9 @@ def command(
     if served.listen is not None or served.mailbox is not None:
         local = 1 if local is None and join is None else local  # the first of a run that others join
     keys = keys_for(run.peers, run.workers)  # before processes are started, so that a key that is missing is told once
-    if keys is None and served.store is None:
-        _warn_of_plain(run, served, among, join)
+    if keys is None:
+        if served.store is None:
+            _warn_of_plain(run, served, among, join)
     elif local is not None and run.kind != "server" and (among is None or among.first == 0):
         keys.must_start(local)
     if among is not None:
