@@ -22,6 +22,7 @@ from gossamer.record.logs.outcomes import Begun, Ended, Life, OutcomeWriter, Rou
 from gossamer.record.logs.seconds import RoundSeconds
 from gossamer.record.logs.trace import Entry as TraceEntry
 from gossamer.record.logs.trace import Operation
+from gossamer.report.reading.follow import FollowedRun
 from gossamer.report.reading.status import Sighting, run_status, standing_of
 from gossamer.run.bookkeeping.which_round import to_resume, to_score
 from gossamer.run.config.run_file import dump
@@ -92,6 +93,24 @@ def write_slot(folder, config, slot, rounds, ended=None):
             record.log_seconds(RoundSeconds(r, slot, None, 2.0, 0.5, {1: 0.25}, 0.25, 3.0 * (r + 1)))
         if ended is not None:
             log.write(Ended(rounds, ended))
+
+
+def test_a_worker_that_slows_down_is_named_by_status_and_by_the_page(tmp_path, capsys):
+    config = tiny(workers=2, run__steps=40)
+    (tmp_path / "run.toml").write_text(dump(config))
+    usual, slow = [2.0, 2.1, 1.9, 2.2, 2.0, 9.0, 2.0], [4.4, 5.0, 4.6]  # one slow round is none
+    for slot, seconds in enumerate(([*usual, *slow], [*usual, 2.0, 2.0, 2.0])):
+        with RunFolder(tmp_path, dump(config), config.record, worker=slot) as record:
+            for r, compute_s in enumerate(seconds):
+                record.log("train", round=r, worker=slot, step=2 * (r + 1), loss=5.0, lr=0.1, tokens=64)
+                record.log_seconds(RoundSeconds(r, slot, None, compute_s, 0.5, {}, 0.0, 10.0 * (r + 1)))
+    assert [one.slowed for one in run_status(tmp_path).workers] == [pytest.approx(4.4 / 2.0), None]
+    assert main(["status", str(tmp_path)]) == 0
+    sentence = "worker 0 has slowed down: 2.2 times its usual seconds of a step"
+    assert sentence in capsys.readouterr().out
+    followed = FollowedRun("k", tmp_path)
+    followed.look()
+    assert [one for one in followed.happenings if "slowed" in one[1]] == [(9, sentence)]
 
 
 def test_status_tells_who_is_alive_suspect_gone_joining_a_ghost_left_or_has_never_come(tmp_path, monkeypatch, capsys):

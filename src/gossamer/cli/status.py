@@ -59,6 +59,11 @@ def _print(found: "RunStatus") -> None:
         echo(f"asked now: worker {', '.join(map(str, found.answered))}")
     if found.refused:
         echo(f"refused: {', '.join(f'{who} ({count})' for who, count in found.refused.items())}")
+    for one in found.workers:
+        if one.slowed is not None:
+            echo(
+                f"worker {one.worker} has slowed down: {one.slowed:.1f} times its usual seconds of a step for three rounds"
+            )
     headings = ["worker", "standing", "rounds", "news", "loss", "missed", "unsure", "declined"]
     headings += ["round s", "compute", "transfer", "waiting", "other", "waits for"]
     rows = [

@@ -162,9 +162,10 @@ def test_a_simulation_that_gets_sigterm_saves_after_its_round_and_goes_on_to_the
 
 
 PTY = """
-import os, pty, select, sys, time
+import os, pty, select, signal, sys, time
 from pathlib import Path
 from gossamer.cli import main
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which is ignored where the tests were started by nohup
 pid, terminal = pty.fork()
 if pid == 0:
     code = main(sys.argv[2:])

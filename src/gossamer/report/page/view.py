@@ -52,7 +52,7 @@ def run_view(run: FollowedRun, now_s: float, priced: Mapping[str, NDArray[np.flo
         "method": file.method,
         "topology": file.topology,
         "kind": file.kind,
-        "simulated": _simulated(run),
+        "simulated": run.is_simulated,
         "workers": file.workers,
         "rounds": file.rounds,
         "done": run.done,
@@ -205,10 +205,6 @@ def _happenings(run: FollowedRun) -> list[tuple[int, str]]:
     return sorted(found, key=lambda one: one[0])
 
 
-def _simulated(run: FollowedRun) -> bool:
-    return "metrics.jsonl" in run.tails and not any(name.startswith("metrics-0") for name in run.tails)
-
-
 def standings(run: FollowedRun, now_s: float) -> list[str]:
     """What the files tell of each worker, in one word.
 
@@ -217,7 +213,7 @@ def standings(run: FollowedRun, now_s: float) -> list[str]:
     line.
     """
     assert run.file is not None
-    everyone, over, words = _simulated(run), _is_scored(run), list[str]()
+    everyone, over, words = run.is_simulated, _is_scored(run), list[str]()
     for worker in range(run.file.workers):
         rounds = run.rounds_of[worker]
         own = [tail for name, tail in run.tails.items() if everyone or name.partition("-")[2] == f"{worker:03}.jsonl"]

@@ -23,6 +23,7 @@ from gossamer.record.folder import is_of_its_branch, recoveries
 from gossamer.record.lineage import Branch, read_branches
 from gossamer.report.metrics import MEANS
 from gossamer.report.reading.lines import KINDS_OF_FILES, RunFile, kind_of, line_of_kind, run_file_of
+from gossamer.report.reading.paces import Paces
 from gossamer.report.reading.tail import Marks, Tail
 from gossamer.report.reading.thinning import Grid, KeptLines
 
@@ -74,6 +75,7 @@ class FollowedRun:
         """When each round ended on each network; None stands for measured seconds."""
         self.spent_s: dict[str | None, np.ndarray] = {}
         """Seconds of compute, waiting, transfer and other things, `[workers, 4]`."""
+        self._paces = Paces()
         self.waits_s: dict[str | None, dict[tuple[int, int], float]] = {}
         """Seconds that a worker waited for a peer."""
         self.rounds_of: list[int] = [0] * workers
@@ -114,6 +116,11 @@ class FollowedRun:
         """The share of the bytes that were read, from 0 to 1."""
         total = sum(tail.size for tail in self.tails.values())
         return 1.0 if not total else sum(min(tail.offset, tail.size) for tail in self.tails.values()) / total
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether one process has written the lines of all workers."""
+        return "metrics.jsonl" in self.tails and not any(name.startswith("metrics-0") for name in self.tails)
 
     @property
     def modified_s(self) -> float:
@@ -292,6 +299,11 @@ class FollowedRun:
         self.clock[network].put(line["round"], worker, line["end_s"])
         waiting_s = sum(line["waiting_for"].values())
         self.spent_s[network][worker] += (line["compute_s"], waiting_s, line["transfer_s"], line["other_s"])
+        step_s = None if self.file is None or self.is_simulated else self.file.step_s(line)
+        if step_s is not None and (times := self._paces.slowed(worker, step_s)) is not None:
+            self._happen(
+                line["round"], f"worker {worker} has slowed down: {times:.1f} times its usual seconds of a step"
+            )
         waits = self.waits_s[network]
         for peer, seconds in line["waiting_for"].items():
             waits[worker, peer] = waits.get((worker, peer), 0.0) + seconds

@@ -120,6 +120,14 @@ class RunFile(NamedTuple):
     text: str
     peers: Mapping[str, Peer]
     """The machines whose keys take part."""
+    adapts: bool = False
+    """Whether local steps follow measured seconds, so that `timetable` has only those of the start."""
+
+    def step_s(self, seconds: Mapping[str, Any]) -> float | None:
+        """Seconds of an inner step in a line of seconds; None where they were not measured, or the steps are not known."""
+        if seconds["network"] is not None or self.adapts or not seconds["compute_s"]:
+            return None
+        return seconds["compute_s"] / self.timetable.at(seconds["round"]).of(seconds["worker"])
 
     @property
     def rounds(self) -> int:
@@ -172,6 +180,7 @@ def run_file_of(path: Path) -> RunFile:
         networks,
         content.decode("utf-8-sig"),
         peers,
+        bool(loop.get("adapt")),
     )
 
 

@@ -20,7 +20,8 @@ from gossamer.record.logs.order import read_order
 from gossamer.record.logs.outcomes import Begun, Ended, Life, read_outcomes
 from gossamer.record.logs.seconds import RoundSeconds, read_seconds
 from gossamer.record.whole_files import worker_suffix
-from gossamer.report.reading.lines import run_file_of
+from gossamer.report.reading.lines import RunFile, run_file_of
+from gossamer.report.reading.paces import Paces
 from gossamer.transport.bucket.bucket import MOST_HEAD_BYTES, bucket_at, opened_item
 from gossamer.transport.bucket.protocol import Sightings, commit_in, commit_name
 from gossamer.transport.elastic.ask import View, look
@@ -59,6 +60,8 @@ class WorkerStatus(NamedTuple):
     """Messages of it that others have recorded not to have counted: not sound, or too far away for a rule that clips."""
     seconds: RoundSeconds | None
     """Where those of its last recorded round went."""
+    slowed: float | None
+    """How many times its own median seconds a step it has taken in each of its last three rounds, where that is twice or more."""
 
 
 class RunStatus(NamedTuple):
@@ -216,6 +219,7 @@ class _Records(NamedTuple):
     newest: dict[int, dict[str, Any]]
     """The last of them, by worker."""
     seconds: dict[int, RoundSeconds]
+    slowed: dict[int, float]
     addresses: dict[int, Address]
     over: bool
     """Whether the server of a run says that it has ended; its workers share the steps out, so their last rounds differ."""
@@ -271,7 +275,7 @@ def run_status(folder: Path, *, now_s: float | None = None) -> RunStatus:
         lives,
         trained,
         {line["worker"]: line for line in trained},
-        _last_seconds(folder),
+        *_paces(folder, None if simulated else run),
         addresses,
         kind == "server" and any(line["kind"] == "eval" and line["round"] + 1 >= rounds for line in metrics),
         frozenset(range(n)) if None in named else frozenset[int]().union(*(some for some in named if some)),
@@ -321,6 +325,7 @@ def _of_worker(slot: int, entry: SlotEntry | None, records: _Records, answers: _
         *_failed(lives),
         _declined(slot, records.trained),
         last,
+        records.slowed.get(slot),
     )
 
 
@@ -395,10 +400,15 @@ def _age_s(slot: int, folder: Path, views: Mapping[int, View], now_s: float) -> 
     return min(ages, default=None)
 
 
-def _last_seconds(folder: Path) -> dict[int, RoundSeconds]:
-    """Those of each worker's last recorded round: measured if there are any, else of the first network."""
-    found: dict[int, RoundSeconds] = {}
+def _paces(folder: Path, run: RunFile | None) -> tuple[dict[int, RoundSeconds], dict[int, float]]:
+    """The seconds of each worker's last recorded round, measured if there are any, else of the first network; and who has slowed
+    down in a real run.
+    """
+    last, paces = dict[int, RoundSeconds](), Paces()
     for one in read_seconds(folder):
-        if found.setdefault(one.worker, one).network == one.network:
-            found[one.worker] = one  # they come by network and round
-    return found
+        if last.setdefault(one.worker, one).network == one.network:
+            last[one.worker] = one  # they come by network and round
+        if run is not None and one.worker < run.workers and (step_s := run.step_s(one._asdict())) is not None:
+            paces.slowed(one.worker, step_s)
+    slowed = {worker: paces.now(worker) for worker in last}
+    return last, {worker: times for worker, times in slowed.items() if times is not None}
