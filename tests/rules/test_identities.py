@@ -182,7 +182,7 @@ ALIKE = [
     if rule.identical
     and rule.site == "parameters"
     and not rule.delay_rounds
-    and not rule.name.startswith(("robust", "trusted"))  # which hear no mean
+    and not rule.name.startswith(("robust", "trusted", "penalized"))  # which hear no plain mean
 ]
 
 

@@ -22,7 +22,7 @@ from gossamer.rules import make_rule
         (lambda: make_codec("ring"), r"'ring' is a topology \(topology\) and no codec; allowed: bf16, "),
         (
             lambda: make_rule([*SERVERS][-1]),
-            r"' is a server \(server\) and no rule; allowed: anchored_gasloc, .*; name one",
+            r"' is a server \(server\) and no rule; allowed: acco, anchored_gasloc, .*; name one",
         ),
         (lambda: make_rule("restarted"), r"a wrapper \(an option of rule\) and no rule"),
         (lambda: make_rule("nothing"), "unknown rule 'nothing'; "),

@@ -35,9 +35,13 @@ def command(
     from gossamer.run.config.document import load_run
 
     if source is not None and push is not None:
-        raise ConfigError("--source was given, with which no model is written, and --push; leave one of them out")
+        raise ConfigError(
+            f"--source {source} was given, with which no model is written, and --push {push}; leave one of them out"
+        )
     if public and push is None:
-        raise ConfigError("--public was given and --push was not, so nothing is uploaded; add --push USER/NAME")
+        raise ConfigError(
+            f"--public is {public} and --push was not given, so nothing is uploaded; add --push USER/NAME"
+        )
     document = load_run(folder)  # so that a folder that is none is refused without waiting for torch
     from gossamer.models.export import push_to_hub
     from gossamer.run.bookkeeping.evaluate import UNUSED, evaluate
@@ -52,7 +56,7 @@ def command(
     model = folder / "model" if source is None and not is_changed else None
     if push is not None and model is None:
         raise ConfigError(
-            "the code of the run has changed, so that no model was written to be pushed; restore the code"
+            f"the code of '{folder}' has changed, so that no model was written for --push {push}; restore the code"
         )
     address = push_to_hub(folder / "model", push, private=not public) if push is not None else None
     if json:

@@ -111,7 +111,7 @@ def push_to_hub(folder: Path, repository: str, *, private: bool) -> str:
         from huggingface_hub import HfApi
     except ImportError:
         raise ConfigError(
-            "a model is pushed by huggingface_hub, which is not installed; pip install huggingface_hub"
+            f"'{repository}' is pushed by huggingface_hub, which is not installed; pip install huggingface_hub"
         ) from None
     hub = HfApi()
     try:

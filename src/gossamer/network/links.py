@@ -1,7 +1,7 @@
 """The links between workers and the workers' speed: what a network file says, and nothing of what a run costs on it.
 
     uplink_bps = [1e9, 1e9, 1e8]   # bits per second a worker can send; one number for all, or one per worker
-    downlink_bps = 1e9             # bits per second a worker can receive; inf for a link that costs nothing
+    downlink_bps = "1 Gbit/s"      # bits per second a worker can receive; inf for a link that costs nothing
     latency_s = 0.001              # seconds to leave or reach a worker; a message takes the larger of its two ends
     loss = 0.0                     # share of the packets that are lost on a worker's link, which bounds what TCP reaches
     duplex = "full"                # "half": sending and receiving take turns on one link
@@ -40,8 +40,6 @@
     at_s = 3600.0
     factor = 0.1                   # a link has this times its own bandwidth, in both directions
     worker = 2                     # the link of a worker, or: site = "paris", the link that a site shares
-
-A number may have a unit: `uplink_bps = "25 Mbit/s"`, `latency_s = "20 ms"`.
 
 Streams that share a worker's link, a site's or a route get max-min fair parts of it (`gossamer.network.fluid`). Where packets are
 lost, no stream is faster than `tcp_bps`, which is a published formula, and was not measured here. Leave `loss` out where the

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
     from pydantic_core import CoreSchema
 
-_QUANTITY = re.compile(r"([+-]?(?:\d[\d_]*\.?\d*|\.\d+|inf)(?:[eE][+-]?\d+)?)\s*(\D.*)?")
+_QUANTITY = re.compile(r"([+-]?(?:\d[\d_]*\.?\d*|\.\d+|inf|nan)(?:[eE][+-]?\d+)?)\s*(\D.*)?")
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 

@@ -143,9 +143,9 @@ def test_a_model_is_pushed_to_the_hub_with_a_card_that_says_how_it_was_trained(
         (["--push", "a/b/c"], "'a/b/c' was not pushed to the Hugging Face Hub: .*; name it USER/NAME, and log in"),
         (
             ["--push", "me/small", "--source", "stdlib"],
-            "--source was given, with which no model is written, and --push",
+            "--source stdlib was given, with which no model is written, and --push me/small",
         ),
-        (["--public"], "--public was given and --push was not"),
+        (["--public"], "--public is True and --push was not given"),
     ],
 )
 def test_a_model_that_cannot_be_pushed_is_refused_in_a_sentence(

@@ -89,7 +89,9 @@ def train(config: ResolvedRun, folder: Path, *, resume: Resume = False) -> None:
     """
     run, keys = config.run, keys_for(config.peers, config.workers)
     if keys is not None and run.backend == "nccl":
-        raise ConfigError("the run has [peers] and run.backend is 'nccl', which cannot encrypt; set it to 'auto'")
+        raise ConfigError(
+            f"the run has [peers] and run.backend is '{run.backend}', which cannot encrypt; set it to 'auto'"
+        )
     member = join(
         config.workers,
         parts=config.processes,
