@@ -1,18 +1,17 @@
 """AccoAdamW: AdamW on gradients of two halves of a batch, of which the first makes an estimate that the second replaces."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from gossamer.optimizers.accum_adamw import pieces
-from gossamer.optimizers.contract import loss_of
+from gossamer.optimizers.accum_adamw import adamw_step, pieces
+from gossamer.optimizers.contract import PerParameter
 from gossamer.settings.options import Decay, NotNegative, checked
 
 
-class AccoAdamW(Optimizer):
+class AccoAdamW(PerParameter):
     """AdamW for gradients that come a step late, as of the rule `acco`: every second step takes back the one before.
 
     estimate, where g̃ came, the gradient at an estimate of θ_t:   θ̃ ← AdamW(θ_t, g̃), whose moments are forgotten
@@ -53,40 +52,23 @@ class AccoAdamW(Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Takes one step along the gradients; returns the loss if a closure computes it."""
-        loss = loss_of(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    _step(p, p.grad, self.state[p], group)
-        return loss
-
-
-def _step(theta: Tensor, gradient: Tensor, own: dict[str, Any], group: dict[str, Any]) -> None:
-    lr, (beta1, beta2) = group["lr"], group["betas"]
-    names = ("exp_avg", "exp_avg_sq", "start", "half")
-    if not own:
-        own.update(step=torch.zeros(()), **{name: torch.zeros_like(theta) for name in names})
-    came = int(own["step"])
-    own["step"] += 1
-    if came == 0:
-        return
-    k, commits = (came + 1) // 2, came % 2 == 0
-    # The same operations as in torch's Adam, so that equal halves give the same bits.
-    for p, g, m, v, start, half in pieces(theta, gradient, *(own[name] for name in names)):
-        if commits:
-            p.copy_(start)
-            g = (half + g) / 2
-        else:
-            start.copy_(p)
-            half.copy_(g)
-        now_m = torch.lerp(m, g, 1 - beta1)
-        now_v = v.mul(beta2).addcmul_(g, g, value=1 - beta2)
-        denominator = (now_v.sqrt() / (1 - beta2**k) ** 0.5).add_(group["eps"])
-        p.mul_(1 - lr * group["weight_decay"])
-        p.addcdiv_(now_m, denominator, value=-lr / (1 - beta1**k))
-        if commits:
-            m.copy_(now_m)
-            v.copy_(now_v)
+    def _update(self, theta: Tensor, gradient: Tensor, own: dict[str, Any], group: dict[str, Any]) -> None:
+        names = ("exp_avg", "exp_avg_sq", "start", "half")
+        if not own:
+            own.update(step=torch.zeros(()), **{name: torch.zeros_like(theta) for name in names})
+        came = int(own["step"])
+        own["step"] += 1
+        if came == 0:
+            return
+        k, commits = (came + 1) // 2, came % 2 == 0
+        for p, g, m, v, start, half in pieces(theta, gradient, *(own[name] for name in names)):
+            if commits:
+                p.copy_(start)
+                g = (half + g) / 2
+            else:
+                start.copy_(p)
+                half.copy_(g)
+            now_m, now_v = adamw_step(p, g, m, v, group, k)
+            if commits:
+                m.copy_(now_m)
+                v.copy_(now_v)

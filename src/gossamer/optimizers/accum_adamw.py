@@ -1,14 +1,13 @@
 """AccumAdamW: AdamW whose moments see the mean gradient of several steps."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from gossamer.optimizers.contract import loss_of
+from gossamer.optimizers.contract import PerParameter
 from gossamer.settings.options import Count, Decay, NotNegative, checked
 
 PIECE = 1 << 15  # of one thread; torch gives a thread no less
@@ -27,7 +26,21 @@ def pieces(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     return [tensors]
 
 
-class AccumAdamW(Optimizer):
+def adamw_step(p: Tensor, g: Tensor, m: Tensor, v: Tensor, group: dict[str, Any], k: int) -> tuple[Tensor, Tensor]:
+    """Moves a parameter by the k-th step of AdamW; returns the moments after it, and leaves those that were given as they are.
+
+    The operations are those of torch's Adam, which gives the bits of `torch.optim.AdamW(foreach=False)`.
+    """
+    lr, (beta1, beta2) = group["lr"], group["betas"]
+    now_m = torch.lerp(m, g, 1 - beta1)
+    now_v = v.mul(beta2).addcmul_(g, g, value=1 - beta2)
+    denominator = (now_v.sqrt() / (1 - beta2**k) ** 0.5).add_(group["eps"])
+    p.mul_(1 - lr * group["weight_decay"])
+    p.addcdiv_(now_m, denominator, value=-lr / (1 - beta1**k))
+    return now_m, now_v
+
+
+class AccumAdamW(PerParameter):
     """AdamW for workers that average often: it steps with every gradient g, and its moments keep means over s gradients only.
 
     In every step t, with k = ⌈t / s⌉ and moments m', v' for this step alone:
@@ -69,32 +82,16 @@ class AccumAdamW(Optimizer):
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "moments_every": moments_every}
         super().__init__(params, settings)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Takes one step along the gradients; returns the loss if a closure computes it."""
-        loss = loss_of(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    _step(p, p.grad, self.state[p], group)
-        return loss
-
-
-def _step(theta: Tensor, gradient: Tensor, own: dict[str, Any], group: dict[str, Any]) -> None:
-    lr, (beta1, beta2), s = group["lr"], group["betas"], group["moments_every"]
-    if not own:
-        own.update(step=0, **{name: torch.zeros_like(theta) for name in ("exp_avg", "exp_avg_sq", "accumulated")})
-    own["step"] += 1
-    k = math.ceil(own["step"] / s)
-    # The same operations as in torch's Adam, so that s = 1 gives the same bits.
-    for p, g, m, v, b in pieces(theta, gradient, own["exp_avg"], own["exp_avg_sq"], own["accumulated"]):
-        now_m = torch.lerp(m, g, 1 - beta1)
-        now_v = v.mul(beta2).addcmul_(g, g, value=1 - beta2)
-        denominator = (now_v.sqrt() / (1 - beta2**k) ** 0.5).add_(group["eps"])
-        p.mul_(1 - lr * group["weight_decay"])
-        p.addcdiv_(now_m, denominator, value=-lr / (1 - beta1**k))
-        b.add_(g / s)
-        if own["step"] % s == 0:
-            m.lerp_(b, 1 - beta1)
-            v.mul_(beta2).addcmul_(b, b, value=1 - beta2)
-            b.zero_()
+    def _update(self, theta: Tensor, gradient: Tensor, own: dict[str, Any], group: dict[str, Any]) -> None:
+        (beta1, beta2), s = group["betas"], group["moments_every"]
+        if not own:
+            own.update(step=0, **{name: torch.zeros_like(theta) for name in ("exp_avg", "exp_avg_sq", "accumulated")})
+        own["step"] += 1
+        k = math.ceil(own["step"] / s)
+        for p, g, m, v, b in pieces(theta, gradient, own["exp_avg"], own["exp_avg_sq"], own["accumulated"]):
+            adamw_step(p, g, m, v, group, k)
+            b.add_(g / s)
+            if own["step"] % s == 0:
+                m.lerp_(b, 1 - beta1)
+                v.mul_(beta2).addcmul_(b, b, value=1 - beta2)
+                b.zero_()

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 
@@ -30,6 +31,24 @@ class InnerOptimizer(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores a state. Raises ValueError when it does not fit."""
         ...
+
+
+class PerParameter(Optimizer):
+    """An optimizer that updates each parameter on its own; one without a gradient is skipped, and its step count stays."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Takes one step along the gradients; returns the loss if a closure computes it."""
+        loss = loss_of(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, p.grad, self.state[p], group)
+        return loss
+
+    def _update(self, theta: Tensor, gradient: Tensor, own: dict[str, Any], group: dict[str, Any]) -> None:
+        """Updates a parameter and its state."""
+        raise NotImplementedError
 
 
 class Joined:

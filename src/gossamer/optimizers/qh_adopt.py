@@ -1,18 +1,17 @@
 """QHAdopt: ADOPT whose step is partly a slow momentum, which local steps do not forget, and partly the gradient."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from gossamer.optimizers.accum_adamw import pieces
-from gossamer.optimizers.contract import loss_of
+from gossamer.optimizers.contract import PerParameter
 from gossamer.settings.options import Decay, NotNegative, Portion, Positive, checked
 
 
-class QHAdopt(Optimizer):
+class QHAdopt(PerParameter):
     """ADOPT with quasi-hyperbolic momentum, for workers that average parameters and moments every K steps (MT-DAO).
 
     v ← g² in the first step, which moves nothing; in step t = 1, 2, ... after it:
@@ -56,29 +55,18 @@ class QHAdopt(Optimizer):
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "slow_weight": slow_weight}
         super().__init__(params, settings)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Takes one step along the gradients; returns the loss if a closure computes it."""
-        loss = loss_of(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    _step(p, p.grad, self.state[p], group)
-        return loss
-
-
-def _step(theta: Tensor, gradient: Tensor, own: dict[str, Any], group: dict[str, Any]) -> None:
-    lr, (beta1, beta2), share = group["lr"], group["betas"], group["slow_weight"]
-    if not own:
-        own.update(step=torch.zeros(()), **{name: torch.zeros_like(theta) for name in ("exp_avg", "exp_avg_sq")})
-    t = int(own["step"])
-    own["step"] += 1
-    if t == 0:
-        own["exp_avg_sq"].copy_(gradient.square())
-        return
-    for p, g, u, v in pieces(theta, gradient, own["exp_avg"], own["exp_avg_sq"]):
-        scaled = (g / v.sqrt().clamp(min=group["eps"])).clamp(-(t**0.25), t**0.25)
-        u.mul_(beta1).add_(scaled, alpha=1 - beta1)
-        p.mul_(1 - lr * group["weight_decay"])
-        p.add_((1 - share) * scaled + share * u, alpha=-lr)
-        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    def _update(self, theta: Tensor, gradient: Tensor, own: dict[str, Any], group: dict[str, Any]) -> None:
+        lr, (beta1, beta2), share = group["lr"], group["betas"], group["slow_weight"]
+        if not own:
+            own.update(step=torch.zeros(()), **{name: torch.zeros_like(theta) for name in ("exp_avg", "exp_avg_sq")})
+        t = int(own["step"])
+        own["step"] += 1
+        if t == 0:
+            own["exp_avg_sq"].copy_(gradient.square())
+            return
+        for p, g, u, v in pieces(theta, gradient, own["exp_avg"], own["exp_avg_sq"]):
+            scaled = (g / v.sqrt().clamp(min=group["eps"])).clamp(-(t**0.25), t**0.25)
+            u.mul_(beta1).add_(scaled, alpha=1 - beta1)
+            p.mul_(1 - lr * group["weight_decay"])
+            p.add_((1 - share) * scaled + share * u, alpha=-lr)
+            v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
