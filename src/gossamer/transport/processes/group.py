@@ -44,7 +44,7 @@ from gossamer.transport.contract import Delivery, Reduce, Sound, Ticket, Wait
 from gossamer.transport.processes.backend import backend_of, block, follow, hold, poll, whole_of
 from gossamer.transport.processes.member import Member
 from gossamer.transport.processes.store import THREADS
-from gossamer.transport.processes.waiting import PeerWait
+from gossamer.transport.processes.waiting import ExchangeTimes, PeerWait
 
 GRACE_S = 0.25
 """How long after a lost connection a transfer that had completed may still be reported as complete."""
@@ -174,8 +174,7 @@ class GroupTransport:
         self._patience = PeerWait(member, timeout_s)
         self._memory = Reused(sys.maxsize)
         self._exchanges: dict[Ticket, _Exchange] = {}
-        self._deliveries: deque[Delivery] = deque(maxlen=1 << 14)  # nobody may ask for them, nor for waits
-        self._waits: deque[Wait] = deque(maxlen=1 << 14)
+        self._measured = ExchangeTimes()
         self._lifelines: set[int] = set()
         self._news = threading.Condition()
 
@@ -227,7 +226,7 @@ class GroupTransport:
         self._launch(exchange)
         self._patience.wait(ticket.round, lambda seconds: self._missing(exchange, seconds))
         self.ready(ticket)
-        self._waits.append(Wait(ticket, start_s, time.perf_counter()))
+        self._measured.waited.append(Wait(ticket, start_s, time.perf_counter()))
 
     def collect(self, ticket: Ticket) -> dict[int, list[Tensor]]:
         """The frames that came under a ticket that is ready, by peer; forgets the ticket."""
@@ -241,14 +240,11 @@ class GroupTransport:
 
     def deliveries(self) -> list[Delivery]:
         """The messages received since the last call; none on NCCL, where header and payload come together."""
-        # Threads append meanwhile, which needs no lock: what comes later is told at the next call.
-        return [self._deliveries.popleft() for _ in range(len(self._deliveries))]
+        return self._measured.deliveries()
 
     def waits(self) -> list[Wait]:
         """The times that `wait` blocked its caller since the last call."""
-        waited = list(self._waits)
-        self._waits.clear()
-        return waited
+        return self._measured.waits()
 
     def close(self) -> None:
         """Forgets all tickets; transfers in flight end with the process group (`hang_up`), which others may still use."""
@@ -354,7 +350,7 @@ class GroupTransport:
             if before < len(works):
                 seconds = time.perf_counter() - began_s
                 for header in headers:
-                    self._deliveries.append(
+                    self._measured.came.append(
                         Delivery(header.ticket, header.sender, header.payload_bytes, seconds, began_s)
                     )
             for landing, header in zip(landings, headers, strict=True):
@@ -387,8 +383,7 @@ class GroupTransport:
         with self._news:
             if self._news.wait_for(lambda: not exchange.pending or exchange.failure is not None, seconds):
                 return []
-            receives = sorted(peer for way, peer in exchange.pending if way == "from")
-            return [*map(self._member.rank_of, receives or sorted(peer for _, peer in exchange.pending))]
+            return self._patience.ranks_of(exchange.pending)
 
     def _broken(self, ticket: Ticket, peer: int, error: Exception) -> TransportError:
         """What to raise after a transfer with `peer` failed."""

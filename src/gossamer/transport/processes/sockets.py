@@ -15,7 +15,6 @@ import secrets
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -29,7 +28,7 @@ from gossamer.transport.elastic.ask import View, show
 from gossamer.transport.elastic.members import MemberStatus, SlotEntry, is_process
 from gossamer.transport.processes.group import GRACE_S, Way
 from gossamer.transport.processes.member import Member
-from gossamer.transport.processes.waiting import PeerWait
+from gossamer.transport.processes.waiting import ExchangeTimes, PeerWait
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.connection import CLOSED, Endpoint, Owner, PeerConnection
 from gossamer.transport.sockets.handshake import dial
@@ -88,8 +87,7 @@ class SocketTransport:
         self._member, self._endpoint, self._addresses = member, endpoint, [str(one) for one in addresses]
         self._patience = PeerWait(member, endpoint.timeout_s)
         self._exchanges: dict[Ticket, _Exchange] = {}
-        self._deliveries: deque[Delivery] = deque(maxlen=1 << 14)  # nobody may ask for them, nor for waits
-        self._waits: deque[Wait] = deque(maxlen=1 << 14)
+        self._measured = ExchangeTimes()
         self._news = threading.Condition()
         """Held by whoever looks at the exchanges or changes them; notified whenever a message has come or left."""
         self._closed = False
@@ -168,7 +166,7 @@ class SocketTransport:
             exchange = self._exchanges.setdefault(ticket, _Exchange())
         self._patience.wait(ticket.round, lambda seconds: self._missing(exchange, seconds))
         self.ready(ticket)
-        self._waits.append(Wait(ticket, start_s, time.perf_counter()))
+        self._measured.waited.append(Wait(ticket, start_s, time.perf_counter()))
 
     def collect(self, ticket: Ticket) -> dict[int, list[Tensor]]:
         """The frames that came under a ticket that is ready, by peer; forgets the ticket."""
@@ -195,14 +193,11 @@ class SocketTransport:
 
     def deliveries(self) -> list[Delivery]:
         """The messages received since the last call."""
-        # Threads append meanwhile, which needs no lock: what comes later is returned by the next call.
-        return [self._deliveries.popleft() for _ in range(len(self._deliveries))]
+        return self._measured.deliveries()
 
     def waits(self) -> list[Wait]:
         """The times that `wait` blocked its caller since the last call."""
-        waited = list(self._waits)
-        self._waits.clear()
-        return waited
+        return self._measured.waits()
 
     def close(self, *, at_once: bool = False) -> None:
         """Ends all connections, once the others have read what is queued, or `at_once`. A second call does nothing."""
@@ -296,7 +291,7 @@ class SocketTransport:
 
     def _heard(self, connection: PeerConnection, letter: Letter) -> None:
         peer, began_s, now_s = connection.peer, self._began_s[connection.peer], time.perf_counter()
-        self._deliveries.append(Delivery(letter.ticket, peer, letter.body.numel(), now_s - began_s, began_s))
+        self._measured.came.append(Delivery(letter.ticket, peer, letter.body.numel(), now_s - began_s, began_s))
         with self._news:
             self._rounds[peer] = max(self._rounds[peer], letter.round)
             exchange = self._exchanges[letter.ticket]
@@ -333,8 +328,7 @@ class SocketTransport:
         with self._news:
             if self._news.wait_for(lambda: not exchange.pending or self._failed(exchange) is not None, seconds):
                 return []
-            receives = sorted(peer for way, peer in exchange.pending if way == "from")
-            return [*map(self._member.rank_of, receives or sorted(peer for _, peer in exchange.pending))]
+            return self._patience.ranks_of(exchange.pending)
 
     def _cause(self, peer: int) -> Literal["closed", "foreign", "changed"]:
         """What was wrong with a peer whose connection is gone."""

@@ -1,12 +1,35 @@
 """How long a process waits for others of its run, and whom it names when they do not answer."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from gossamer.errors import PeerError
+from gossamer.transport.contract import Delivery, Wait
 from gossamer.transport.processes.board import Board, Failure, Note, blame, sentence
 from gossamer.transport.processes.member import Member
+
+_MOST = 1 << 14
+
+
+class ExchangeTimes:
+    """Messages that came to a transport and its waits, until they are asked for; of too many the oldest are dropped."""
+
+    def __init__(self) -> None:
+        self.came: deque[Delivery] = deque(maxlen=_MOST)
+        self.waited: deque[Wait] = deque(maxlen=_MOST)
+
+    def deliveries(self) -> list[Delivery]:
+        """The messages that came since the last call."""
+        # Threads append meanwhile, which needs no lock: what comes later is returned by the next call.
+        return [self.came.popleft() for _ in range(len(self.came))]
+
+    def waits(self) -> list[Wait]:
+        """The waits since the last call."""
+        waited = list(self.waited)
+        self.waited.clear()
+        return waited
 
 
 class PeerWait:
@@ -41,6 +64,12 @@ class PeerWait:
                 before = self.board.look(ranks)
         if noted:
             self.board.waits_for(())
+
+    def ranks_of(self, pending: Iterable[tuple[str, int]]) -> list[int]:
+        """The ranks of the workers from which ("from") messages are pending; where all have come, of those that take ours."""
+        peers = [*pending]
+        receives = sorted(peer for way, peer in peers if way == "from")
+        return [*map(self._member.rank_of, receives or sorted(peer for _, peer in peers))]
 
     def failed(self, round: int, rank: int, cause: Literal["closed", "silent", "foreign", "changed"]) -> PeerError:
         """What to raise when a process of this rank has failed; the first failure of the run counts."""
