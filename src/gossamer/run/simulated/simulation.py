@@ -174,6 +174,11 @@ class Simulation(RecordedRun):
         return self._engine.finished
 
     @property
+    def resolved(self) -> ResolvedRun:
+        """The run with all its parts."""
+        return self._engine.config
+
+    @property
     def text(self) -> str:
         """The fingerprint of the text it trains on; empty where that is no files."""
         return text_fingerprint(self._engine.task.data)
