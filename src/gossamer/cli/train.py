@@ -8,7 +8,6 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -176,10 +175,10 @@ def command(
         first = "mend what is said above, then " if code == 2 else ""
         again = f"; {first}resume it with --resume {folder}" if is_resumable(folder) else ""
         log.warning("the run ended before its last round, with code %d%s", code, again)
-    elif code == 0 and local is not None:
-        echo(
-            f"run: {folder}, {run.rounds} rounds of {run.workers} workers; gossamer evaluate {quote(str(folder))} scores it"
-        )
+    elif code == 0 and (local is not None or (run.kind == "rounds" and not _goes_on(run) and _shows())):
+        from gossamer.run.bookkeeping.which_round import how_to_score
+
+        echo(f"run: {folder}, {run.rounds} rounds of {run.workers} workers; {how_to_score(run, folder)}")
     return code
 
 
