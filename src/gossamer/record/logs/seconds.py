@@ -7,7 +7,9 @@
 The seconds of a worker's rounds follow each other without a gap: a round lasts `compute_s + transfer_s + waiting_s + other_s`
 and ends `end_s` after the first of all rounds began. Only what holds up training is transfer or waiting; messages in flight
 while a worker trains cost no seconds here. A worker waits for a peer until that peer begins to send the last message that it
-needs; the rest is transfer. `network` names the declared network whose seconds these are; null stands for measured seconds.
+needs; the rest is transfer. On a declared network, what the slower link of that peer takes longer than the worker's own would
+have is waiting for it too; a real worker cannot tell. `network` names the declared network whose seconds these are; null stands
+for measured seconds.
 
 A real worker measures its seconds and writes a line when a round ends. A simulation in rounds prices its trace on each network
 of the run file when it ends; without a network it has compute seconds alone. A simulation over virtual time knows all seconds.
