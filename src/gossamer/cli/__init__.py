@@ -102,11 +102,11 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 """The parser of all verbs. It raises its errors; `main` is what prints them."""
-for _place, (_title, _lines) in enumerate(_GROUPS.items()):
-    _group = Group(_title, sort_key=_place)
+_titles = [Group(title, sort_key=place) for place, title in enumerate(_GROUPS)]
+for _group, _lines in zip(_titles, _GROUPS.values(), strict=True):
     for _order, (_verb, _help) in enumerate(_lines.items()):
         app.command(f"gossamer.cli.{_verb}:command", name=_verb, help=_help, sort_key=_order, group=_group)
-app["--help"].group = app["--version"].group = _group  # the last
+app["--help"].group = app["--version"].group = _titles[-1]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
