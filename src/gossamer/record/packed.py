@@ -39,15 +39,6 @@ def frozen(state: Any) -> Callable[[], bytes]:
     return lambda: _joined(tree, copies)
 
 
-def cold(raw: bytes) -> bytes:
-    """The bytes of the same state without that of the inner optimizer. Raises: as `unpacked`. Cost: two copies.
-
-    >>> unpacked(cold(packed({"x": 1.5, "inner": {"lr": 0.1}})))
-    {'x': 1.5, 'inner': None}
-    """
-    return packed({**unpacked(raw), "inner": None})
-
-
 def _described(state: Any) -> tuple[bytes, dict[str, Tensor]]:
     """The JSON of a state, and the tensors that it refers to."""
     tensors: dict[str, Tensor] = {}

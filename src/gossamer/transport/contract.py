@@ -8,7 +8,7 @@ from gossamer.errors import TransportError
 if TYPE_CHECKING:  # who only looks at a run needs no torch, and its import takes seconds
     from torch import Tensor
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 """Of everything that processes of a run send each other; processes of two versions refuse each other."""
 
 

@@ -176,7 +176,7 @@ def store_status(url: str, *, now_s: float | None = None) -> StoreStatus:
 def standing_of(seen: Sighting) -> str:
     """What is known of a slot, in one word.
 
-    alive: it trains. joining: it has a slot and fetches its state. ghost: it warms its inner optimizer, unheard of by others.
+    alive: it trains. joining: it has a slot and fetches its state.
     suspect: others have lost the connection with it, or it has been silent. gone: it has not said goodbye, and its process on
     this machine has ended, or nobody listens at its address any more. left: it was asked to leave, and has saved its state.
     finished: it has trained all rounds. empty: nobody has filled the slot. unknown: its files do not tell.

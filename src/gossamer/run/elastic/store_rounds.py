@@ -66,7 +66,6 @@ def must_fit_a_store(config: ResolvedRun) -> None:
         "run.elastic is false": not config.run.elastic,
         "it has [peers], and what lies in a store is neither encrypted nor signed with their keys": bool(config.peers),
         "data.constant_batch is true": config.data.constant_batch,
-        "run.ghost_rounds is set": config.run.ghost_rounds > 0,
         "its workers are cut into stages or shards": max(config.processes) > 1,
     }
     if m is not None:

@@ -21,7 +21,7 @@ from gossamer.errors import DataError, GossamerError
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.locks import holding
-from gossamer.record.packed import cold, frozen, unpacked
+from gossamer.record.packed import frozen, unpacked
 from gossamer.record.progress import say
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
@@ -89,8 +89,6 @@ def changes(
             yield f"worker {slot} is replaced: another process has taken its slot"
         if now.status == MemberStatus.JOINING:
             yield f"worker {slot} joins, and fetches its state"
-        elif now.status == MemberStatus.GHOST:
-            yield f"worker {slot} warms its inner optimizer as a ghost, of whom nobody hears yet"
         elif now.status == MemberStatus.SUSPECT:
             yield f"worker {slot} is suspected: {why(slot)}"
         elif now.status == MemberStatus.LEFT:
@@ -146,7 +144,7 @@ class Participant(ABC, Generic[Connections]):
         """Local phases that this process has begun, and those that it began with nobody else there."""
         self._probe = Probe(config, task, self.device)
         self._known = dict(seat.members.entries)
-        self.kept, self._ready = Handover(0, bytes, cold), threading.Event()
+        self.kept, self._ready = Handover(0, bytes), threading.Event()
         self.saving = threading.Lock()
         """Held by whoever saves: this thread, or the one that saves what is kept."""
         self.saved_after = -1
@@ -272,7 +270,6 @@ class Participant(ABC, Generic[Connections]):
         *,
         first: int,
         behind: int,
-        inner: bool = True,
         before: int | None = None,
     ) -> tuple[Offer, T]:
         """What is made of another worker's state, see `fetch_state`. Raises: PeerError."""
@@ -282,7 +279,6 @@ class Participant(ABC, Generic[Connections]):
             first=first,
             behind=behind,
             accept=accept,
-            inner=inner,
             before=before,
             stop=self.asked.is_set,
         )
@@ -290,14 +286,13 @@ class Participant(ABC, Generic[Connections]):
     def keep(self, after: int, state: Mapping[str, Any]) -> None:
         """Keeps a state for newcomers, with so many rounds behind it. Cost: a copy; it is packed when somebody asks."""
         # One assignment: a thread that hands the last copy on goes on with that one.
-        self.kept = Handover(after, frozen(state), cold)
+        self.kept = Handover(after, frozen(state))
         self._ready.set()
 
     def host(self, channel: Channel) -> None:
         """Gives a newcomer a slot and the kept state. The thread that serves newcomers calls it, from `connect` on."""
-        # Before `begin` has kept a state there is none to give, and a ghost's own counts for nobody: who asks may ask another.
-        is_ghost = self.seat.members.own.status == MemberStatus.GHOST
-        if not is_ghost and self._ready.wait(self.seat.endpoint.timeout_s):
+        # Before `begin` has kept a state there is none to give: who asks may ask another.
+        if self._ready.wait(self.seat.endpoint.timeout_s):
             self.transport.serve(channel, lambda _: self.kept)
 
     def open_folder(

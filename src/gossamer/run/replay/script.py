@@ -80,7 +80,7 @@ class Script(NamedTuple):
             for life in lives
             if life.begun.round >= first and not self.is_first(slot, life.begun)
         ]
-        return {(one.donor, one.after) for some in begun for one in (some, *some.followed)}
+        return {(one.donor, one.after) for one in begun}
 
     def life_at(self, slot: int, round: int) -> int:
         """Which of the lives in a slot had begun before a round."""

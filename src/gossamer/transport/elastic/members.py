@@ -46,12 +46,10 @@ class MemberStatus(IntEnum):
 
     JOINING = 0
     """It has been given the slot and fetches its state."""
-    GHOST = 1
-    """It trains to warm its inner optimizer, and nobody exchanges with it yet."""
-    ALIVE = 2
-    SUSPECT = 3
+    ALIVE = 1
+    SUSPECT = 2
     """Its connection was lost, or it has been silent. If it lives, it says so under its next incarnation."""
-    LEFT = 4
+    LEFT = 3
     """It has ended on purpose."""
 
 
@@ -262,7 +260,7 @@ class Members:
         entry = self.entries.get(slot)
         if self._speaks_for is not None and slot in self._unproven:
             return True  # else whoever says that it is filled would keep its owner out
-        return entry is None or entry.status not in (MemberStatus.ALIVE, MemberStatus.GHOST)
+        return entry is None or entry.status != MemberStatus.ALIVE
 
     def _is_promised(self, slot: int) -> bool:
         """Whether somebody has been given the slot, who may still come."""
