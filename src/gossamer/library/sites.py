@@ -35,7 +35,7 @@ from gossamer.library.siblings import Siblings
 from gossamer.record.jsonl import json_from_peer
 from gossamer.record.packed import frozen, unpacked
 from gossamer.rounds.loop import Membership, OuterLoop
-from gossamer.transport.contract import Sound, Ticket, Wait
+from gossamer.transport.contract import Delivery, Sound, Ticket, Wait
 from gossamer.transport.elastic.closing import LeftOutError
 from gossamer.transport.elastic.members import (
     Members,
@@ -132,6 +132,10 @@ class LaneTransport:
     def waits(self) -> list[Wait]:
         """As of `ElasticTransport`."""
         return self._inner.waits()
+
+    def deliveries(self) -> list[Delivery]:
+        """As of `ElasticTransport`."""
+        return self._inner.deliveries()
 
     def close(self) -> None:
         """Says goodbye, and ends all connections. A second call does nothing."""

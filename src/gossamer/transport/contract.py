@@ -108,3 +108,7 @@ class WaitingTransport(Transport, Protocol):
     def waits(self) -> list[Wait]:
         """The times that `wait` blocked its caller since the last call."""
         ...
+
+    def deliveries(self) -> list[Delivery]:
+        """The messages that came since the last call."""
+        ...

@@ -21,13 +21,14 @@ from gossamer.errors import DataError, GossamerError
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.locks import holding
+from gossamer.record.logs.seconds import recorded_s
 from gossamer.record.packed import frozen, unpacked
 from gossamer.record.progress import say
+from gossamer.rounds.stopwatch import Stopwatch
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
 from gossamer.run.bookkeeping.journal import Journal, saved_when_unreadable
 from gossamer.run.bookkeeping.resume import Resume
-from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import prepare, use_recorded_threads
 from gossamer.run.participant.seat import Brought, Seat, addresses_in, join_run, started
