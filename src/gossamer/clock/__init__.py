@@ -1,13 +1,14 @@
 """Asynchronous training over virtual time: every local phase and message is an event; workers differ in speed and link.
 
-Three loops share one agenda and `gossamer.clock.phases.Phases`, and differ in whom a worker waits for:
+Three loops share one event queue and `gossamer.clock.phases.Phases`, and differ in whom a worker waits for:
 
 * `ServerRun`: workers push to a server, or to that of their region, and fetch from it, with any of
   `gossamer.asynchronous.SERVERS`.
 * `PairRun`: pairs of workers meet at random times, with any of `gossamer.asynchronous.PAIRS`.
 * `GossipRun`: workers gossip by a rule of `gossamer.rules` with the latest messages of their peers, without waiting.
 
-What one worker does is apart from that: real processes and replays run the same `ServerWorker`, `PairWorker` and `GossipWorker`.
+The code of one worker is separate: real processes and replays run the same `ServerWorker`, `PairWorker` and
+`GossipWorker`.
 
 A run is a pure function of the options and the seed: events at the same time are ordered by kind, then by worker. Messages on
 a link do not share its bandwidth. Virtual time affects the result, because it decides which messages are late, so a run

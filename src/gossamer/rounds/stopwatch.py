@@ -1,4 +1,4 @@
-"""Where the seconds of a worker's rounds went, as a real worker measures them."""
+"""The breakdown of a worker's seconds, as a real worker measures it."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ class Tally:
     def __init__(self, worker: int, network: str | None = None, before_s: float = 0.0) -> None:
         self.worker, self.network = worker, network
         self.end_s = before_s
-        """Up to when all seconds are in a round or counted here."""
+        """The time up to which all seconds are in a round or counted here."""
         self._clear()
 
     def _clear(self) -> None:
@@ -26,7 +26,7 @@ class Tally:
             self.waiting_for[peer] = self.waiting_for.get(peer, 0.0) + seconds
 
     def round(self, round: int) -> RoundSeconds:
-        """Ends a round with what was counted."""
+        """Ends a round with the seconds counted."""
         counted = RoundSeconds(
             round,
             self.worker,
@@ -42,7 +42,7 @@ class Tally:
 
 
 def held_up(waits: Sequence[Wait], deliveries: Sequence[Delivery]) -> Iterator[tuple[int | None, float, float]]:
-    """For each wait the peer whose message began to come last, the seconds until it did, and those after it.
+    """For each wait the peer whose message began to arrive last, the seconds until then, and those after it.
 
     >>> ticket = Ticket(0)
     >>> [*held_up([Wait(ticket, 1.0, 4.0)], [Delivery(ticket, 2, 8, 0.5, 3.5), Delivery(ticket, 1, 8, 0.5, 0.2)])]
@@ -72,7 +72,7 @@ class Stopwatch:
         self.start()
 
     def start(self, since_s: float | None = None) -> None:
-        """Begins to measure now, or as of a time of `time.perf_counter`: what came before belongs to no round."""
+        """Starts measuring now, or as of a time of `time.perf_counter`: earlier time belongs to no round."""
         self._start_s = (time.perf_counter() if since_s is None else since_s) - self._tally.end_s
 
     def blocking(self, act: Callable[[], None]) -> None:
@@ -88,7 +88,7 @@ class Stopwatch:
         self._tally.wait(SERVER, waiting_s)
 
     def waited(self, waits: Sequence[Wait], deliveries: Sequence[Delivery]) -> None:
-        """Counts what held up this worker in a round."""
+        """Counts the delays of this worker in a round."""
         for peer, waiting_s, transfer_s in held_up(waits, deliveries):
             self._tally.transfer_s += transfer_s
             if peer is not None:

@@ -20,10 +20,10 @@ Spans = Sequence[tuple[int, int]]
 
 
 class _Lengths(NamedTuple):
-    """What was seen of the norms of each worker's messages, in fp64."""
+    """Statistics of the norms of each worker's messages, in fp64."""
 
     rounds: Tensor
-    """In which the worker sent one `[n]`."""
+    """Rounds in which the worker sent a message `[n]`."""
     mean: Tensor
     """m of each worker and layer `[n, K]`."""
     variance: Tensor
@@ -33,14 +33,14 @@ class _Lengths(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The state of the wrapped rule, what was seen of norms, and what the record of the run tells of them."""
+    """The state of the wrapped rule, the statistics of norms, and the counts for the record of the run."""
 
     inner: Tree
     lengths: _Lengths
     counted: Tensor
-    """How many messages of each worker were shortened, which is none, and in how many layers were left out `[2, n]`."""
+    """Messages of each worker that were shortened (always 0), and layers in which they were left out `[2, n]`."""
     norms: Tensor
-    """Of the last mean, before and after it was shortened `[2]`."""
+    """Norms of the last mean before and after clipping `[2]`."""
 
 
 @wrapper
@@ -167,7 +167,7 @@ def _shorten(d: Tensor, layers: Sequence[Spans], cap: float, ctx: Context) -> tu
 def _judged(
     seen: _Lengths, workers: list[int], norms: Tensor, threshold: float, window: int, decay: float
 ) -> tuple[Tensor, _Lengths]:
-    """Which messages are left out in which layers `[workers, K]`, and what was seen of norms after them."""
+    """Which messages are left out in which layers `[workers, K]`, and the updated statistics of norms."""
     rounds, mean, variance, scores = (one[workers] for one in seen)
     rounds = rounds[:, None]
     far = _score(norms, mean, variance) > threshold * scores.std(-1).clamp(min=1.0)

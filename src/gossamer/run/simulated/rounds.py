@@ -54,7 +54,7 @@ log = logging.getLogger("gossamer")
 
 
 class Rounds:
-    """A simulation in rounds. It trains while it is `opened`, and holds neither files nor threads otherwise.
+    """A simulation in rounds. It trains while `opened`, and holds neither files nor threads otherwise.
 
     Args:
         recorded: see `gossamer.run.simulated.simulate.engine_of`.
@@ -123,7 +123,7 @@ class Rounds:
         try:
             for worker in workers:
                 worker.replica.read_ahead(round)
-        except DataError as error:  # before anything of the round has changed
+        except DataError as error:  # before any change in the round
             if self.finished == 0:
                 raise
             self.save()
@@ -140,7 +140,7 @@ class Rounds:
         self.finished = finished
 
     def _take_threads(self) -> None:
-        """Gives each worker the intra-op threads that it has in the next round; the mean is scored with those of worker 0."""
+        """Sets each worker's intra-op threads for the next round; the mean is scored with those of worker 0."""
         for worker in self.workers:
             worker.replica.threads = self._threads.at(worker.index, self.finished)
         for probe in self._all_probes:
@@ -183,13 +183,12 @@ def crew(
     together: Together | None = None,
     membership: Callable[[int], Membership] = lambda worker: EVERYONE,
 ) -> list[Worker]:
-    """All workers of a run, at its start, with the rows of one matrix as their parameters, where all have the same.
+    """All workers of a run at its start, with rows of one matrix as their parameters if all have the same ones.
 
     Args:
         like: a vector of parameters of the task's model.
-        transport: makes that of the worker with this number.
-        together: takes their means once for all; None where messages shall pass through the transports.
-        membership: who takes part in which round, in the view of the worker with this number.
+        transport: makes the transport of a worker. together: computes means once for all; None to pass messages through
+            the transports. membership: makes the membership view of a worker.
     Raises: ConfigError unless they start alike.
     """
     if task.holding is not None:
@@ -209,7 +208,7 @@ def _tokens(workers: Sequence[Worker]) -> int:
 
 
 def _started(workers: Sequence[Worker], store: Store, past: History | None) -> tuple[Start, Lineage]:
-    """Where all workers begin, with their state of it, and whose checkpoints count. Raises: as `begin_or_resume`."""
+    """The start of all workers, with restored state, and the lineage of checkpoints. Raises: as `begin_or_resume`."""
     owners, task = store.config.owners, workers[0].replica.task
     start = begin_or_resume(store, task, past, alone(store, past, owners))
 
@@ -263,13 +262,13 @@ def train_together(workers: Sequence[Worker], round: int, each: Each, train: Tra
 
 
 def _finish(key: tuple[int, int], workers: Sequence[Worker], each: Each) -> None:
-    """Finishes the exchange of this round and fragment of all workers that have it under way."""
+    """Finishes the exchange of this round and fragment of all workers that have it in flight."""
     flying = [worker.loop.in_flight for worker in workers]
     finish_all([one.pop(key) for one in flying if key in one], each)
 
 
 def _record_seconds(record: RunFolder, steps: Mapping[str, InnerSteps], parts: int) -> dict[str, float]:
-    """Prices the run on each of these networks and records where the seconds went; returns how long it takes on each."""
+    """Prices the run on each of these networks and records the breakdown; returns the total seconds on each."""
     if not steps:
         record.write_seconds(priced(read_trace(record.path, messages=False), None, None, parts))
         return {}
@@ -284,7 +283,7 @@ def _record_seconds(record: RunFolder, steps: Mapping[str, InnerSteps], parts: i
 
 
 def _adapt(network: Network, workers: Sequence[Worker], round: int, reports: Sequence[RoundReport]) -> None:
-    """Local steps for the next round, as seconds measured on this network would have them."""
+    """Adapts local steps for the next round to this network's seconds."""
     n, notes = len(workers), dict[int, PaceNote]()
     links = links_at(network, n, max(worker.pacer.clock_s for worker in workers if worker.pacer is not None))
     assert links.step_s is not None
