@@ -197,7 +197,7 @@ class ServerCore:
     # Queries of drivers
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the budget is spent or a phase was refused, and all pushes have been absorbed."""
         if self._budget is None or any(member.trains for member in self._members):
             return False

@@ -33,7 +33,7 @@ from gossamer.library.lane import Lane, board, claimed, must_have_equal_shards, 
 from gossamer.library.peers import Common, must_agree, read_losses
 from gossamer.library.siblings import Siblings
 from gossamer.record.jsonl import json_from_peer
-from gossamer.record.packed import cold, frozen, unpacked
+from gossamer.record.packed import packable_snapshot, unpacked, without_optimizer
 from gossamer.rounds.loop import Membership, OuterLoop
 from gossamer.transport.contract import Sound, Ticket, Wait
 from gossamer.transport.elastic.closing import LeftOutError
@@ -202,7 +202,7 @@ class ElasticSite:
         if self.lane.joint is not None:
             with store_answers():
                 Entries(self.lane.joint, endpoint.secret, endpoint.timeout_s).set(*self._tell)
-        # Apart from training, as whoever asks an address at which nobody answers waits for seconds.
+        # RunPool from training, as whoever asks an address at which nobody answers waits for seconds.
         threading.Thread(target=self._look_for_board, daemon=True, name="gossamer board").start()
 
     # --- the outer loop asks ------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class ElasticSite:
         self._round = round
 
         def alive() -> list[int]:
-            return self._mask(self._inner.enter(round, lambda seen: self._peers(round, seen), 0))
+            return self._mask(self._inner.begin_round(round, lambda seen: self._peers(round, seen), 0))
 
         self._alive = self._set(self._siblings.said_by_first(alive, f"round {round}"))
         if not self._siblings.first:
@@ -319,7 +319,10 @@ class ElasticSite:
 
     def keep(self, after: int, state: Mapping[str, Any]) -> None:
         """Keeps a state for sites that come back, with so many rounds behind it. Cost: a copy."""
-        kept, self._before = Handover(after, frozen({**state, "line": self._inner.line}), cold), None
+        kept, self._before = (
+            Handover(after, packable_snapshot({**state, "line": self._inner.line}), without_optimizer),
+            None,
+        )
         with self._changed:
             self._kept = kept
             self._changed.notify_all()

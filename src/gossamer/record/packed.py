@@ -23,13 +23,13 @@ def packed(state: Any) -> bytes:
     return _joined(*_described(state))
 
 
-def frozen(state: Any) -> Callable[[], bytes]:
+def packable_snapshot(state: Any) -> Callable[[], bytes]:
     """A function that returns `packed(state)` as of now, even if the tensors change. Cost: one copy, a third of
     packing.
 
     >>> import torch
     >>> x = torch.ones(2)
-    >>> then = frozen({"x": x})
+    >>> then = packable_snapshot({"x": x})
     >>> x.zero_()
     tensor([0., 0.])
     >>> unpacked(then())
@@ -40,10 +40,10 @@ def frozen(state: Any) -> Callable[[], bytes]:
     return lambda: _joined(tree, copies)
 
 
-def cold(raw: bytes) -> bytes:
+def without_optimizer(raw: bytes) -> bytes:
     """The bytes of the same state without the inner optimizer's. Raises: as `unpacked`. Cost: two copies.
 
-    >>> unpacked(cold(packed({"x": 1.5, "inner": {"lr": 0.1}})))
+    >>> unpacked(without_optimizer(packed({"x": 1.5, "inner": {"lr": 0.1}})))
     {'x': 1.5, 'inner': None}
     """
     return packed({**unpacked(raw), "inner": None})

@@ -63,7 +63,7 @@ def torch_outer(start: Tensor, pseudo_gradients: Iterable[Tensor], **options: An
     return x.detach()
 
 
-def equal_workers_that_stand_still_stay(rule: Rule, graphs: Sequence[Topology]) -> None:
+def consensus_is_a_fixed_point(rule: Rule, graphs: Sequence[Topology]) -> None:
     """Consensus is a fixed point to the last bit; within rounding for a mean whose weights are not exact in binary.
 
     With short and long vectors, as message shapes are inferred on real data for some, and on meta tensors for others.

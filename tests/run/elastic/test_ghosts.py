@@ -48,7 +48,7 @@ class Gossiper:
     def begin(self, round: int) -> Exchange:
         alive = self.members.alive(round) | {self.worker}
         mixing = self.topology.mixing(round, alive)
-        self.core.enter(round, alive, mixing.receives_from(self.worker))
+        self.core.begin_round(round, alive, mixing.receives_from(self.worker))
         setup = Setup(self.rule, exact(), self, Part(self.x, self.s, LAYOUT), seed=0)
         return begin(setup, mixing, self.context(round))
 
@@ -77,7 +77,7 @@ def carry(cores: dict[int, ElasticCore], now: float) -> None:
             core.outbox.clear()
         for peer, letter in letters:
             if peer in cores:
-                cores[peer].heard(letter, now)
+                cores[peer].receive(letter, now)
 
 
 def trained(status: MemberStatus | None, rounds: int = 8) -> list[list[float]]:

@@ -272,7 +272,7 @@ class EventSeconds:
         self._spans, self._away_until, self._waits_for = saved.spans, saved.away_until, saved.waits_for
         self._pushed_s = {(p, worker): when_s for p, worker, when_s in saved.pushed_s}
 
-    def enter(self, event: Record) -> None:
+    def count(self, event: Record) -> None:
         """Counts one event, in the order in which they happen."""
         match event:
             case Phase():

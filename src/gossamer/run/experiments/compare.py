@@ -22,7 +22,7 @@ from gossamer.run.config.experiment_file import Point, place_in_experiment
 from gossamer.run.config.resolve import settings_of
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.config.run_file import digest, dump, parse
-from gossamer.run.experiments.processes import Apart, RunEnd
+from gossamer.run.experiments.processes import RunEnd, RunPool
 from gossamer.run.experiments.shared_start import shared_trunks, stands_at_its_trunk
 from gossamer.settings.schema import Records
 
@@ -97,7 +97,7 @@ def train_all(
     origin("", None)  # caches the commit before the first run
     make_folder(file.parent)
     atomic_write(file, result_lines(kept).encode())
-    with _Lines(file) as written, Apart(jobs, began=lambda label: began(waiting[label]), asked=asked) as apart:
+    with _Lines(file) as written, RunPool(jobs, began=lambda label: began(waiting[label]), asked=asked) as apart:
         for label, run in waiting.items():
             trunk = file.parent / "trunks" / trunks[label] if trunks[label] and jobs == 1 else None
             apart.add(label, run.config, folders[label], trunk)

@@ -97,7 +97,7 @@ class _Lane:
             ) from None
 
 
-class Apart:
+class RunPool:
     """Trains several runs at a time; those in progress are ended on exit.
 
     Args:
@@ -114,7 +114,7 @@ class Apart:
         self._waiting: list[tuple[Hashable, RunConfig, Path, Path | None]] = []
         self._lanes: list[_Lane] = []
 
-    def __enter__(self) -> "Apart":
+    def __enter__(self) -> "RunPool":
         if self._jobs > 1 and sys.platform == "linux":  # imports once instead of in each process
             start_forkserver([__name__])
         return self

@@ -21,7 +21,7 @@ from gossamer.errors import DataError, GossamerError
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.locks import holding
-from gossamer.record.packed import cold, frozen, unpacked
+from gossamer.record.packed import packable_snapshot, unpacked, without_optimizer
 from gossamer.record.progress import say
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
@@ -144,7 +144,7 @@ class Participant(ABC, Generic[Connections]):
         """Local phases begun by this process, and those begun alone."""
         self._probe = Probe(config, task, self.device)
         self._known = dict(seat.members.entries)
-        self.kept, self._ready = Handover(0, bytes, cold), threading.Event()
+        self.kept, self._ready = Handover(0, bytes, without_optimizer), threading.Event()
         self.saving = threading.Lock()
         """The lock for saving: by this thread, or the one that saves the kept state."""
         self.saved_after = -1
@@ -290,7 +290,7 @@ class Participant(ABC, Generic[Connections]):
     def keep(self, after: int, state: Mapping[str, Any]) -> None:
         """Keeps a state after `after` rounds for newcomers. Cost: a copy; it is packed on request."""
         # One assignment: a thread that is sending the previous copy continues with it.
-        self.kept = Handover(after, frozen(state), cold)
+        self.kept = Handover(after, packable_snapshot(state), without_optimizer)
         self._ready.set()
 
     def host(self, channel: Channel) -> None:

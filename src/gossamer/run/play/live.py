@@ -140,7 +140,7 @@ class Live:
                 except GossamerError as error:  # a diverged film, or unreadable text
                     with self._changed:
                         if name == self._name:
-                            self._problem = _told(error)
+                            self._problem = _error_sentence(error)
                         self._changed.wait_for(lambda name=name: self._closed or name != self._name)
 
     def _shoot(self, name: str, each: "Each") -> None:
@@ -226,7 +226,7 @@ def _asked(body: bytes) -> object:
         raise ConfigError(f"{short(body)} is not JSON; send an object") from None
 
 
-def _told(error: GossamerError) -> str:
+def _error_sentence(error: GossamerError) -> str:
     """The error sentence for the visitor."""
     if isinstance(error, TrainingError):
         return f"It has diverged: {error}."

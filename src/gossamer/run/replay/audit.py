@@ -32,7 +32,7 @@ from gossamer.run.config.user_parts import UserParts
 from gossamer.run.replay.repeat import Repeat
 from gossamer.run.replay.script import Script, calm, script_of
 from gossamer.run.replay.stretches import Stretch, stretches
-from gossamer.run.simulated.threads import Lanes
+from gossamer.run.simulated.threads import WorkerThreads
 from gossamer.run.worker.numerics import threads_of
 from gossamer.run.worker.task import task_of
 from gossamer.run.worker.worker import Worker
@@ -108,7 +108,7 @@ def audit(
     snapshot = next(q for q in _candidates(sound, first) if _usable(script, q, sound))
     task, threads = task_of(config), threads_of(config, folder)
     must_have_inputs(config, task, folder, "repeat")
-    lanes, like = Lanes(device, config, threads), Probe(config, task, device).x
+    lanes, like = WorkerThreads(device, config, threads), Probe(config, task, device).x
     repeat = Repeat(some, task, script, folder, like, logged=bool(lives), threads=threads)
     repeat.restore(folder, snapshot, line)
     compared = 0

@@ -19,14 +19,14 @@ from gossamer.record import checkpoint
 from gossamer.record.lineage import Lineage
 from gossamer.record.logs.outcomes import Begun, Followed
 from gossamer.record.machines import Threads
-from gossamer.record.packed import cold, packed, unpacked
+from gossamer.record.packed import packed, unpacked, without_optimizer
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.exchange import Each
 from gossamer.rounds.loop import EVERYONE, Membership
 from gossamer.run.replay.driver import Actor, Missing, contradiction, follow
 from gossamer.run.replay.script import Message, Script, outcomes_file
 from gossamer.run.replay.stretches import Stretch, stretch_of
-from gossamer.run.simulated.rounds import crew, train_together
+from gossamer.run.simulated.rounds import make_workers, train_together
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import Task, task_of
 from gossamer.run.worker.worker import RoundReport, Worker
@@ -169,7 +169,7 @@ class Repeat:
         """
         found = self._kept.get((one.donor, one.after), [])
         if isinstance(one, Followed) or one.followed:
-            found = [cold(raw) for raw in found]
+            found = [without_optimizer(raw) for raw in found]
         named = [raw for raw in found if one.sha256 in ("", hashlib.sha256(raw).hexdigest())]
         return [*named, *found], bool(named)
 
@@ -227,7 +227,7 @@ class Repeat:
             process.inner = inner
         transports: Sequence[Transport] = self._processes if self._logged else plain
         membership = [one.membership() if self._logged else EVERYONE for one in self._processes]
-        self.workers = crew(
+        self.workers = make_workers(
             config,
             self._task,
             self._method,
@@ -350,7 +350,7 @@ class _Process:
 
     def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor], sound: Sound | None = None) -> None:
         """See `gossamer.transport.contract.Transport`."""
-        if (Message(ticket.round, ticket.fragment, self.worker, peer), self.number) in self._script.heard:
+        if (Message(ticket.round, ticket.fragment, self.worker, peer), self.number) in self._script.received:
             self.inner.expect(ticket, peer, like)
 
     def post(self, ticket: Ticket, peer: int, frames: Sequence[Tensor]) -> None:

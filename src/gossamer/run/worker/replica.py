@@ -14,7 +14,7 @@ from gossamer import rng
 from gossamer.data.corpus import Corpus
 from gossamer.errors import CheckpointError, ConfigError, DataError, TrainingError
 from gossamer.finite import GO_ON, all_finite
-from gossamer.layout import attach, flat_gradients, layout_of, restricted, views
+from gossamer.layout import attach, flat_gradients, layout_of, subset, views
 from gossamer.models.experts import keep_experts
 from gossamer.models.llama import Llama
 from gossamer.optimizers import GPA, InnerOptimizer, Joined
@@ -132,7 +132,7 @@ class Replica:
             assert isinstance(self.model, Llama)  # `must_fit` refuses others
             self.staged = cut(self.model) if cut else StagedModel(self.model.to(device), config)
             self.model = self.staged.model
-            self.layout, self.spans = restricted(self.layout, self.spans, dict(self.model.named_parameters()))
+            self.layout, self.spans = subset(self.layout, self.spans, dict(self.model.named_parameters()))
         self.model.to(device)
         self._loss = made_ready(task.loss, config)
         self._recomputes = task.draws

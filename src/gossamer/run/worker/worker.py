@@ -114,7 +114,11 @@ class Worker:
             sharing=first_sharing(self.config.workers) if self.config.data.constant_batch else None,
             sides=self._sides,
             first=self.config.run.synchronous_steps if m is self._method else 0,
-            **({} if replica.shards is None else {"shard": replica.shards.part, "over_shards": replica.shards.total}),
+            **(
+                {}
+                if replica.shards is None
+                else {"shard": replica.shards.part, "over_shards": replica.shards.all_reduce_sum}
+            ),
         )
 
     @property
@@ -126,7 +130,7 @@ class Worker:
         """The inner steps of each round from the next one on."""
         self.replica.local_steps = self.loop.local_steps = local_steps
 
-    def enter(self, round: int) -> None:
+    def begin_round(self, round: int) -> None:
         """Sets the method and the local steps of a round, unless they follow from the previous round."""
         if self._starts and round >= self.config.run.synchronous_steps:
             self.loop = self._looped(self._method)
@@ -135,7 +139,7 @@ class Worker:
 
     def segments(self, round: int) -> Iterator[Segment]:
         """The segments of a round, one for each stop."""
-        self.enter(round)
+        self.begin_round(round)
         start = 0
         self.loop.begin_round(round)
         if self.loop.sharing is not None:
@@ -150,7 +154,7 @@ class Worker:
 
         Args: `after_stop` is called after each stop, before any further send.
         """
-        self.enter(round)
+        self.begin_round(round)
         loop, report = self.loop, RoundReport([], [])
         overlaps = self.config.schedule.overlap_steps or loop.method.rule.delay_rounds
         after_step = loop.advance if overlaps else _nothing
@@ -176,7 +180,7 @@ class Worker:
         """
         self.take_over({**state, "inner": None})
         self.replica.steps_taken, self.replica.places = int(state["steps_taken"]), None
-        self.enter(round)
+        self.begin_round(round)
         self.replica.train(round, 0, self.replica.local_steps)
 
     def send(self, segment: Segment) -> list[Operation]:

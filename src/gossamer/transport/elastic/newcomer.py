@@ -54,7 +54,7 @@ class Handover:
         return _hashed(self._pack())
 
     @cached_property
-    def cold(self) -> "_Packed":
+    def without_optimizer(self) -> "_Packed":
         """The state without the inner optimizer, as bytes."""
         return _hashed(self._cool(self.whole.raw))
 
@@ -124,7 +124,7 @@ def host(
         keys.must_have(channel.certificate, place.slot)
     own = give_slot(place) if place.slot is None else entries().get(place.slot)
     kept = boundary(place.after)
-    state = kept.whole if place.inner else kept.cold
+    state = kept.whole if place.inner else kept.without_optimizer
     known = entries()
     offer = {
         "slot": None if own is None else own.slot,

@@ -98,7 +98,7 @@ def lost_of(table: Tensor, codec: Boundary) -> Tensor:
     return (rows - codec.decode(codec.encode(rows), rows))[0]
 
 
-def squares_of(stages: Iterable[Stage], saved: Mapping[int, float]) -> dict[int, float]:
+def squared_grad_norms(stages: Iterable[Stage], saved: Mapping[int, float]) -> dict[int, float]:
     """As `InStages.squares`; `saved` are those of a checkpoint."""
     found = {stage.first: stage for stage in stages if any(p.grad is not None for p in stage.parameters())}
     return {first: squared_norm(stage).item() for first, stage in found.items()} or {**saved}
@@ -192,7 +192,7 @@ class StagedModel:
 
     def squares(self) -> dict[int, float]:
         """See `InStages`."""
-        return squares_of(self.stages, self._squares)
+        return squared_grad_norms(self.stages, self._squares)
 
     def sent_bytes(self) -> list[list[int]]:
         """See `InStages`."""
