@@ -40,7 +40,8 @@ class EventQueue:
     """The planned events and the virtual time.
 
     Args:
-        perform: executes an event, and returns its records. stuck: called when only absences are planned.
+        perform: executes an event, and returns its records.
+        stuck: called when only absences are planned.
     """
 
     def __init__(self, perform: Callable[[Any], list[Record]], stuck: Callable[[], list[Record]] = lambda: []) -> None:

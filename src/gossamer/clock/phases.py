@@ -52,9 +52,7 @@ class Learner(Protocol):
 
 
 Begins = Callable[[int, int], None]
-"""Called with a worker and the number of the phase it begins; until that phase ends, no other code changes its
-parameters.
-"""
+"""Called with a worker and the number of the phase it begins; until that phase ends, no other code changes its parameters."""
 
 
 class LoopOptions(NamedTuple):

@@ -183,9 +183,7 @@ class ServerCore:
         return actions
 
     def flush(self, now_s: float) -> list[ServerAction]:
-        """Handles that no worker can push any more: windows with a push close at the next ticks, and the rest is
-        reported.
-        """
+        """Handles that no worker can push any more: windows with a push close at the next ticks, and the rest is reported."""
         actions: list[ServerAction] = []
         for p, fragment in enumerate(self._fragments):
             if fragment.waiting:

@@ -23,9 +23,7 @@ class Timeline(NamedTuple):
     end_s: Floats
     """Seconds from the start of the run to the end of the round."""
     computing: Floats | float = 1.0
-    """The share of its local phases in which each worker computes, `[workers]`; otherwise its stages wait for each
-    other.
-    """
+    """The share of its local phases in which each worker computes, `[workers]`; otherwise its stages wait for each other."""
 
     @property
     def total_s(self) -> float:

@@ -14,9 +14,7 @@ class FaultKind(StrEnum):
     ABSENT = "absent"
     """A file of the generation is missing: its worker may have been stopped before it saved."""
     UNFINISHED = "unfinished"
-    """The tensors exist without the manifest, which is written last: it was lost, or its worker was stopped while
-    saving.
-    """
+    """The tensors exist without the manifest, which is written last: it was lost, or its worker was stopped while saving."""
     MISPLACED = "misplaced"
     """It is sound, but of another worker, round or step than its path says."""
     FOREIGN = "foreign"

@@ -167,9 +167,7 @@ def disagreement_follows_the_declared_recursion(rule: Rule, graphs: Sequence[Top
 
 
 def _with_momentum_of_parameters(consensus: Consensus, workers: DriftedWorkers, topology: Topology) -> float:
-    """The deviation from the recursion at "pre" and "post", for workers that start equal, drift in one round and then
-    do not.
-    """
+    """The deviation from the recursion at "pre" and "post", for workers that start equal, drift in one round and then do not."""
     alpha, gamma, site = consensus
     xs, zs, off = workers.xs, workers.xs, 0.0
     for t in range(6):

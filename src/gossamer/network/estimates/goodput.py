@@ -220,9 +220,7 @@ class Failures(NamedTuple):
 
 
 def draw_failures(chips: int, mtbi_s: float, count: int, seed: int, repeat: int = 0) -> Failures:
-    """The first interruptions of chips that fail independently, each as a Poisson process; a pure function of its
-    arguments.
-    """
+    """The first interruptions of chips that fail independently, each as a Poisson process; a pure function of its arguments."""
     drawn = numpy_rng(seed, "goodput", repeat)
     return Failures(np.cumsum(drawn.exponential(mtbi_s / chips, count)), drawn.integers(chips, size=count), chips)
 

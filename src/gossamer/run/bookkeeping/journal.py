@@ -51,8 +51,8 @@ class Journal:
     Args:
         record: where to write; replaced after the run was stopped and continued.
         validate: the figures of a validation, `loss` among them.
-        save: writes a checkpoint of all owners in this process. kind: the kind of validation lines: "eval" for the run
-            as a whole, "validation" for one worker.
+        save: writes a checkpoint of all owners in this process.
+        kind: the kind of validation lines: "eval" for the run as a whole, "validation" for one worker.
     """
 
     def __init__(
@@ -158,9 +158,7 @@ class Journal:
             self.save(finished)
 
     def save(self, finished: int) -> None:
-        """Saves after `finished` rounds, due or not, for a run that stops there; unless saved already. Raises: as
-        `end_round`.
-        """
+        """Saves after `finished` rounds, due or not, for a run that stops there; unless saved already. Raises: as `end_round`."""
         if self._saved != finished:
             self._save(finished)
             self._saved = finished

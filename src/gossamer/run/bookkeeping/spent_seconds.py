@@ -1,6 +1,4 @@
-"""The breakdown of a run's seconds: measured by a real worker, priced for a simulation in rounds, known in virtual
-time.
-"""
+"""The breakdown of a run's seconds: measured by a real worker, priced for a simulation in rounds, known in virtual time."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

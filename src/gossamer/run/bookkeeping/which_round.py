@@ -337,9 +337,7 @@ def _owners(held: Mapping[int, Held]) -> dict[int, set[int]]:
 
 
 def _took_part(held: Mapping[int, Held], round: int) -> set[int]:
-    """The participants of the round, in the view of any owner of its checkpoint, restricted to slots with any
-    checkpoint.
-    """
+    """The participants of the round, in the view of any owner of its checkpoint, restricted to slots with any checkpoint."""
     views = [rounds[round] for rounds in held.values() if round in rounds]
     having = {slot for slot, rounds in held.items() if rounds}
     return having if None in views else having & {slot for view in views if view is not None for slot in view}
@@ -398,8 +396,8 @@ class Start(NamedTuple):
 
         Args:
             restore: restores an owner from its checkpoint of this round, given the lineage; not called at the start.
-                back_to: the newest round that they keep, if not this one. rewinds: whether this process drops their
-                newer checkpoints.
+            back_to: the newest round that they keep, if not this one.
+            rewinds: whether this process drops their newer checkpoints.
         Raises: OSError; as `restore`.
         """
         if self.past is None:

@@ -156,9 +156,7 @@ class ElasticRounds(Participant[ElasticTransport]):
         self.round, self._finished = begun.round, begun.after
 
     def _follow(self, begun: Begun) -> Begun:
-        """Trains as a ghost, until the inner optimizer is warmed up; returns this process's begin event, as far as
-        known then.
-        """
+        """Trains as a ghost, until the inner optimizer is warmed up; returns this process's begin event, as far as known then."""
         transport, replica, followed = self.transport, self.replica, list[Followed]()
         transport.declare(MemberStatus.GHOST)
         behind = steps = transport.members.own.steps
@@ -341,9 +339,7 @@ class ElasticRounds(Participant[ElasticTransport]):
         self._ended.clear()
 
     def _drop_in_flight(self) -> None:
-        """Waits for exchanges in flight and drops them, before another's state is taken over: the other ends may count
-        them.
-        """
+        """Waits for exchanges in flight and drops them, before another's state is taken over: the other ends may count them."""
         in_flight = self._worker.loop.in_flight
         for exchange in in_flight.values():
             exchange.receive()

@@ -36,9 +36,7 @@ class HeldRounds(Brought[bool]):
         return round_to_resume(held, self._config.run.rejoin_rounds)
 
     def progress(self, slot: int, facts: Sequence[bool], held: Mapping[int, Held], after: int) -> Progress:
-        """A slot whose checkpoint is lost resumes after every inner step it may have taken, so that no step is
-        repeated.
-        """
+        """A slot whose checkpoint is lost resumes after every inner step it may have taken, so that no step is repeated."""
         lost = after not in held.get(slot, {})
         steps = self._config.timetable.steps_before(slot, after) if lost else 0
         return Progress(after, after, steps) if slot < len(facts) else Progress(0, 0, steps)

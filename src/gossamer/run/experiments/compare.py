@@ -57,16 +57,17 @@ def train_all(
     stop leaves complete comparisons.
 
     Args:
-        file: receives a line for each ended run, in the order of their ends, after existing lines of other runs. jobs:
-            the most runs at a time, each in its own process with its share of the cores; one runs here.
+        file: receives a line for each ended run, in the order of their ends, after existing lines of other runs.
+        jobs: the most runs at a time, each in its own process with its share of the cores; one runs here.
         resume: keep the finished runs; those that were stopped continue, and the others start.
-        reuse: a folder of `gossamer tune` or of another comparison, whose finished runs of these settings and seeds are copied.
+        reuse: a folder of `gossamer tune` or of another comparison, whose finished runs of these settings and seeds are
+            copied.
         began, on_end: called for each run that begins here, and for each that ends.
         enough: called after each end; once true, no further run begins.
         asked: whether to stop, once the runs in progress have saved after their round.
-    Returns: each run's provenance; None for a finished run without a line. Raises: ConfigError when a finished run had
-        other settings, or there is none to reuse; DataError for an invalid line, and for a finished run whose files
-        lack data of its line.
+    Returns: each run's provenance; None for a finished run without a line.
+    Raises: ConfigError when a finished run had other settings, or there is none to reuse; DataError for an invalid
+        line, and for a finished run whose files lack data of its line.
     """
     known = {place_in_experiment(one): one for one in read_results(file)} if file.exists() else {}
     places = {place_in_experiment(run) for run in runs}

@@ -101,9 +101,9 @@ class RunPool:
     """Trains several runs at a time; those in progress are ended on exit.
 
     Args:
-        jobs: with one, a run is trained in this process, inside `ended`. began: called with the key of each run that
-            begins; identical warnings of several runs are shown once. asked: whether to stop; then the runs in progress
-            save after their round.
+        jobs: with one, a run is trained in this process, inside `ended`.
+        began: called with the key of each run that begins; identical warnings of several runs are shown once.
+        asked: whether to stop; then the runs in progress save after their round.
     """
 
     def __init__(

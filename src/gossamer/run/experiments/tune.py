@@ -130,7 +130,8 @@ class Tuned(NamedTuple):
 def contenders(document: Mapping[str, Any], *, scale: str = "") -> list[Contender]:
     """The methods of an experiment file with a [tune] table.
 
-    A variant may have its own table `tune`, with `lr` and `outer`. Raises: ConfigError for any other file.
+    A variant may have its own table `tune`, with `lr` and `outer`.
+    Raises: ConfigError for any other file.
     """
     if "tune" not in document:
         raise ConfigError(
@@ -270,8 +271,8 @@ def tune(
 def searched(methods: Sequence[Contender], outcomes: Path) -> list[Tuned]:
     """The state of each method's search from the runs in `outcomes.jsonl`, without training.
 
-    A run is recognised by its method, setting, rung, tokens and seed, regardless of other changes in its file. Raises:
-    DataError for an invalid line.
+    A run is recognised by its method, setting, rung, tokens and seed, regardless of other changes in its file.
+    Raises: DataError for an invalid line.
     """
     lines = [one for _, one in records(outcomes, _OUTCOMES)]
     found = []

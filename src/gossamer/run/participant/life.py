@@ -70,7 +70,8 @@ def changes(
     """The sentences about the changes in one worker's view.
 
     Args:
-        before: its previous view; `after` is its current view. me: the worker's own slot, which is skipped.
+        before: its previous view; `after` is its current view.
+        me: the worker's own slot, which is skipped.
         rounds: of the whole run.
         why: the reason for which a worker is suspected.
         done: the workers that have announced their last step.
@@ -113,19 +114,22 @@ class Participant(ABC, Generic[Connections]):
     """One process in its slot, with this life cycle (`live`):
 
     1. It starts with its **seat** (`gossamer.run.participant.seat`): a slot, the addresses of the others, and the
-    checkpoint to resume from. It builds its replica. 2. It **connects**. From now on peers reach it, and threads of
-    connections call it. 3. It **begins**: takes its state from its own checkpoint or from a worker that has one, keeps
-    a copy for newcomers, and announces the first round that it takes part in. 4. It opens its **record**, once the
-    first void round is known. 5. It trains and exchanges, **phase** by phase. After each one it keeps a copy of its
-    state for newcomers, records the phase, validates and saves if due. A separate thread sends the copy to newcomers,
-    so that training never stops. 6. It **leaves** at the end of the run, or after the phase in which a stop signal
-    arrived: it saves, announces it, and closes its connections. On the signal, the kept state is saved at once, as the
-    process may be killed before the phase is over.
+       checkpoint to resume from. It builds its replica.
+    2. It **connects**. From now on peers reach it, and threads of connections call it.
+    3. It **begins**: takes its state from its own checkpoint or from a worker that has one, keeps a copy for newcomers,
+       and announces the first round that it takes part in.
+    4. It opens its **record**, once the first void round is known.
+    5. It trains and exchanges, **phase** by phase. After each one it keeps a copy of its state for newcomers, records
+       the phase, validates and saves if due. A separate thread sends the copy to newcomers, so that training never
+       stops.
+    6. It **leaves** at the end of the run, or after the phase in which a stop signal arrived: it saves, announces it,
+       and closes its connections. On the signal, the kept state is saved at once, as the process may be killed before
+       the phase is over.
 
     Args:
         seat: its slot. Its listening socket is closed in the end.
-        asked: set to request a stop. Cost: besides the model, its gradients and states, a copy of all of these except
-            the gradients.
+        asked: set to request a stop.
+    Cost: besides the model, its gradients and states, a copy of all of these except the gradients.
     """
 
     transport: Connections
@@ -314,8 +318,8 @@ class Participant(ABC, Generic[Connections]):
         Before all other files, as it refuses a folder that holds another run before overwriting any of it.
 
         Args:
-            cut: the first round whose existing lines are void; None where no lines may exist. void: a predicate for
-                further void lines.
+            cut: the first round whose existing lines are void; None where no lines may exist.
+            void: a predicate for further void lines.
         """
         before_s = recorded_s(self.folder, self.slot, cut)  # before truncation
         self.record = open_.enter_context(
@@ -382,8 +386,9 @@ def take_part(
     """Runs this process's part in a run: takes a seat and trains, until the end or a stop signal.
 
     Args:
-        kind: the class that trains and exchanges, with its `brought`. join: the address of any worker of a running run,
-            "auto" for the addresses in `folder`; None to start with all others.
+        kind: the class that trains and exchanges, with its `brought`.
+        join: the address of any worker of a running run, "auto" for the addresses in `folder`; None to start with all
+            others.
         resume: whether a run that starts goes on from its checkpoints; "auto" starts it where there are none.
     Raises: ConfigError, DataError, CheckpointError, TrainingError; PeerError when others are missing or no worker can
         be joined; SlotTakenError when another process has taken the slot, except for a joining process, which requests

@@ -112,9 +112,7 @@ class Brought(ABC, Generic[Fact]):
     word: ClassVar[str]
     """The kind of run, part of the common key: processes of another kind are refused."""
     one_round: ClassVar[bool]
-    """Whether all resume from the same round, and read it before they agree on it; else each resumes from its own
-    newest.
-    """
+    """Whether all resume from the same round, and read it before they agree on it; else each resumes from its own newest."""
 
     @abstractmethod
     def own(self, slot: int, past: History) -> Own:

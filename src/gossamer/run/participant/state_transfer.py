@@ -35,10 +35,13 @@ def fetch_state(
     Unanswered requests are repeated for `timeout_s`: in a common start, a worker may not be ready yet.
 
     Args:
-        first: the worker asked first. accept: raises a CheckpointError for a state that does not fit, and another
-            worker is asked. before: the last donor, without a round since: asked only after all others. behind:
-            completed rounds of this worker. inner: whether to request the inner optimizer's state too. stop: whether to
-            stop asking. Raises: PeerError when no worker gives one.
+        first: the worker asked first.
+        accept: raises a CheckpointError for a state that does not fit, and another worker is asked.
+        before: the last donor, without a round since: asked only after all others.
+        behind: completed rounds of this worker.
+        inner: whether to request the inner optimizer's state too.
+        stop: whether to stop asking.
+    Raises: PeerError when no worker gives one.
     """
     why, ended, deadline = "nobody else is alive", set[int](), time.monotonic() + endpoint.timeout_s
     while True:

@@ -206,9 +206,7 @@ def filmed(seed: int, actions: Sequence[Sequence[Action]]) -> Iterator[tuple[Hea
 
 @contextlib.contextmanager
 def one_thread() -> Iterator["Each"]:
-    """A context in which torch uses one thread, so that sums have the same order on every machine; yields a map over
-    workers.
-    """
+    """A context in which torch uses one thread, so that sums have the same order on every machine; yields a map over workers."""
     import torch
 
     before = torch.get_num_threads()

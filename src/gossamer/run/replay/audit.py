@@ -77,9 +77,10 @@ def audit(
 
     Args:
         worker: compare only this worker; all are trained.
-        rounds: the first and the last round to compare, from 0; by default all recorded ones. parts: the user's parts,
-            if the run names none that can be imported.
-    Raises: ConfigError for a run that cannot be repeated here or has no hashes; DataError for a record that contradicts itself.
+        rounds: the first and the last round to compare, from 0; by default all recorded ones.
+        parts: the user's parts, if the run names none that can be imported.
+    Raises: ConfigError for a run that cannot be repeated here or has no hashes; DataError for a record that contradicts
+        itself.
     Cost: as a simulation of the rounds from the checkpoints on.
     """
     changed_code(settings_in(folder), folder, "repeat", speaks=False)
@@ -187,9 +188,7 @@ def _hashes(folder: Path) -> Hashes:
 
 
 def _must_be_of_this_run(recorded: Hashes, folder: Path, workers: int, rounds: int, *, real: bool) -> None:
-    """Raises DataError for hashes of rounds or workers that the run does not have, and without a record of the
-    machines.
-    """
+    """Raises DataError for hashes of rounds or workers that the run does not have, and without a record of the machines."""
     owners = sorted({worker for some in recorded.values() for worker in some})
     if max(recorded) >= rounds or owners[-1] >= workers:
         raise DataError(

@@ -33,7 +33,9 @@ class Actor(ABC, Generic[E]):
     """The unprocessed events of one actor.
 
     Args:
-        key: its identifier among the actors of a run. who: its name in sentences. file: the file of its events.
+        key: its identifier among the actors of a run.
+        who: its name in sentences.
+        file: the file of its events.
     """
 
     def __init__(self, key: Hashable, who: str, file: Path, events: Iterable[E]) -> None:

@@ -79,8 +79,7 @@ class Repeat:
         self._needed, self._replaced = script.taken_over(), list[Worker]()
         begun = [life.begun for lives in script.lives.values() for life in lives]
         self._shared: dict[int, list[Tensor]] = {one.round: [] for one in begun if self._adds_means(one)}
-        """By round in which a process begins with an older state and later means: the state shared by all workers then.
-        """
+        """By round in which a process begins with an older state and later means: the state shared by all workers then."""
         self._go_into(stretch_of(0, some))
         for worker in self.workers:
             self._keep(worker, 0)

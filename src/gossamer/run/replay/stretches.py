@@ -42,9 +42,7 @@ def stretch_of(round: int, some: Sequence[Stretch]) -> Stretch:
 
 
 def must_not_have_changed(config: RunSettings, folder: Path, why: str) -> None:
-    """Raises ConfigError where settings that affect results changed during a run of a kind that cannot be replayed
-    then.
-    """
+    """Raises ConfigError where settings that affect results changed during a run of a kind that cannot be replayed then."""
     branches = read_branches(folder)
     digests = [*(one["digest"] for one in branches), config.digest]
     if changed := [one for one, now in zip(branches, digests[1:], strict=True) if one["digest"] != now]:

@@ -191,8 +191,9 @@ def make_workers(
 
     Args:
         like: a vector of parameters of the task's model.
-        transport: makes the transport of a worker. together: computes means once for all; None to pass messages through
-            the transports. membership: makes the membership view of a worker.
+        transport: makes the transport of a worker.
+        together: computes means once for all; None to pass messages through the transports.
+        membership: makes the membership view of a worker.
     Raises: ConfigError unless they start alike.
     """
     if task.holding is not None:

@@ -147,7 +147,8 @@ def train_member(
     Args:
         keys: those of the run; None exchanges over the process group.
         resume: continues from the newest round of which every worker has a sound checkpoint; "auto" starts if there is
-            none. asked: the stop request of this process; before training it ends at once.
+            none.
+        asked: the stop request of this process; before training it ends at once.
     Raises: as `train`.
     Cost: one model, its gradients and states, and messages in flight.
     """
@@ -415,9 +416,7 @@ def _agreement(store: Store, member: Member, found: Mapping[str, Any], past: His
 
 
 def _go_on(worker: Worker, start: Start, member: Member) -> Lineage:
-    """Resumes a worker from its checkpoint of a round (0 for the start); returns the lineage of checkpoints from now
-    on.
-    """
+    """Resumes a worker from its checkpoint of a round (0 for the start); returns the lineage of checkpoints from now on."""
     store, me, round = start.store, worker.index, start.round
     config, writes = store.config, _writes(store, member)
 

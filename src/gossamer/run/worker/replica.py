@@ -100,9 +100,9 @@ class Replica:
     average of an averaging optimizer.
 
     Args:
-        buffer: memory for `x`; allocated when None. cut: builds this process's stages from a model; then `x` and all
-            state belong to these only. shard: builds this process's shard of a model; then `x` is a copy of the shard's
-            parameters.
+        buffer: memory for `x`; allocated when None.
+        cut: builds this process's stages from a model; then `x` and all state belong to these only.
+        shard: builds this process's shard of a model; then `x` is a copy of the shard's parameters.
     """
 
     def __init__(
@@ -148,9 +148,7 @@ class Replica:
             flat = self.shards.flat
             self.x, self.layout, self.spans = flat.x, flat.layout, flat.spans
         self.averaged: Tensor | None = None
-        """The average x and the iterate z of an averaging optimizer, concatenated `[2P]`; the parameters follow from
-        them.
-        """
+        """The average x and the iterate z of an averaging optimizer, concatenated `[2P]`; the parameters follow from them."""
         homes = {}
         if config.inner.averaging is not None:
             self.averaged = torch.empty(2 * self.x.numel(), dtype=self.x.dtype, device=device)

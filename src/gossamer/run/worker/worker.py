@@ -27,9 +27,7 @@ from gossamer.tree import leaves, must_fit
 def parts_of(
     x: Tensor, layout: Layout, spans: Sequence[tuple[int, int]], averaged: Tensor | None, moments: Sequence[Tensor]
 ) -> list[tuple[Tensor, Layout]]:
-    """The exchanged parts of a worker, for `OuterLoop`: the fragments of x, or average and iterate together, and
-    moments.
-    """
+    """The exchanged parts of a worker, for `OuterLoop`: the fragments of x, or average and iterate together, and moments."""
     if averaged is None:
         parts = [(x[a:b], layout.slice(a, b)) for a, b in spans]
     else:  # mixing only the parameters would separate them from these two

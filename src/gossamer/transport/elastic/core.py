@@ -83,8 +83,9 @@ class ElasticCore:
     """The exchanges of one worker and its membership view. Callers must then send the letters in `outbox`.
 
     Args:
-        members: its view, its own entry included. timeout_s: how long a fault of a peer may delay this worker. A peer
-            may be silent for a beat less, and an exchange may take a beat less from the moment its payload was posted.
+        members: its view, its own entry included.
+        timeout_s: how long a fault of a peer may delay this worker. A peer may be silent for a beat less, and an
+            exchange may take a beat less from the moment its payload was posted.
         deadline_s: how long a round waits for peers that have not answered, alive or not; `timeout_s` if None.
         beat_s: how often a peer that is waited for is pinged.
     """
@@ -94,9 +95,7 @@ class ElasticCore:
     ) -> None:
         self.members, self.me = members, members.me
         self.limit_bytes: int | None = None
-        """The most bytes of a payload, where sizes depend on the participants; None where the ticket determines the
-        size.
-        """
+        """The most bytes of a payload, where sizes depend on the participants; None where the ticket determines the size."""
         self.outbox: list[Outgoing] = []
         self.round, self.steps = -1, 0
         """This worker's round, and the completed inner steps of its slot."""

@@ -41,7 +41,8 @@ class Handover:
     """The state of a worker between two rounds.
 
     Args:
-        after: completed rounds of the run. pack: encodes the state as bytes; called once, when the first newcomer asks.
+        after: completed rounds of the run.
+        pack: encodes the state as bytes; called once, when the first newcomer asks.
             cool: strips the inner optimizer from these bytes, for ghosts.
     """
 

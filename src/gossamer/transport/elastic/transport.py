@@ -66,12 +66,15 @@ class ElasticTransport:
     `collect` omits failed exchanges; `outcomes` reports them.
 
     Args:
-        members: this worker's view at the start; every worker in it listens already, or is not alive. host: called in a
-            separate thread with each connection of a process that asks to join. device: the device of collected frames.
+        members: this worker's view at the start; every worker in it listens already, or is not alive.
+        host: called in a separate thread with each connection of a process that asks to join.
+        device: the device of collected frames.
         limit_bytes: the most bytes of a payload, for a rule that needs everyone, whose rounds are closed over the ready
-            workers (`gossamer.transport.elastic.closing`); None for gossip. closings: the number of closings of such a
-            round, one for each send. led: whether the peers of this process and the participants of closed rounds are
-            decided elsewhere, and passed to `lead`: by the first of several processes of one worker.
+            workers (`gossamer.transport.elastic.closing`); None for gossip.
+        closings: the number of closings of such a round, one for each send.
+        led: whether the peers of this process and the participants of closed rounds are decided elsewhere, and passed
+            to
+            `lead`: by the first of several processes of one worker.
 
     Cost: one copy of each payload that is sent, as the sender may continue while a slow peer still reads; two threads
         per peer.
@@ -159,8 +162,8 @@ class ElasticTransport:
         """Begins a round: returns its participants in this worker's view, fixed for the round.
 
         Args:
-            peers: this worker's peers, given the participants. steps: completed inner steps of the slot at the end of
-                the round.
+            peers: this worker's peers, given the participants.
+            steps: completed inner steps of the slot at the end of the round.
         Raises: SlotTakenError.
         """
         with self.changed:
@@ -357,7 +360,8 @@ class ElasticTransport:
         """The round after the newest one reported by the others: asks all that are alive.
 
         Waits until one has answered, and some seconds for the others: a worker that was cut off does not know how many
-        steps of this slot the others hold. Raises: PeerError without an answer in time.
+        steps of this slot the others hold.
+        Raises: PeerError without an answer in time.
         """
         with self.changed:
             self.core.spread(ask=True)

@@ -110,9 +110,7 @@ def blame(worker: int, missing: Collection[int], before: Mapping[int, Note], aft
 
 
 class Board:
-    """Access of one worker, or of one process of it, to the notices of all; no call raises or takes longer than
-    `patience_s`.
-    """
+    """Access of one worker, or of one process of it, to the notices of all; no call raises or takes longer than `patience_s`."""
 
     def __init__(self, entries: Entries, worker: int, n: int, patience_s: float) -> None:
         self.worker = worker

@@ -148,8 +148,8 @@ class ConnectionServer:
 
     Args:
         endpoint: where workers connect, whose listener is closed by `close`; its `timeout_s` is how long a worker may
-            be silent, and how long the run continues without workers. settings: this run's settings, to report
-            differences to workers of another run.
+            be silent, and how long the run continues without workers.
+        settings: this run's settings, to report differences to workers of another run.
     """
 
     def __init__(self, endpoint: Endpoint, protocol: PeerProtocol, settings: Mapping[str, str]) -> None:

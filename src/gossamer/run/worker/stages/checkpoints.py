@@ -119,9 +119,7 @@ class Store(NamedTuple):
         return None
 
     def says_what_it_is_of(self, round: int, worker: int) -> bool:
-        """Whether the checkpoints of a valid round have a description besides the digest; True if this process has
-        none.
-        """
+        """Whether the checkpoints of a valid round have a description besides the digest; True if this process has none."""
         found = [
             each
             for each in (self.own, *self._other_partitions())

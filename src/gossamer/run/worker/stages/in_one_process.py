@@ -51,9 +51,7 @@ class InStages(Protocol):
         ...
 
     def squares(self) -> dict[int, float]:
-        """The squared norms of the last gradients of its stages, by the first layer of each; a checkpoint's before any
-        step.
-        """
+        """The squared norms of the last gradients of its stages, by the first layer of each; a checkpoint's before any step."""
         ...
 
     def sent_bytes(self) -> list[list[int]]:
@@ -147,9 +145,7 @@ class StagedModel:
         self._squares: Mapping[int, float] = {}
 
     def begin(self) -> None:
-        """Begins a local phase: passes the part of the embeddings `[V, D]` that a linear codec would lose to all
-        stages.
-        """
+        """Begins a local phase: passes the part of the embeddings `[V, D]` that a linear codec would lose to all stages."""
         if self._linear:
             self._rest = lost_of(self.stages[0].table, self.boundaries[0][0].codec)
             # With chunks, once per process.

@@ -163,9 +163,7 @@ class LocalStages:
         return value / self._accumulate if self._accumulate > 1 else value
 
     def begin(self) -> None:
-        """Begins a local phase: passes the part of the embeddings `[V, D]` that a linear codec would lose to all
-        stages.
-        """
+        """Begins a local phase: passes the part of the embeddings `[V, D]` that a linear codec would lose to all stages."""
         if self._table_shape is None:
             return
         part, last = self._pipe.part, self._pipe.parts - 1
