@@ -31,8 +31,9 @@ class Layout(NamedTuple):
     numel: int
 
     def slice(self, start: int, stop: int) -> "Layout":
-        """The layout of `x[start:stop]`; both ends must lie between tensors."""
-        inside = [leaf for leaf in self.leaves if start <= leaf.start and leaf.stop <= stop]
+        """The layout of `x[start:stop]`; both ends must lie between tensors. An empty tensor there is of what follows."""
+        end = stop if stop < self.numel else stop + 1
+        inside = [leaf for leaf in self.leaves if start <= leaf.start < end and leaf.stop <= stop]
         assert sum(leaf.stop - leaf.start for leaf in inside) == stop - start, "a fragment ends inside a tensor"
         return Layout(tuple(Leaf(n, s, a - start, b - start) for n, s, a, b in inside), stop - start)
 

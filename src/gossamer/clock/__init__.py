@@ -15,11 +15,12 @@ a link do not share its bandwidth. Virtual time affects the result, because it d
 belongs to one network and cannot be priced on another.
 """
 
-from gossamer.clock.events import SERVER, Absence, Away, EventsConfig, Phase, Record, Relay, Transfer, Update
+from gossamer.clock.events import Absence, Away, EventsConfig, Phase, Record, Relay, Transfer, Update
 from gossamer.clock.gossip_loop import GossipRun
 from gossamer.clock.pair_loop import PairRun
 from gossamer.clock.phases import Learner, LoopOptions, Report
 from gossamer.clock.server_loop import ServerRun
+from gossamer.record.logs.seconds import SERVER
 
 __all__ = [
     "SERVER",

@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 
-from gossamer.clock.events import SERVER
 from gossamer.errors import ConfigError
 from gossamer.network.links import Network, jitter_factors, links_of, tcp_bps
+from gossamer.record.logs.seconds import SERVER
 
 
 def regions_in(network: Network, workers: int) -> tuple[int, ...]:

@@ -9,9 +9,6 @@ from gossamer.errors import ConfigError
 from gossamer.settings.options import Count, NotNegative, Positive
 from gossamer.settings.schema import settings
 
-SERVER = -1
-"""The server's number where a worker's is expected."""
-
 
 class Absence(NamedTuple):
     """A worker leaves or returns. Its current local phase is lost; messages in flight still arrive."""

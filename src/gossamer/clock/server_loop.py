@@ -9,7 +9,7 @@ from torch import Tensor
 from gossamer.asynchronous import ServerRule, Slack
 from gossamer.clock.durations import Durations
 from gossamer.clock.event_queue import ARRIVAL, DECISION, RELAY, REPLY, EventQueue, EventQueueState, VirtualTimeLoop
-from gossamer.clock.events import SERVER, Absence, Phase, Record, Relay, Transfer, Update
+from gossamer.clock.events import Absence, Phase, Record, Relay, Transfer, Update
 from gossamer.clock.fragment import Push, RegionReport
 from gossamer.clock.global_core import GlobalCore, GlobalState
 from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, PhaseEnd, Phases, PhasesState
@@ -17,6 +17,7 @@ from gossamer.clock.saved import as_dicts, rebuilt, within
 from gossamer.clock.server_core import WAITS, CoreState, Send, ServerAction, ServerCore
 from gossamer.clock.server_worker import ServerWorker, ServerWorkerState
 from gossamer.network.links import Network
+from gossamer.record.logs.seconds import SERVER
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.incompatibilities import check
 from gossamer.tree import must_fit, nbytes

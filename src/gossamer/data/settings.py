@@ -1,9 +1,9 @@
 """The [data] settings of a run file."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+import psutil
 from pydantic import Field
 
 from gossamer.errors import ConfigError
@@ -167,7 +167,7 @@ class DataConfig:
 
 def must_fit_memory(data: DataConfig, batches: int = 1) -> None:
     """Raises ConfigError where a batch, or `batches` of them for validation, exceeds this machine's memory."""
-    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    here = psutil.virtual_memory().total
     each = 8 * data.batch_size * (data.seq_len + 1)
     if data.own or each * batches <= here:
         return

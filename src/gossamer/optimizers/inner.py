@@ -34,7 +34,8 @@ def uncompiled(kind: type[T]) -> type[T]:
     """The same optimizer, to the last bit, for steps that are not compiled.
 
     torch (2.13) imports its compiler in order to keep it out of these functions and around every step. What it wraps is called
-    here instead, without gradients as torch does. Where torch wraps nothing, this is the optimizer itself.
+    here instead, without gradients as torch does. Where torch wraps nothing, this is the optimizer itself. Its attribute `plain`
+    is the class that was given.
 
     >>> issubclass(uncompiled(torch.optim.SGD), torch.optim.SGD)
     True
@@ -54,7 +55,7 @@ OptimizerFactory = Callable[..., InnerOptimizer]
 def _uncompiled(kind: type[Optimizer]) -> type[Optimizer]:
     own: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name)) for name in _GUARDED}
     step = torch.no_grad()(inspect.unwrap(kind.step))
-    return type(kind.__name__, (kind,), {**own, "step": step, "__module__": kind.__module__})
+    return type(kind.__name__, (kind,), {**own, "step": step, "__module__": kind.__module__, "plain": kind})
 
 
 @contextlib.contextmanager

@@ -44,11 +44,8 @@ def must_be_state_of(optimizer: InnerOptimizer, saved: object) -> None:
         must_be_state_of(one, saved[key])
     if isinstance(optimizer, Joined):
         return
-    kind = type(optimizer)
-    named = (
-        kind.__base__ if kind.__base__ in _OURS and kind.__module__ == kind.__base__.__module__ else kind
-    )  # `uncompiled`
-    is_ours = named in _OURS or kind.__module__.startswith("gossamer.")
+    kind = vars(type(optimizer)).get("plain", type(optimizer))  # see `gossamer.optimizers.inner.uncompiled`
+    is_ours = kind in _OURS or kind.__module__.startswith("gossamer.")
     groups, theirs = own["param_groups"], saved["param_groups"]
     if not isinstance(theirs, list) or len(theirs) != len(groups):
         raise ValueError(f"the inner optimizer has {len(groups)} groups of parameters, and other ones came")

@@ -22,13 +22,12 @@ has shortened. A rule that
   Where stages of it were lost before the round, `"recovered":{"1":"worker 2"}` has the source that each recovered from,
   or `"neighbours"`.
 * `{"kind":"eval","round":r,"step":s,"tokens":t,"loss":x,"worker_losses":[...],"disagreement":d}`: validation loss of
-the mean model and of each worker's model, the tokens of all workers, and the disagreement of the workers,
-  `d = sqrt(mean_i |x_i - x_mean|² / P)` over P parameters; their list is empty without `run.eval_workers`; with `run.eval_js`
-  also `"js_divergence":j`, how far their predictions are apart, in nats. That of an evaluation afterwards has `"branch":b`, the
-  number of changes of settings before its round: it counts unless the run was rewound and changed again.
+the mean model and of each worker's model, the tokens of all workers, and the disagreement of the workers, `d =
+sqrt(mean_i |x_i -
+  x_mean|² / P)` over P parameters; their list is empty without `run.eval_workers`. That of an evaluation afterwards has
+  `"branch":b`, the number of changes of settings before its round: it counts unless the run was rewound and changed
+  again.
 * `{"kind":"validation","round":r,"worker":i,"step":s,"tokens":t,"loss":x}`: the same of a real worker's own model.
-* `{"kind":"alignment","round":r,"alignment":a,"persistence":c}` with `record.alignment`: how far the workers' pseudo-gradients
-  Δ_i of a round agree, `a = |mean Δ_i|² / mean |Δ_i|²`, and the cosine of mean Δ_i and that of the round before, or null.
 """
 
 import math
@@ -83,10 +82,6 @@ class RecordConfig:
     parameters, its outer state and its position in the data. It reads these numbers once a round, at 1 GB/s of sha256:
     12 ms for a million parameters with two outer vectors; on a GPU they are copied to the CPU first.
     """
-    alignment: bool = False
-    """Whether a simulation in rounds measures after each round how far the workers' local phases agree, and how far their mean
-    agrees with that of the round before. It keeps two more copies of all workers' parameters. Real workers, which do not see each
-    other's pseudo-gradients, record none and warn; the simulation of their run file measures it."""
     print_every: Count = 10
     """Rounds between two lines of the log where no terminal shows a live table; a validation has a line too, and a line
     is printed at least every 30 s.

@@ -40,15 +40,6 @@ def packable_snapshot(state: Any) -> Callable[[], bytes]:
     return lambda: _joined(tree, copies)
 
 
-def without_optimizer(raw: bytes) -> bytes:
-    """The bytes of the same state without the inner optimizer's. Raises: as `unpacked`. Cost: two copies.
-
-    >>> unpacked(without_optimizer(packed({"x": 1.5, "inner": {"lr": 0.1}})))
-    {'x': 1.5, 'inner': None}
-    """
-    return packed({**unpacked(raw), "inner": None})
-
-
 def _described(state: Any) -> tuple[bytes, dict[str, Tensor]]:
     """The JSON of a state, and the tensors that it refers to."""
     tensors: dict[str, Tensor] = {}

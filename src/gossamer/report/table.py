@@ -28,14 +28,13 @@ _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 def summary_rows(runs: Mapping[str, Path], networks: Mapping[str, Network] | None) -> list[dict[str, Any]]:
     """One row per run: its last losses, the bytes it sent and the time it takes on each network, or on those of its own run file.
 
-    Keys: `method`; `loss`, `worst_loss`, `disagreement` and `js_divergence` of the newest evaluation, if the settings have not
-    changed since; `loss_of_workers`, the mean of the losses of the workers' own models in that round, or where the mean model was
-    not validated, in the newest that they have; `round`, the rounds that were over then, and `rounds`, those of the record;
-    `passes`, how often the text was trained on; `alignment` and `persistence` of the pseudo-gradients, means over the rounds;
-    `sent_bytes`, the mean over the workers; `wall_s` and `utilisation`, each by name of network; `loss_at_s`, by name of network
-    pairs of the seconds when the last worker ended an evaluated round, and the loss then; `loss_at_bytes` and `loss_at_round`,
-    such pairs with the bytes that a worker had sent and the rounds that were over. Initial values are in none of them. A value
-    is None where it is missing, and NaN where it was not finite.
+    Keys: `method`; `loss`, `worst_loss` and `disagreement` of the newest evaluation, if the settings have not changed since;
+    `loss_of_workers`, the mean of the losses of the workers' own models in that round, or where the mean model was not
+    validated, in the newest that they have; `round`, the rounds that were over then, and `rounds`, those of the record;
+    `passes`, how often the text was trained on; `sent_bytes`, the mean over the workers; `wall_s` and `utilisation`, each by
+    name of network; `loss_at_s`, by name of network pairs of the seconds when the last worker ended an evaluated round, and
+    the loss then; `loss_at_bytes` and `loss_at_round`, such pairs with the bytes that a worker had sent and the rounds that
+    were over. Initial values are in none of them. A value is None where it is missing, and NaN where it was not finite.
 
     Raises: DataError for a folder that is missing or unreadable, ConfigError for a network of other workers.
     """

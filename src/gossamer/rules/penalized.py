@@ -116,29 +116,20 @@ def penalized(
         counted = s.counted.clone()
         counted[1, workers] += out.any(1).to(counted.dtype)
         shares = torch.softmax((-norms / temperature).masked_fill(out, -math.inf), 0)
-        d, stays, found = (
-            torch.zeros_like(messages[0]),
-            torch.zeros_like(x, dtype=torch.bool),
-            list[tuple[float, float]](),
-        )
+        d = torch.zeros_like(messages[0])
+        stays = torch.zeros_like(x, dtype=torch.bool)
         for spans, own, nobody in zip(layers, shares.T.tolist(), out.all(0).tolist(), strict=True):
             for a, b in spans:
                 if nobody:
                     stays[a:b] = True
                 else:
                     d[a:b] = weighted_sum([one[a:b] for one in messages], own)
-            length = _length(d, spans, ctx)
-            if length > cap:
-                for a, b in spans:
-                    d[a:b] = cap / length * d[a:b]
-            found.append((length, min(length, cap)))
+        capped = _shorten(d, layers, cap, ctx)
         moved, inner = rule.recv(x, s.inner, own_decoded, d.to(x.dtype), ctx)
         if stays.any():
             moved = torch.where(stays, start(s.inner), moved)
             inner = map_leaves(lambda old, new: torch.where(stays, old, new), s.inner, inner)
-        return moved, _State(
-            inner, lengths, counted, s.norms.new_tensor([math.hypot(*one) for one in zip(*found, strict=True)])
-        )
+        return moved, _State(inner, lengths, counted, s.norms.new_tensor(capped))
 
     return rule._replace(
         init=init,
@@ -162,6 +153,15 @@ def penalized(
 def _length(x: Tensor, spans: Spans, ctx: Context) -> float:
     """The Euclidean norm of a layer."""
     return math.sqrt(ctx.over_shards(sum(ordered_sum(x[a:b].double().square()) for a, b in spans)))
+
+
+def _shorten(d: Tensor, layers: Sequence[Spans], cap: float, ctx: Context) -> tuple[float, float]:
+    """Shortens each layer in place to a norm of at most `cap`; returns the norm of all layers before and after."""
+    lengths = [_length(d, spans, ctx) for spans in layers]
+    for spans, length in zip(layers, lengths, strict=True):
+        for a, b in spans if length > cap else ():
+            d[a:b] = cap / length * d[a:b]
+    return math.hypot(*lengths), math.hypot(*(min(length, cap) for length in lengths))
 
 
 def _judged(

@@ -8,7 +8,7 @@ from gossamer.errors import TransportError
 if TYPE_CHECKING:  # commands that only inspect a run need no torch, whose import takes seconds
     from torch import Tensor
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 """The version of all messages between processes of a run; processes of different versions refuse each other."""
 
 
@@ -111,4 +111,8 @@ class TimedTransport(Transport, Protocol):
 
     def waits(self) -> list[Wait]:
         """The times that `wait` blocked its caller since the last call."""
+        ...
+
+    def deliveries(self) -> list[Delivery]:
+        """The messages that came since the last call."""
         ...

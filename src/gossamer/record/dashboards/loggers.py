@@ -10,7 +10,6 @@ The curves by name, of each worker and their mean:
 | `eval/loss`, `eval/disagreement`, `eval/tokens`, … | the mean model, or the server's |
 | `eval/own_loss` | each worker's own model, mean |
 | `validation/loss`, `validation/tokens` | a real worker's own model |
-| `alignment/alignment`, `alignment/persistence` | all workers |
 | `sent_bytes` | each worker in a round, mean |
 | `seconds/compute`, `…/transfer`, `…/waiting`, `…/other` | each worker in a round, mean |
 

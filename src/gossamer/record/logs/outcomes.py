@@ -4,11 +4,10 @@ that of slot 3.
 Which exchanges were made, who was alive in whose view, and where a newcomer got its state from follow from deaths and seconds,
 which no seed repeats. From these files a run can be replayed, bit for bit (`gossamer.run.replay.elastic`).
 
-* `{"event":"begin","round":r,"after":q,"donor":j,"steps":s,"incarnation":k,"sha256":h,"followed":[...],"time_s":t}`: a process
-  begins to train at round r. Its state is that of the start of the run (q = 0), that of this slot's own checkpoint after q rounds
-  (donor j is the slot itself), or that of worker j after q rounds, with s inner steps of its own slot completed.
-  `sha256` is that of the state, empty at the start. A ghost has trained before: one local phase with each of the states
-  `followed`, which are `[donor, after, steps, sha256]`, and has kept only its inner optimizer.
+* `{"event":"begin","round":r,"after":q,"donor":j,"steps":s,"incarnation":k,"sha256":h,"followed":[],"time_s":t}`: a process
+  begins to train at round r. Its state is that of the start of the run (q = 0), that of this slot's own checkpoint after q
+  rounds (donor j is the slot itself), or that of worker j after q rounds, with s inner steps of its own slot completed.
+  `sha256` is that of the state, empty at the start.
 * `{"event":"exchange","round":r,"of":q,"fragment":p,"alive":[...],"missed":[...],"unsure":[...],"time_s":t}`: an exchange that
   ended in round r. It is that of fragment p (numbered as in `gossamer.rounds.loop`), with the peers that the topology of round q
   gives over the slots `alive`, null for all; of these, `missed` and `unsure` have not been counted at this end, and the other end
@@ -28,20 +27,12 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field
 
 from gossamer.record.logs.event_log import EventLog, LogWriter, impossible
+from gossamer.settings.fields import Words
 from gossamer.settings.options import Number
 
 _Whole = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Hash = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
 _Slots = frozenset[_Whole]
-
-
-class Followed(NamedTuple):
-    """A local phase of a ghost: the source of its state, and the assumed steps of its slot."""
-
-    donor: _Whole
-    after: _Whole
-    steps: Number
-    sha256: _Hash = ""
 
 
 class Begun(NamedTuple):
@@ -53,8 +44,8 @@ class Begun(NamedTuple):
     steps: Number
     incarnation: Number
     sha256: _Hash = ""
-    followed: tuple[Followed, ...] = ()
-    """If not empty, the inner optimizer is the process's own."""
+    followed: Annotated[tuple[()], Words("an empty list")] = ()
+    """Empty. Earlier versions logged here with whose states a newcomer had warmed its inner optimizer."""
 
 
 class ExchangeOutcome(NamedTuple):

@@ -28,6 +28,10 @@ _Whole = Annotated[int, Field(ge=0, lt=2**31)]
 _Seconds = Annotated[float, Field(ge=0, lt=1e12)]
 
 
+SERVER = -1
+"""Stands for the server among the peers that are waited for."""
+
+
 class RoundSeconds(NamedTuple):
     """The seconds of one worker in one round."""
 
@@ -86,3 +90,9 @@ def read_seconds(run_folder: Path) -> list[RoundSeconds]:
     """
     found = [RoundSeconds(**line) for _, _, line in folder_lines(run_folder, "seconds", SECONDS_LINES)]
     return sorted(found, key=lambda one: (one.network or "", one.round, one.worker))
+
+
+def recorded_s(folder: Path, worker: int, newest: int | None) -> float:
+    """When the last round of this worker ended that is not run again."""
+    kept = [one.end_s for one in read_seconds(folder) if one.worker == worker and one.round < (newest or 0)]
+    return max(kept, default=0.0)

@@ -177,11 +177,11 @@ def store_status(url: str, *, now_s: float | None = None) -> StoreStatus:
 def standing_of(seen: Sighting) -> str:
     """The standing of a slot, in one word.
 
-    alive: it trains. joining: it has a slot and fetches its state. ghost: it warms up its inner optimizer, without
-    exchanges. suspect: others have lost the connection with it, or it has been silent. gone: it ended without a
-    goodbye: its process on this machine has ended, or no process listens at its address. left: it was stopped on
-    request, and has saved its state. finished: it has trained all rounds. empty: the slot was never filled. unknown:
-    not determined by its files.
+    alive: it trains. joining: it has a slot and fetches its state.
+    suspect: others have lost the connection with it, or it has been silent. gone: it ended without a goodbye: its
+    process on this machine has ended, or no process listens at its address. left: it was stopped on request, and has
+    saved its state. finished: it has trained all rounds. empty: the slot was never filled. unknown: not determined by
+    its files.
 
     >>> standing_of(Sighting(SlotEntry(1, 0, 5, MemberStatus.SUSPECT, 0, "127.0.0.1:4000"), refused=True))
     'gone'

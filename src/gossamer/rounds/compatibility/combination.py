@@ -66,15 +66,12 @@ class Combination(NamedTuple):
     """As in `inner.averaging`."""
     adapt: bool | str = False
     weigh_steps: bool = False
-    eval_js: bool = False
     elastic: bool = False
     """As in `run.elastic`."""
     peers: bool = False
     """Whether the run file has [peers], so that all connections are to be encrypted."""
     constant_batch: bool = False
     """As in `data.constant_batch`."""
-    ghost_rounds: int = 0
-    """As in `run.ghost_rounds`."""
     stages: int = 1
     """As in `pipeline.stages`."""
     shards: int = 1

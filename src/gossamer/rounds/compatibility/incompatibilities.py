@@ -374,14 +374,6 @@ _ASYNCHRONOUS = (
         ),
     ),
     Incompatibility(
-        "server and predictions of workers",
-        lambda c: c.kind == "server" and c.eval_js,
-        lambda c: (
-            f"{c.who} got run.eval_js = true, which compares the models of workers, but with a server only its own model is "
-            "validated; remove run.eval_js"
-        ),
-    ),
-    Incompatibility(
         "no waiting and meetings",
         lambda c: c.kind == "no waiting" and c.meetings is not None,
         lambda c: (

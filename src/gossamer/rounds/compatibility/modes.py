@@ -394,23 +394,6 @@ MODES: tuple[Incompatibility, ...] = (
         ),
     ),
     Incompatibility(
-        "ghosts and newcomers",
-        lambda c: c.ghost_rounds > 0 and not c.elastic,
-        lambda c: (
-            f"run.ghost_rounds is {c.ghost_rounds} and run.elastic is false, so that nobody joins the run while it goes on; set "
-            "run.elastic = true, or remove run.ghost_rounds"
-        ),
-    ),
-    Incompatibility(
-        "ghosts and inner optimizer",
-        lambda c: c.ghost_rounds > 0 and (c.averaging is not None or bool(c.schedule.inner_every)),
-        lambda c: (
-            f"run.ghost_rounds is {c.ghost_rounds}, and the workers exchange what their inner optimizers keep "
-            f"(inner.averaging = {c.averaging!r}, schedule.inner_every = {list(c.schedule.inner_every)}), which a ghost does not "
-            "take over; set run.ghost_rounds = 0"
-        ),
-    ),
-    Incompatibility(
         "pipeline and codec",
         lambda c: (
             c.stages > 1 and c.codec.back is not None and not (_elementwise(c.codec) and _elementwise(c.codec.back))

@@ -17,7 +17,7 @@ from gossamer.data.token_files import FileCorpus
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout, attach, layout_of, views
 from gossamer.models.export import export, export_state, write_card
-from gossamer.models.llama import Llama, logits_of
+from gossamer.models.llama import Llama
 from gossamer.models.sample import sample
 from gossamer.record.folder import note_evaluation
 from gossamer.record.progress import say
@@ -57,12 +57,10 @@ class Assessment(NamedTuple):
     """Empty unless `run.eval_workers`."""
     disagreement: float
     """Consensus distance per parameter, `sqrt((1/n) Σ_i ||x_i - x̄||² / P)`."""
-    js_divergence: float | None = None
-    """The result of the function of this name; None unless `run.eval_js` is set."""
 
     def figures(self) -> dict[str, Any]:
         """Its fields in a line of metrics."""
-        return {name: value for name, value in self._asdict().items() if value is not None}
+        return self._asdict()
 
 
 class Result(NamedTuple):
@@ -103,16 +101,6 @@ class Probe:
 
         return self._in_turn(score)
 
-    def log_probabilities(self, x: Tensor, buffers: Sequence[Tensor], sequence: int) -> Tensor:
-        """The predictions `[S, V]` of that model for each next token of one sequence of the first validation batch."""
-
-        def predict() -> Tensor:
-            with self._holding(x, buffers):
-                (logits,) = logits_of(self.model, self.batches[0][sequence : sequence + 1])
-            return logits.log_softmax(-1)
-
-        return self._in_turn(predict)
-
     def _in_turn(self, act: Callable[[], T]) -> T:
         """The result of model and loss, serialised with others if they are the user's and draw random numbers."""
         if not self._own:
@@ -146,30 +134,6 @@ def disagreement(vectors: Sequence[Tensor], mean: Tensor) -> float:
     return math.sqrt(math.fsum(squares) / len(vectors) / mean.numel())
 
 
-def js_divergence(predictions: Sequence[Tensor]) -> float:
-    """The divergence of n workers' predictions: `(1/n) Σ_i JS(p_i ‖ p̄)` in nats, mean over tokens; p̄ is the mean
-    prediction.
-
-    `JS(p ‖ q) = (KL(p ‖ m) + KL(q ‖ m))/2` with `m = (p + q)/2`. Equal predictions give exactly 0, and the bound ln 2 is not
-    reached: workers of which no two consider the same token possible give `ln 2 - ((1 + 1/n) ln(1 + 1/n) + (ln n)/n)/2`, which
-    is 0.216 for two and tends to ln 2. Unlike the distance of parameters, it ignores changes that do not affect
-    predictions.
-
-    Shapes: for each worker, log-probabilities `[T, V]` of the same tokens.
-    Cost: all predictions in fp64 at once.
-    Source: Factored Gossip DiLoCo, arXiv 2606.22768, by a secondary account of its metric.
-    """
-    p = [one.double().exp() for one in predictions]
-    mean = mean_of(p)
-    divergences = [(_from_middle(one, mean) + _from_middle(mean, one)).clamp(min=0).item() / 2 for one in p]
-    return math.fsum(divergences) / len(p) / len(mean)
-
-
-def _from_middle(p: Tensor, q: Tensor) -> Tensor:
-    """The sum over tokens of `KL(p ‖ (p + q)/2)`, where 0 ln 0 = 0."""
-    return (torch.xlogy(p, p) - torch.xlogy(p, (p + q) / 2)).sum()
-
-
 Weights = tuple[Tensor, Sequence[Tensor]]
 """The parameters of a model, and its buffers."""
 
@@ -189,20 +153,10 @@ class Probes:
             self._idle.put(probe)
         self.task = probes[0].task
         self.each_worker = probes[0].config.run.eval_workers
-        self.compares = probes[0].config.run.eval_js
-        self._sequences = len(probes[0].batches[0]) if self.compares else 0
 
     def losses(self, models: Iterable[Weights]) -> list[float]:
         """The validation loss of each model."""
         return self._borrowed(lambda probe, weights: probe.loss(*weights), models)
-
-    def divergence(self, models: Sequence[Weights]) -> float:
-        """`js_divergence` of the models on the first validation batch, a sequence at a time, which bounds the memory."""
-        found = [
-            js_divergence(self._borrowed(lambda probe, weights, k=k: probe.log_probabilities(*weights, k), models))
-            for k in range(self._sequences)
-        ]
-        return math.fsum(found) / len(found)
 
     def _borrowed(self, compute: Callable[[Probe, Weights], Any], models: Iterable[Weights]) -> list[Any]:
         def one(weights: Weights) -> Any:
@@ -232,10 +186,10 @@ def assess(vectors: Sequence[Tensor], probes: Probes, buffers: Sequence[Sequence
     if alike and all(torch.equal(mean, x) for x in vectors):
         (value,) = probes.losses([(mean, between)])
         own = (value,) * len(vectors) if probes.each_worker else ()
-        return Assessment(value, own, apart, 0.0 if probes.compares else None)
+        return Assessment(value, own, apart)
     workers = [*zip(vectors, buffers, strict=True)]
     value, *each = probes.losses([(mean, between), *(workers if probes.each_worker else [])])
-    return Assessment(value, tuple(each), apart, probes.divergence(workers) if probes.compares else None)
+    return Assessment(value, tuple(each), apart)
 
 
 def union_of(task: Task, vectors: Sequence[Tensor]) -> Tensor:

@@ -37,7 +37,7 @@ def is_finished(config: RunSettings, folder: Path) -> bool:
 
 def measures_alike(config: RunSettings, there: RunSettings) -> bool:
     """Whether the other run has the same results and validations as this one; extra losses of workers are allowed."""
-    measured = [(run.eval_every, run.eval_batches, run.eval_js, run.pace_s) for run in (there.run, config.run)]
+    measured = [(run.eval_every, run.eval_batches, run.pace_s) for run in (there.run, config.run)]
     lacks = config.run.eval_workers and not there.run.eval_workers
     return there.digest == config.digest and measured[0] == measured[1] and not lacks
 

@@ -22,7 +22,6 @@ from gossamer.record.logs.outcomes import (
     Begun,
     Ended,
     ExchangeOutcome,
-    Followed,
     OutcomeWriter,
     RoundOutcome,
 )
@@ -125,8 +124,6 @@ class ElasticRounds(Participant[ElasticTransport]):
             newest = transport.first_round(self.config.run.timeout_s) - 1
             begun = begun._replace(round=0 if self._closes else newest + 1)
             if self._closes or begun.after == 0 or newest - begun.after > self.config.run.rejoin_rounds:
-                if self.config.run.ghost_rounds:
-                    begun = self._follow(begun)
                 begun = self._fetched(begun)
         if begun.after and begun.donor == self.slot:
             try:
@@ -154,23 +151,6 @@ class ElasticRounds(Participant[ElasticTransport]):
         self._begun = begun._replace(steps=self.replica.steps_taken)
         self._kept_whose = self._whose()
         self.round, self._finished = begun.round, begun.after
-
-    def _follow(self, begun: Begun) -> Begun:
-        """Trains as a ghost, until the inner optimizer is warmed up; returns this process's begin event, as far as known then."""
-        transport, replica, followed = self.transport, self.replica, list[Followed]()
-        transport.declare(MemberStatus.GHOST)
-        behind = steps = transport.members.own.steps
-        for _ in range(self.config.run.ghost_rounds):
-            if self.asked.is_set() or transport.members.replaced:
-                break
-            accept = partial(self._accepted, steps=steps)
-            offer, state = self.fetch(accept, first=begun.donor, behind=begun.after, inner=False)
-            self._worker.rehearse(offer.after, state)
-            followed.append(Followed(offer.donor, offer.after, steps, offer.sha256))
-            steps = replica.steps_taken
-        replica.steps_taken = behind
-        newest = transport.first_round(self.config.run.timeout_s) - 1
-        return begun._replace(round=0 if self._closes else newest + 1, followed=tuple(followed))
 
     def open_record(self, open_: contextlib.ExitStack) -> None:
         """See `Participant`."""
@@ -384,8 +364,7 @@ class ElasticRounds(Participant[ElasticTransport]):
             self._worker.take_over(self._accepted(offer, state, steps=steps))
             return state["line"]
 
-        inner, before = not begun.followed, self._donor
-        offer, line = self.fetch(accept, first=first, behind=begun.after, inner=inner, before=before)
+        offer, line = self.fetch(accept, first=first, behind=begun.after, before=self._donor)
         self._donor, round = offer.donor, max(begun.round, offer.after)
         if self._closes:
             round = offer.after

@@ -39,7 +39,6 @@ def anneal(config: RunConfig, folder: Path, trunk: Path, *, asked: Callable[[], 
         trunk: its folder, created by the first branch.
         asked: as in `simulate_until_asked`.
     Raises: as `simulate_until_asked`.
-    Fails when: `record.alignment` is true, as the first round of the decay then has no persistence.
     """
     at, wanted = max(checkpoint.rounds(trunk / "checkpoints", 0), default=0), _plateau(config)
     parts = own_parts(config)

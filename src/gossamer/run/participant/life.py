@@ -21,13 +21,14 @@ from gossamer.errors import DataError, GossamerError
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.locks import holding
-from gossamer.record.packed import packable_snapshot, unpacked, without_optimizer
+from gossamer.record.logs.seconds import recorded_s
+from gossamer.record.packed import packable_snapshot, unpacked
 from gossamer.record.progress import say
+from gossamer.rounds.stopwatch import Stopwatch
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
 from gossamer.run.bookkeeping.journal import Journal, saved_when_unreadable
 from gossamer.run.bookkeeping.resume import Resume
-from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import prepare, use_recorded_threads
 from gossamer.run.participant.seat import Brought, Seat, addresses_in, join_run, started
@@ -89,8 +90,6 @@ def changes(
             yield f"worker {slot} is replaced: another process has taken its slot"
         if now.status == MemberStatus.JOINING:
             yield f"worker {slot} joins, and fetches its state"
-        elif now.status == MemberStatus.GHOST:
-            yield f"worker {slot} warms its inner optimizer as a ghost, of whom nobody hears yet"
         elif now.status == MemberStatus.SUSPECT:
             yield f"worker {slot} is suspected: {why(slot)}"
         elif now.status == MemberStatus.LEFT:
@@ -148,7 +147,7 @@ class Participant(ABC, Generic[Connections]):
         """Local phases begun by this process, and those begun alone."""
         self._probe = Probe(config, task, self.device)
         self._known = dict(seat.members.entries)
-        self.kept, self._ready = Handover(0, bytes, without_optimizer), threading.Event()
+        self.kept, self._ready = Handover(0, bytes), threading.Event()
         self.saving = threading.Lock()
         """The lock for saving: by this thread, or the one that saves the kept state."""
         self.saved_after = -1
@@ -188,7 +187,7 @@ class Participant(ABC, Generic[Connections]):
             except KeyboardInterrupt:
                 failed = (
                     not self.asked.is_set()
-                )  # a requested stop: the others need not wait for it, and it may come back
+                )  # a requested stop: a requested stop: the others need not wait for it, and it may come back
                 raise KeyboardInterrupt(self._ended_amid()) from None
             finally:
                 self.asked.saves = None  # the slot may belong to another process now
@@ -276,7 +275,6 @@ class Participant(ABC, Generic[Connections]):
         *,
         first: int,
         behind: int,
-        inner: bool = True,
         before: int | None = None,
     ) -> tuple[Offer, T]:
         """The result of `accept` on another worker's state, see `fetch_state`. Raises: PeerError."""
@@ -286,7 +284,6 @@ class Participant(ABC, Generic[Connections]):
             first=first,
             behind=behind,
             accept=accept,
-            inner=inner,
             before=before,
             stop=self.asked.is_set,
         )
@@ -294,15 +291,13 @@ class Participant(ABC, Generic[Connections]):
     def keep(self, after: int, state: Mapping[str, Any]) -> None:
         """Keeps a state after `after` rounds for newcomers. Cost: a copy; it is packed on request."""
         # One assignment: a thread that is sending the previous copy continues with it.
-        self.kept = Handover(after, packable_snapshot(state), without_optimizer)
+        self.kept = Handover(after, packable_snapshot(state))
         self._ready.set()
 
     def host(self, channel: Channel) -> None:
         """Gives a newcomer a slot and the kept state. Called by the serving thread, from `connect` on."""
-        # Before `begin` there is no state to give, and a ghost's state does not count: newcomers may ask another
-        # worker.
-        is_ghost = self.seat.members.own.status == MemberStatus.GHOST
-        if not is_ghost and self._ready.wait(self.seat.endpoint.timeout_s):
+        # Before `begin` has kept a state there is none to give: who asks may ask another.
+        if self._ready.wait(self.seat.endpoint.timeout_s):
             self.transport.serve(channel, lambda _: self.kept)
 
     def open_folder(

@@ -26,7 +26,6 @@ def fetch_state(
     first: int,
     behind: int,
     accept: Callable[[Offer, Any], T],
-    inner: bool = True,
     before: int | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[Offer, T]:
@@ -35,20 +34,19 @@ def fetch_state(
     Unanswered requests are repeated for `timeout_s`: in a common start, a worker may not be ready yet.
 
     Args:
-        first: the worker asked first.
-        accept: raises a CheckpointError for a state that does not fit, and another worker is asked.
-        before: the last donor, without a round since: asked only after all others.
-        behind: completed rounds of this worker.
-        inner: whether to request the inner optimizer's state too.
-        stop: whether to stop asking.
-    Raises: PeerError when no worker gives one.
+        first: who is asked first.
+        accept: raises a CheckpointError for a state that does not fit this worker, and another worker is asked.
+        before: whose state was taken last, without a round since: it is asked when no other has given one.
+        behind: rounds that this worker has behind it itself.
+        stop: whether to ask no more.
+    Raises: PeerError when nobody gives any.
     """
     why, ended, deadline = "nobody else is alive", set[int](), time.monotonic() + endpoint.timeout_s
     while True:
         alive = [entry for entry in members.with_status(MemberStatus.ALIVE) if entry.nonce not in ended]
         for entry in sorted(alive, key=lambda entry: (entry.slot == before, entry.slot != first)):
             try:
-                offer = ask_for_state(entry, members, endpoint, inner=inner)
+                offer = ask_for_state(entry, members, endpoint)
                 state = accept(offer, unpacked(offer.raw or b""))
             except (OSError, GossamerError) as error:
                 why = f"worker {entry.slot}: {first_line(error)}"
@@ -61,7 +59,7 @@ def fetch_state(
                 continue
             say(f"worker {members.me} takes the state of worker {entry.slot} after round {offer.after}")
             return offer, state
-        others = members.with_status(MemberStatus.JOINING, MemberStatus.GHOST, MemberStatus.ALIVE, MemberStatus.SUSPECT)
+        others = members.with_status(MemberStatus.JOINING, MemberStatus.ALIVE, MemberStatus.SUSPECT)
         if all(entry.nonce in ended for entry in others) or stop() or time.monotonic() >= deadline:
             break
         time.sleep(PAUSE_S)

@@ -17,9 +17,9 @@ from torch import Tensor
 from gossamer.errors import ConfigError
 from gossamer.record import checkpoint
 from gossamer.record.lineage import Lineage
-from gossamer.record.logs.outcomes import Begun, Followed
+from gossamer.record.logs.outcomes import Begun
 from gossamer.record.machines import Threads
-from gossamer.record.packed import packed, unpacked, without_optimizer
+from gossamer.record.packed import packed, unpacked
 from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.exchange import Each
 from gossamer.rounds.loop import EVERYONE, Membership
@@ -161,14 +161,12 @@ class Repeat:
         since = round if begun is None else begun.round
         self.workers[slot].replica.threads = self._threads.at(slot, since)
 
-    def candidates(self, one: Begun | Followed) -> tuple[list[bytes], bool]:
+    def candidates(self, one: Begun) -> tuple[list[bytes], bool]:
         """The donor's states after a number of rounds, and whether any matches the recorded hash.
 
         The choice affects results: a worker that took over another's state had two after the same round.
         """
         found = self._kept.get((one.donor, one.after), [])
-        if isinstance(one, Followed) or one.followed:
-            found = [without_optimizer(raw) for raw in found]
         named = [raw for raw in found if one.sha256 in ("", hashlib.sha256(raw).hexdigest())]
         return [*named, *found], bool(named)
 
@@ -194,16 +192,12 @@ class Repeat:
 
     def _take_over(self, slot: int, begun: Begun) -> None:
         """Begins a process in a slot with the state of a worker."""
-        if begun.followed:
-            self._replace(slot)  # its inner optimizer started fresh
         worker, process, lives = self.workers[slot], self._processes[slot], self.script.lives[slot]
         process.number = next(k for k, one in enumerate(lives) if one.begun is begun)
         if self.script.is_first(slot, begun):
             worker.replica.steps_taken = begun.steps
         else:
             self._take_threads(slot, begun.round)
-            for one in begun.followed:
-                worker.rehearse(one.after, self._taken(slot, one, begun.round))
             worker.take_over(self._taken(slot, begun, begun.round))
             if not self._adds_means(begun):
                 self._keep(worker, begun.after)
@@ -235,8 +229,8 @@ class Repeat:
             membership=membership.__getitem__,
         )
 
-    def _taken(self, slot: int, one: Begun | Followed, round: int) -> dict[str, Any]:
-        """The state taken over by a process on this begin event, finally or as a ghost."""
+    def _taken(self, slot: int, one: Begun, round: int) -> dict[str, Any]:
+        """The state that the process which began so in a slot took over."""
         (raw, *_), named = self.candidates(one)
         closes, streams = self._method.rule.needs == "everyone", "streams" in self._task.data.state()
         if not named and not closes and not streams:  # their states contain data not repeated here
@@ -273,7 +267,7 @@ class _Begins(Actor[Begun]):
         repeat = self._repeat
         if event.round > repeat.trained.next:
             return Missing("the rounds before have not been trained", repeat.trained.key)
-        for one in () if repeat.script.is_first(self._slot, event) else (*event.followed, event):
+        for one in () if repeat.script.is_first(self._slot, event) else (event,):
             found, named = repeat.candidates(one)
             # The donor may have taken over a state after the same round: then it has two, and the later one is meant.
             donor = next((other for other in repeat.begins if other.key == one.donor and other is not self), None)

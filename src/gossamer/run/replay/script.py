@@ -82,7 +82,7 @@ class Script(NamedTuple):
             for life in lives
             if life.begun.round >= first and not self.is_first(slot, life.begun)
         ]
-        return {(one.donor, one.after) for some in begun for one in (some, *some.followed)}
+        return {(one.donor, one.after) for one in begun}
 
     def life_at(self, slot: int, round: int) -> int:
         """The newest life of a slot begun before a round."""

@@ -24,13 +24,14 @@ from gossamer.record.folder import RunFolder
 from gossamer.record.lineage import Lineage
 from gossamer.record.locks import holding
 from gossamer.record.logs.events import EventWriter
+from gossamer.record.logs.seconds import recorded_s
 from gossamer.record.progress import say
 from gossamer.record.whole_files import worker_suffix
 from gossamer.rng import key as random_key
+from gossamer.rounds.stopwatch import Stopwatch
 from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
 from gossamer.run.bookkeeping.journal import log_phase, saved_when_unreadable
 from gossamer.run.bookkeeping.resume import History, Resume, lineage, resumed
-from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
 from gossamer.run.bookkeeping.which_round import kept_by, must_lose_nothing, tell_unverified
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.participant.agreement import (

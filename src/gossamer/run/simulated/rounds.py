@@ -37,7 +37,6 @@ from gossamer.run.bookkeeping.resume import History, Resume, resumed
 from gossamer.run.bookkeeping.spent_seconds import priced
 from gossamer.run.bookkeeping.which_round import Start, alone, begin_or_resume
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
-from gossamer.run.simulated.alignment import Alignment
 from gossamer.run.simulated.threads import WorkerThreads
 from gossamer.run.worker.batched import Stacks
 from gossamer.run.worker.numerics import threads_of
@@ -92,7 +91,6 @@ class Rounds:
             lambda: self._assessed().figures(),
             lambda finished: _save(self.workers, folder, finished, line, self._lanes.each),
         )
-        self._alignment = Alignment() if config.record.alignment else None
         self._before, self._busy_s = _tokens(self.workers), 0.0
 
     @contextmanager
@@ -132,12 +130,10 @@ class Rounds:
             raise DataError(saved_when_unreadable(error, self.folder, self.finished)) from error
         began, finished = time.perf_counter(), round + 1
         self._take_threads()
-        reports = train_together(workers, round, self._lanes.each, self._train, self._alignment)
+        reports = train_together(workers, round, self._lanes.each, self._train)
         self._busy_s += time.perf_counter() - began
         for worker, report in zip(workers, reports, strict=True):
             self._journal.log(worker, round, report)
-        if self._alignment is not None:
-            self._record.log("alignment", round=round, **self._alignment.figures())
         if config.network is not None and finished < config.rounds:
             _adapt(config.network, workers, round, reports)
         self._journal.end_round(finished, step=config.timetable.begin(finished), tokens=_tokens(workers))
@@ -242,20 +238,14 @@ def train_each(turns: Sequence[tuple[Worker, Segment]], each: Each) -> list[Loca
     return each(lambda turn: turn[0].train(turn[1]), turns)
 
 
-def train_together(
-    workers: Sequence[Worker], round: int, each: Each, train: Train = train_each, alignment: Alignment | None = None
-) -> list[RoundReport]:
+def train_together(workers: Sequence[Worker], round: int, each: Each, train: Train = train_each) -> list[RoundReport]:
     """One round of all workers: every segment of all of them before the next. After the last one, nothing is in flight."""
     reports = [RoundReport([], []) for _ in workers]
     if workers:
         recover_all(workers, round)
     for segments in zip(*(worker.segments(round) for worker in workers), strict=True):
         turns = list(zip(workers, segments, strict=True))
-        if alignment is not None:
-            alignment.begin(workers)
         phases = train(turns, each)
-        if alignment is not None:
-            alignment.end(workers)
         operations = each(lambda turn: turn[0].send(turn[1]), turns)
         for report, phase, sent in zip(reports, phases, operations, strict=True):
             report.phases.append(phase)

@@ -1,6 +1,5 @@
 """Simulating a run: all workers in one process, in rounds or over virtual time."""
 
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -8,6 +7,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Unpack
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -127,7 +127,7 @@ def _must_fit(config: ResolvedRun) -> None:
     """Raises ConfigError where a batch, or the persistent state of all workers, exceeds this machine's memory."""
     must_fit_memory(config.data)
     must_fit_memory(config.data, config.run.eval_batches)
-    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    here = psutil.virtual_memory().total
     known = not config.model.own and config.model.experts is None and one_device(config.run.device).type == "cpu"
     words = vocabulary(config.data.tokenizer) if known else None
     if words is None:

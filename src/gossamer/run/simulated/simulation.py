@@ -120,14 +120,8 @@ class RecordedRun:
 
     @property
     def validation(self) -> Columns:
-        """A row for each validation: round, step, tokens, loss (of the mean model), worker_losses, disagreement, and
-        js_divergence where run.eval_js is true."""
+        """A row for each validation: round, step, tokens, loss (of the mean model), worker_losses and disagreement."""
         return self._lines("eval")
-
-    @property
-    def alignment(self) -> Columns:
-        """A row for each round, where record.alignment is true: round, alignment and persistence of the pseudo-gradients."""
-        return self._lines("alignment")
 
     @property
     def trace(self) -> Trace:

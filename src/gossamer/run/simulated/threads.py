@@ -4,12 +4,11 @@ import contextlib
 import functools
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from gossamer.record.machines import Threads
@@ -69,16 +68,9 @@ def _warn_of_others(cores: int) -> None:
 
 
 def _busy_cores(window_s: float = 0.1) -> float:
-    """The number of this process's cores used by others, sampled over a short wait; 0 if unknown."""
-    if not Path("/proc/stat").exists():
+    """How many of the cores of this process are busy while it sleeps; 0 where the system does not report it."""
+    if not hasattr(os, "sched_getaffinity"):
         return 0.0
-    ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}  # each concurrent run has its own cores
-
-    def ticks() -> tuple[int, int]:
-        lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
-        fields = [[*map(int, words[1:9])] for words in lines if words[0] in ours]
-        return sum(map(sum, fields)), sum(one[3] + one[4] for one in fields)  # all, and idle or waiting for a disk
-
-    (total, idle), _ = ticks(), time.sleep(window_s)
-    total, idle = (after - before for after, before in zip(ticks(), (total, idle), strict=True))
-    return len(ours) * (1 - idle / total) if total else 0.0
+    ours = os.sched_getaffinity(0)  # each of several runs at a time has its own
+    percent = psutil.cpu_percent(window_s, percpu=True)
+    return sum(percent[core] for core in ours if core < len(percent)) / 100

@@ -22,15 +22,16 @@ from gossamer.record.folder import RunFolder, Unrecorded
 from gossamer.record.lineage import Lineage
 from gossamer.record.locks import holding
 from gossamer.record.logs.pipeline_work import PipelineWork, write_pipeline
+from gossamer.record.logs.seconds import recorded_s
 from gossamer.record.logs.stage_seconds import StageLog, end_logs_of_others, stage_log
 from gossamer.record.progress import echo, quieted
 from gossamer.record.whole_files import atomic_write, make_folder
 from gossamer.rounds.setup import Setup, in_sides
+from gossamer.rounds.stopwatch import Stopwatch
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.inputs import note_inputs
 from gossamer.run.bookkeeping.journal import Journal, Save, saved_when_unreadable
 from gossamer.run.bookkeeping.resume import History, Resume, resumed
-from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
 from gossamer.run.bookkeeping.which_round import (
     Agreement,
     KeptRounds,

@@ -413,16 +413,14 @@ class Replica:
 
     def must_be_of_another(self, state: Mapping[str, Any]) -> None:
         """Raises one of MISFITS unless the received state of another worker can be loaded as this replica's."""
-        if state["inner"] is not None:
-            must_be_state_of(self.optimizer, state["inner"])
+        must_be_state_of(self.optimizer, state["inner"])
         must_fit(state.get("buffers", []), self.buffers)
         if not all_finite(tuple(state.get("buffers", []))):
             raise ValueError("a buffer of the model has numbers that are not finite")
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes a state as its own. Raises: one of MISFITS when it does not fit."""
-        if state["inner"] is not None:  # a ghost keeps its own optimizer
-            self.optimizer.load_state_dict(state["inner"])
+        self.optimizer.load_state_dict(state["inner"])
         if self.moments:
             share_moments(self.optimizer, self.model, self.layout, self.moments)
         self.task.data.restore(state["data"])

@@ -171,16 +171,6 @@ class Worker:
         self.loop.announce(segment.round, segment.stop)
         return self.replica.train(segment.round, segment.first, segment.last, after_step)
 
-    def rehearse(self, round: int, state: Mapping[str, Any]) -> None:
-        """A local phase from another worker's state, of which this one keeps only the inner optimizer.
-
-        It trains on the batches of its own slot. Raises: as `take_over` and `Replica.train`.
-        """
-        self.take_over({**state, "inner": None})
-        self.replica.steps_taken, self.replica.places = int(state["steps_taken"]), None
-        self.begin_round(round)
-        self.replica.train(round, 0, self.replica.local_steps)
-
     def send(self, segment: Segment) -> list[Operation]:
         """Sends the fragments due at the stop of a segment."""
         if self.config.record.hash and segment.stop.sends:

@@ -249,8 +249,6 @@ class ElasticCore:
         """Closes exchanges that have timed out, pings the peers that this worker needs, and suspects silent ones."""
         waits = {peer for (_, peer), pact in self._pacts.items() if pact.outcome is None}
         planned = {entry.slot for entry in self.members.with_status(MemberStatus.ALIVE)} & self._planned
-        # They are pinged too, so that a death frees the slot.
-        ghosts = {entry.slot for entry in self.members.with_status(MemberStatus.GHOST)}
         self._doubted_s = {
             peer: since_s
             for peer, since_s in self._doubted_s.items()
@@ -259,9 +257,7 @@ class ElasticCore:
         # A worker that was itself stopped did not receive: peers silent during that time may be alive.
         before = self._watched_s if now - self._ticked_s < 4 * self._beat_s else {}
         self._ticked_s = now
-        self._watched_s = {
-            peer: before.get(peer, now) for peer in waits | planned | ghosts | self._awaited | {*self._doubted_s}
-        }
+        self._watched_s = {peer: before.get(peer, now) for peer in waits | planned | self._awaited | {*self._doubted_s}}
         for peer in sorted(self._watched_s):
             if now - max(self._heard_s.get(peer, -1e9), self._asked_s.get(peer, -1e9)) >= self._beat_s:
                 self._asked_s[peer] = now

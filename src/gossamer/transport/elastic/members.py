@@ -48,12 +48,10 @@ class MemberStatus(IntEnum):
 
     JOINING = 0
     """It was given the slot and is fetching its state."""
-    GHOST = 1
-    """It trains to warm up its inner optimizer, without exchanges yet."""
-    ALIVE = 2
-    SUSPECT = 3
+    ALIVE = 1
+    SUSPECT = 2
     """Its connection was lost, or it has been silent. If alive, it answers with its next incarnation."""
-    LEFT = 4
+    LEFT = 3
     """It has ended regularly."""
 
 
@@ -265,7 +263,7 @@ class Members:
         entry = self.entries.get(slot)
         if self._speaks_for is not None and slot in self._unproven:
             return True  # else a false report that it is filled would keep its owner out
-        return entry is None or entry.status not in (MemberStatus.ALIVE, MemberStatus.GHOST)
+        return entry is None or entry.status != MemberStatus.ALIVE
 
     def _is_promised(self, slot: int) -> bool:
         """Whether the slot was given to a process that may still come."""

@@ -5,8 +5,8 @@
     newcomer -> worker   ASK    whether it wants the state now, or only the slot
     worker -> newcomer   CHUNK  the state, in parts that each have a checksum
 
-The state is that of the worker at the end of its last round, with its inner optimizer or without. A copy of it is kept,
-so that sending it never stops training; it is packed and hashed only on request.
+The state is that of the worker at the end of its last round. A copy of it is kept, so that sending it never stops
+training; it is packed and hashed only on request.
 """
 
 import hashlib
@@ -41,23 +41,18 @@ class Handover:
     """The state of a worker between two rounds.
 
     Args:
-        after: completed rounds of the run.
-        pack: encodes the state as bytes; called once, when the first newcomer asks.
-            cool: strips the inner optimizer from these bytes, for ghosts.
+        after: rounds of the run that it has behind it.
+        pack: gives the state as bytes; called once, when the first newcomer asks.
     """
 
-    def __init__(self, after: int, pack: Callable[[], bytes], cool: Callable[[bytes], bytes]) -> None:
-        self.after, self._pack, self._cool = after, pack, cool
+    def __init__(self, after: int, pack: Callable[[], bytes]) -> None:
+        self.after, self._pack = after, pack
 
     @cached_property
     def whole(self) -> "_Packed":
         """The state as bytes."""
-        return _hashed(self._pack())
-
-    @cached_property
-    def without_optimizer(self) -> "_Packed":
-        """The state without the inner optimizer, as bytes."""
-        return _hashed(self._cool(self.whole.raw))
+        raw = self._pack()
+        return _Packed(raw, hashlib.sha256(raw).hexdigest())
 
 
 class _Packed(NamedTuple):
@@ -65,10 +60,6 @@ class _Packed(NamedTuple):
 
     raw: bytes
     sha256: str
-
-
-def _hashed(raw: bytes) -> _Packed:
-    return _Packed(raw, hashlib.sha256(raw).hexdigest())
 
 
 class Applicant(NamedTuple):
@@ -79,8 +70,6 @@ class Applicant(NamedTuple):
     """Where it listens."""
     slot: int | None = None
     """The slot that it has already."""
-    inner: bool = True
-    """Whether it wants the state of the inner optimizer too."""
     wants: int | None = None
     """The slot that it requests; None for any."""
     after: int | None = None
@@ -125,7 +114,7 @@ def host(
         keys.must_have(channel.certificate, place.slot)
     own = give_slot(place) if place.slot is None else entries().get(place.slot)
     kept = boundary(place.after)
-    state = kept.whole if place.inner else kept.without_optimizer
+    state = kept.whole
     known = entries()
     offer = {
         "slot": None if own is None else own.slot,
@@ -193,18 +182,16 @@ def ask(
     return offer._replace(raw=bytes(raw))
 
 
-def ask_for_state(
-    entry: SlotEntry, members: Members, endpoint: Endpoint, *, inner: bool = True, after: int | None = None
-) -> Offer:
+def ask_for_state(entry: SlotEntry, members: Members, endpoint: Endpoint, *, after: int | None = None) -> Offer:
     """The state of a slot's worker, for a process that has a slot already.
 
-    Args: `inner` and `after` as of `Applicant`. Raises: as `ask`.
+    Args: `after` as of `Applicant`. Raises: as `ask`.
     """
     own = members.own
     return ask(
         entry.address,
         endpoint.secret,
-        Applicant(own.nonce, own.address, own.slot, inner, None, after),
+        Applicant(own.nonce, own.address, own.slot, None, after),
         run=endpoint.run,
         limits=members.limits,
         timeout_s=endpoint.timeout_s,
@@ -223,7 +210,6 @@ def _place(letter: Letter, limits: Limits) -> Applicant | None:
             "nonce": int(nonce),
             "address": str(address),
             "slot": None | int() as slot,
-            "inner": bool(inner),
             "wants": None | int() as wants,
             "after": None | int() as after,
         } if (
@@ -232,7 +218,7 @@ def _place(letter: Letter, limits: Limits) -> Applicant | None:
             and _is_at_most(wants, limits.workers - 1)
             and _is_at_most(after, limits.rounds)
         ):
-            return Applicant(nonce, address, slot, inner, wants, after) if is_process(address, nonce) else None
+            return Applicant(nonce, address, slot, wants, after) if is_process(address, nonce) else None
     return None
 
 
