@@ -100,7 +100,7 @@ class GossipRun(VirtualTimeLoop):
         return [worker.s for worker in self._workers]
 
     def state(self) -> dict[str, Any]:
-        """The part of a checkpoint for this loop; the learners have parts of their own."""
+        """The part of a checkpoint for this loop; the learners have separate parts."""
         published = [[(time_s, leaves(message)) for time_s, message in own] for own in self._published]
         states = [leaves(worker.s) for worker in self._workers]
         return as_dicts(_GossipState(self._queue.state(), self._phases.state(), states, published))

@@ -137,7 +137,7 @@ class PairRun(VirtualTimeLoop):
         return [self.rule.advance(peer.worker.x, peer.worker.s, now_s - peer.time_s) for peer in self._peers]
 
     def state(self) -> dict[str, Any]:
-        """The part of a checkpoint for this loop; the learners have parts of their own."""
+        """The part of a checkpoint for this loop; the learners have separate parts."""
         peers = [
             _PeerState(peer.worker.x, leaves(peer.worker.s), peer.worker.start, peer.time_s, peer.meets)
             for peer in self._peers

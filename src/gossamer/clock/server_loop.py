@@ -144,7 +144,7 @@ class ServerRun(VirtualTimeLoop):
         return local if self._global is None else [*local, *self._global.states()]
 
     def state(self) -> dict[str, Any]:
-        """The part of a checkpoint for this loop; the learners have parts of their own."""
+        """The part of a checkpoint for this loop; the learners have separate parts."""
         cores, above = [core.whole_state() for core in self._cores], self._global and self._global.state()
         workers = [worker.state() for worker in self._workers]
         return as_dicts(_ServerState(self._queue.state(), self._phases.state(), cores, above, workers))

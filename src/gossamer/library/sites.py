@@ -206,7 +206,7 @@ class ElasticSite:
         if self.lane.joint is not None:
             with store_answers():
                 Entries(self.lane.joint, endpoint.secret, endpoint.timeout_s).set(*self._tell)
-        # RunPool from training, as whoever asks an address at which nobody answers waits for seconds.
+        # Apart from training, as whoever asks an address at which nobody answers waits for seconds.
         threading.Thread(target=self._look_for_board, daemon=True, name="gossamer board").start()
 
     # --- the outer loop asks ------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ class Missing(NamedTuple):
     """The missing input of an event."""
 
     why: str
-    """A clause, such as 'it heard a message of worker 3 that was never sent'."""
+    """A clause, such as 'it waits for a message of worker 3 that was never sent'."""
     source: Hashable = None
     """The key of the actor that provides it; None if there is none."""
 
