@@ -511,9 +511,9 @@ def _of_views(folder: Path) -> Decoder:
 def _of_closings(kind: LetterKind, value: object, folder: Path) -> Decoder:
     def decode(raw: bytes) -> None:
         closing = Closing(Members(limits(3), 0, [*_ENTRIES.values()]), limit_s=5.0, beat_s=0.5)
-        closing.enter(3)
+        closing.begin_round(3)
         closing.ready(0.0)
-        closing.heard(Letter(kind, 1, round=3, body=body_of(raw)), 1.0)
+        closing.receive(Letter(kind, 1, round=3, body=body_of(raw)), 1.0)
         closing.tick(2.0)
         assert len(closing.outbox) < 20
 

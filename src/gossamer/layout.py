@@ -117,7 +117,7 @@ def in_parts(layout: Layout, part_of: Callable[[str], int], parts: int) -> tuple
     return _one_after_the_other(groups)
 
 
-def restricted(
+def subset(
     layout: Layout, spans: Sequence[tuple[int, int]], names: Container[str]
 ) -> tuple[Layout, tuple[tuple[int, int], ...]]:
     """A subset of the tensors of an arranged layout, in its order, and its remaining slices; see `arrange`."""

@@ -172,7 +172,7 @@ class Participant(ABC):
     def _look(self, since_s: float) -> None:
         """Waits until somebody has said which round the others are in."""
         core, waited_s = self.core, self.network.now - since_s
-        if core.was_heard and (core.all_heard or waited_s >= 4 * self.plan.beat_s):
+        if core.was_contacted and (core.contacted_by_all or waited_s >= 4 * self.plan.beat_s):
             self._fetch(self.members.newest_round + 1)
         elif waited_s >= self.plan.timeout_s:
             self._fail("is answered by nobody")
@@ -216,7 +216,7 @@ class Participant(ABC):
             return
         if letter.kind == LetterKind.PAYLOAD:
             self._origins.append((letter, end.connection.processes[1 - end.side].uid))
-        end.nonce = self.core.heard(letter, self.network.now, end.nonce)
+        end.nonce = self.core.receive(letter, self.network.now, end.nonce)
         self._look_for_claimed()
         if not self.core.is_filled_by(end.peer, end.nonce):
             end.send(self._greeting())

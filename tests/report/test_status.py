@@ -24,7 +24,7 @@ from gossamer.record.logs.trace import Entry as TraceEntry
 from gossamer.record.logs.trace import Operation
 from gossamer.report.reading.follow import FollowedRun
 from gossamer.report.reading.status import Sighting, run_status, standing_of
-from gossamer.run.bookkeeping.which_round import to_resume, to_score
+from gossamer.run.bookkeeping.which_round import round_to_resume, round_to_score
 from gossamer.run.config.run_file import dump
 from gossamer.run.participant.exit_status import exit_status, far_in_rounds
 from gossamer.run.participant.life import changes
@@ -290,14 +290,14 @@ def test_a_calm_run_goes_on_from_the_newest_round_that_all_have_where_there_is_o
     held = {slot: dict.fromkeys(rounds) for slot, rounds in enumerate(owned)}
     having = [rounds for rounds in owned if rounds]
     common = frozenset.intersection(*having) if having else frozenset()
-    found = to_resume(held)
+    found = round_to_resume(held)
     assert found == max(common) if common else found in {0, *(r for rounds in owned for r in rounds)}
     assert bool(found) == bool(having)
 
 
 @given(st.lists(ROUNDS, min_size=1, max_size=5))
 def test_the_round_to_score_is_never_older_than_one_that_most_have(owned):
-    found = to_score({slot: dict.fromkeys(rounds) for slot, rounds in enumerate(owned)})
+    found = round_to_score({slot: dict.fromkeys(rounds) for slot, rounds in enumerate(owned)})
     having = sum(map(bool, owned))
     assert all(r <= found for r in range(1, 10) if 2 * sum(r in rounds for rounds in owned) > having)
 

@@ -109,7 +109,7 @@ def test_thousands_of_letters_in_any_order_never_raise_in_a_core_nor_fill_it(cou
     for _ in range(count // 100):
         known = [SlotEntry(i, 0, i, MemberStatus.ALIVE, 0, f"127.0.0.1:{4000 + i}") for i in range(3)]
         core = ElasticCore(Members(limits(3), 0, known), timeout_s=8.0)
-        core.enter(0, frozenset(range(3)), [1])
+        core.begin_round(0, frozenset(range(3)), [1])
         core.expect(Ticket(0), 1, sizes)
         for turn in range(100):
             kind, size = draw.choice([*LetterKind]), draw.choice([0, 7, sizes, sizes])
@@ -122,7 +122,7 @@ def test_thousands_of_letters_in_any_order_never_raise_in_a_core_nor_fill_it(cou
             )
             before, version = dict(core.members.entries), core.members.version
             try:
-                core.heard(letter, float(turn), draw.choice([None, 1, 2]))
+                core.receive(letter, float(turn), draw.choice([None, 1, 2]))
             except RefusedError:
                 assert (core.members.entries, core.members.version) == (before, version)
             core.tick(float(turn))
@@ -288,7 +288,7 @@ def test_thousands_of_letters_in_any_order_never_raise_in_calls_nor_fill_them(co
         letter = Letter(draw.choice(kinds), draw.randint(1, 2), Ticket(*numbers), round=turn, steps=steps, body=body)
         for calls in (fetches, meetings):
             if calls.accepts(letter, body.numel()):
-                calls.heard(letter, float(turn))
+                calls.receive(letter, float(turn))
             if draw.random() < 0.1:
                 calls.tick(float(turn))
             assert len(calls.outbox) < 10

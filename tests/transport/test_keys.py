@@ -647,7 +647,7 @@ def test_workers_exchange_over_encrypted_connections(keys: list[Keys]) -> None:
     with crew(keys) as workers:
         for worker in workers:
             others = [i for i in range(3) if i != worker.worker]
-            worker.enter(0, lambda alive, others=others: others, 15)
+            worker.begin_round(0, lambda alive, others=others: others, 15)
             for other in others:
                 worker.expect(ticket, other, like)
                 worker.post(ticket, other, [torch.full((4,), float(worker.worker))])
@@ -682,7 +682,7 @@ def exchanged(workers: list[ElasticTransport], round: int) -> list[set[Outcome]]
     ticket, like = Ticket(round), [torch.empty(4)]
     for worker in workers:
         others = [one.worker for one in workers if one is not worker]
-        worker.enter(round, lambda alive, others=others: others, 15 * (round + 1))
+        worker.begin_round(round, lambda alive, others=others: others, 15 * (round + 1))
         for other in others:
             worker.expect(ticket, other, like)
             worker.post(ticket, other, [torch.full((4,), float(worker.worker))])

@@ -244,7 +244,7 @@ def exchange(workers: list[ElasticTransport], round: int) -> set[Outcome]:
     """What becomes of an exchange; what arrives is what was sent."""
     ticket = Ticket(round)
     for worker in workers:
-        worker.enter(round, lambda alive, peer=1 - worker.worker: [peer], 15)
+        worker.begin_round(round, lambda alive, peer=1 - worker.worker: [peer], 15)
         worker.expect(ticket, 1 - worker.worker, [torch.empty(1000)])
         worker.post(ticket, 1 - worker.worker, [torch.full((1000,), 1.0 + worker.worker)])
     outcomes = set[Outcome]()

@@ -520,7 +520,7 @@ def _start_participants(config: "ResolvedRun", folder: Path, n: int, words: list
 
 def _train_served(config: "ResolvedRun", folder: Path, served: ServerOptions, *, resume: "Resume") -> None:
     """The server of a run, or one of its workers."""
-    from gossamer.run.served.protocol import address
+    from gossamer.run.served.protocol import parse_address
     from gossamer.run.served.served_worker import work
     from gossamer.run.served.server import serve
 
@@ -529,7 +529,7 @@ def _train_served(config: "ResolvedRun", folder: Path, served: ServerOptions, *,
             f"this run needs server '{config.with_server.rule.name}': add --local {config.workers} to start all "
             "of it here, or --server HOST:PORT on the server's machine, and the same with --worker I for each worker"
         )
-    host, port = address(served.server)
+    host, port = parse_address(served.server)
     if served.worker is not None:
         work(config, folder, host, port, served.worker, resume=resume)
     else:

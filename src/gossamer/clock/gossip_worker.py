@@ -17,8 +17,8 @@ class GossipWorker:
     """A worker that publishes a message after each local phase, and mixes it with the latest messages of its peers.
 
     Args:
-        mixing: that of the first round of the topology. learner: starts from its own parameters; local phases and mixes
-            update its `x` in place.
+        mixing: that of the first round of the topology.
+        learner: starts from its own parameters; local phases and mixes update its `x` in place.
     """
 
     def __init__(self, worker: int, rule: Rule, learner: Learner, mixing: Mixing) -> None:

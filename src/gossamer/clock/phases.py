@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gossamer.clock.agenda import ABSENCE, PHASE, Agenda
 from gossamer.clock.durations import Durations
+from gossamer.clock.event_queue import ABSENCE, PHASE, EventQueue
 from gossamer.clock.events import Absence, Record
 from gossamer.codecs import Codec, fitted
 from gossamer.codecs.cast import EXACT
@@ -52,9 +52,7 @@ class Learner(Protocol):
 
 
 Begins = Callable[[int, int], None]
-"""Called with a worker and the number of the phase it begins; until that phase ends, no other code changes its
-parameters.
-"""
+"""Called with a worker and the number of the phase it begins; until that phase ends, no other code changes its parameters."""
 
 
 class LoopOptions(NamedTuple):
@@ -144,14 +142,14 @@ class Phases:
 
     def __init__(
         self,
-        agenda: Agenda,
+        agenda: EventQueue,
         durations: Durations,
         learners: Sequence[Learner],
         options: LoopOptions,
         ended: Callable[[int, int, float], list[Record]],
         changed: Callable[[Absence], list[Record]],
     ) -> None:
-        self._agenda, self._durations, self._learners = agenda, durations, learners
+        self._queue, self._durations, self._learners = agenda, durations, learners
         self._begins, self._ended, self._changed = options.begins, ended, changed
         self._budget = Budget(options.budget)
         self.present = [True] * len(learners)
@@ -165,11 +163,11 @@ class Phases:
 
     def begin(self, worker: int) -> None:
         """Begins the worker's next phase, unless the budget is spent."""
-        steps, number, start_s = self._learners[worker].local_steps, self.count[worker], self._agenda.time_s
+        steps, number, start_s = self._learners[worker].local_steps, self.count[worker], self._queue.time_s
         self.trains[worker] = self._budget.claim(steps)
         if self.trains[worker]:
             end_s = start_s + self._durations.phase_s(worker, number, steps)
-            self._agenda.plan(end_s, PHASE, worker, PhaseEnd(worker, self.epoch[worker], start_s))
+            self._queue.plan(end_s, PHASE, worker, PhaseEnd(worker, self.epoch[worker], start_s))
             self._begins(worker, number)
 
     def perform(self, event: PhaseEnd | Absence) -> list[Record]:

@@ -183,9 +183,7 @@ class ServerCore:
         return actions
 
     def flush(self, now_s: float) -> list[ServerAction]:
-        """Handles that no worker can push any more: windows with a push close at the next ticks, and the rest is
-        reported.
-        """
+        """Handles that no worker can push any more: windows with a push close at the next ticks, and the rest is reported."""
         actions: list[ServerAction] = []
         for p, fragment in enumerate(self._fragments):
             if fragment.waiting:
@@ -197,7 +195,7 @@ class ServerCore:
     # Queries of drivers
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the budget is spent or a phase was refused, and all pushes have been absorbed."""
         if self._budget is None or any(member.trains for member in self._members):
             return False

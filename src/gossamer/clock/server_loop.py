@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from gossamer.asynchronous import ServerRule, Slack
-from gossamer.clock.agenda import ARRIVAL, DECISION, RELAY, REPLY, Agenda, AgendaState, VirtualTimeLoop
 from gossamer.clock.durations import Durations
+from gossamer.clock.event_queue import ARRIVAL, DECISION, RELAY, REPLY, EventQueue, EventQueueState, VirtualTimeLoop
 from gossamer.clock.events import Absence, Phase, Record, Relay, Transfer, Update
 from gossamer.clock.fragment import Push, RegionReport
 from gossamer.clock.global_core import GlobalCore, GlobalState
@@ -71,7 +71,7 @@ _EVENTS = (PhaseEnd, Absence, _Arrival, _Reply, _Closing, _ReportArrival, _Merge
 class _ServerState(NamedTuple):
     """The part of a checkpoint for this loop: the cores of regions, the global one, and the workers."""
 
-    agenda: AgendaState
+    agenda: EventQueueState
     phases: PhasesState
     cores: list[CoreState]
     above: GlobalState | None
@@ -119,7 +119,7 @@ class ServerRun(VirtualTimeLoop):
         check(Combination(kind="server", server=rule.name, fragments=len(self.spans), overlap=overlap))
         self.learners = learners
         self._options, self._durations = options, Durations(network, len(learners))
-        self._agenda = Agenda(self._perform, self._flush)
+        self._queue = EventQueue(self._perform, self._flush)
         regions = self._durations.regions if rule.regions is not None else (0,) * len(learners)
         self._region, self._near = regions, rule.regions is not None
         steps = [learner.local_steps for learner in learners]
@@ -130,7 +130,7 @@ class ServerRun(VirtualTimeLoop):
             for action in self._core(i).join(i):
                 assert isinstance(action, Send)
                 self._workers.append(ServerWorker(learner, self.spans, action.starts, overlap=overlap))
-        self._phases = Phases(self._agenda, self._durations, learners, options, self._end_phase, self._change)
+        self._phases = Phases(self._queue, self._durations, learners, options, self._end_phase, self._change)
         for i in range(len(learners)):
             self._phases.begin(i)
 
@@ -144,10 +144,10 @@ class ServerRun(VirtualTimeLoop):
         return local if self._global is None else [*local, *self._global.states()]
 
     def state(self) -> dict[str, Any]:
-        """The part of a checkpoint for this loop; the learners have parts of their own."""
+        """The part of a checkpoint for this loop; the learners have separate parts."""
         cores, above = [core.whole_state() for core in self._cores], self._global and self._global.state()
         workers = [worker.state() for worker in self._workers]
-        return as_dicts(_ServerState(self._agenda.state(), self._phases.state(), cores, above, workers))
+        return as_dicts(_ServerState(self._queue.state(), self._phases.state(), cores, above, workers))
 
     def restore(self, state: Any) -> None:
         """Continues from a state, before the learners are restored. Raises ValueError when it does not fit."""
@@ -163,7 +163,7 @@ class ServerRun(VirtualTimeLoop):
         for worker, theirs in zip(self._workers, saved.workers, strict=True):
             worker.restore(theirs)
         self._phases.restore(saved.phases)
-        events = self._agenda.restore(saved.agenda, _EVENTS)
+        events = self._queue.restore(saved.agenda, _EVENTS)
         within(events, **limits)
         x = self.learners[0].x
         for p, tensor in (found for event in events for found in _of_fragments(event)):
@@ -192,7 +192,7 @@ class ServerRun(VirtualTimeLoop):
                 reply_s = self._transfer_s(SERVER, i, nbytes(push.message))
                 slack = Slack(steps, (self.time_s - start_s) / steps, push_s + reply_s)
             epoch, push = self._phases.epoch[i], push._replace(message=message)
-            self._agenda.plan(arrives_s, ARRIVAL, i, _Arrival(i, epoch, push, slack, size, self.time_s))
+            self._queue.plan(arrives_s, ARRIVAL, i, _Arrival(i, epoch, push, slack, size, self.time_s))
         if worker.waits_for is None:
             self._phases.begin(i)
         return [Phase(start_s, self.time_s, i, number, report)]
@@ -236,12 +236,12 @@ class ServerRun(VirtualTimeLoop):
                 size = sum(nbytes(start.x) for start in action.starts.values())
                 arrives_s = self.time_s + self._transfer_s(SERVER, action.worker, size)
                 reply = _Reply(self._phases.epoch[action.worker], action, self.time_s)
-                self._agenda.plan(arrives_s, REPLY, action.worker, reply)
+                self._queue.plan(arrives_s, REPLY, action.worker, reply)
             elif isinstance(action, RegionReport):
                 arrives_s = self.time_s + self._durations.relay_s(region, nbytes(action.message))
-                self._agenda.plan(arrives_s, RELAY, region, _ReportArrival(region, action, self.time_s))
+                self._queue.plan(arrives_s, RELAY, region, _ReportArrival(region, action, self.time_s))
             elif not isinstance(action, Update):
-                self._agenda.plan(action.at_s, DECISION, action.fragment, _Closing(region))
+                self._queue.plan(action.at_s, DECISION, action.fragment, _Closing(region))
         return [action for action in actions if isinstance(action, Update)]
 
     def _answer(self, region: int, report: RegionReport, start_s: float) -> list[Record]:
@@ -250,7 +250,7 @@ class ServerRun(VirtualTimeLoop):
         p, size = report.fragment, nbytes(report.message)
         x = self._global.report(region, p, report.message)
         merge = _Merge(region, p, x, self.time_s)
-        self._agenda.plan(self.time_s + self._durations.relay_s(region, nbytes(x)), RELAY, region, merge)
+        self._queue.plan(self.time_s + self._durations.relay_s(region, nbytes(x)), RELAY, region, merge)
         return [Relay("report", start_s, self.time_s, region, p, size)]
 
     def _merge(self, region: int, p: int, x: Tensor, start_s: float) -> list[Record]:

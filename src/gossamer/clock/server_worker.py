@@ -10,7 +10,7 @@ from gossamer.tree import must_fit
 
 
 @dataclass
-class _Held:
+class _Contribution:
     """A worker's state of one fragment: its starting point, and the work since."""
 
     start: StartingPoint
@@ -104,14 +104,14 @@ class ServerWorker:
             must_fit([start.x], [self._held[p].start.x])
         if len(state.held) != len(self.spans) or state.waits_for not in (None, *self._held):
             raise ValueError(f"{len(state.held)} starting points, and it waits for fragment {state.waits_for}")
-        self._held = {p: _Held(self._here(one.start), *one[1:]) for p, one in state.held.items()}
+        self._held = {p: _Contribution(self._here(one.start), *one[1:]) for p, one in state.held.items()}
         self._inbox, self.waits_for = dict(state.inbox), state.waits_for
 
-    def _start_from(self, p: int, start: StartingPoint) -> _Held:
+    def _start_from(self, p: int, start: StartingPoint) -> _Contribution:
         a, b = self.spans[p]
         start = self._here(start)
         self.learner.x[a:b].copy_(start.x)
-        return _Held(start)
+        return _Contribution(start)
 
     def _here(self, start: StartingPoint) -> StartingPoint:
         """A starting point moved to the learner's device; messages and checkpoints are on the host."""

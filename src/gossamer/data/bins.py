@@ -80,7 +80,7 @@ def open_binary(path: Path, vocab_size: int) -> Binary:
             (dtype, offset, count), documents = _with_header(path, size) or _plain(path, size, vocab_size), None
         tokens = np.memmap(path, dtype, "r", offset, (count,)) if count else np.empty(0, dtype)
         for sample in _samples(tokens):
-            _must_be_of_vocabulary(path, sample, vocab_size)
+            _check_token_ids(path, sample, vocab_size)
     except OSError as error:
         raise DataError(f"'{path}' cannot be read ({error}); correct it, or leave it out") from error
     return Binary(tokens, documents)
@@ -186,7 +186,7 @@ def _megatron(index: Path, path: Path, size: int) -> tuple[np.dtype[Any], int, i
     return dtype, 0, count, max(0, documents - 1)  # it holds the end of each document, and a leading zero
 
 
-def _must_be_of_vocabulary(path: Path, tokens: NDArray[Any], vocab_size: int) -> None:
+def _check_token_ids(path: Path, tokens: NDArray[Any], vocab_size: int) -> None:
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
         bad = int(tokens.max()) if int(tokens.max()) >= vocab_size else int(tokens.min())
         raise DataError(

@@ -18,8 +18,7 @@ class Batches(Protocol):
     """Open training data. Workers may ask for their batches from several threads, each worker from one at a time."""
 
     read: tuple[SourceRead, ...]
-    """Statistics of each source of files; empty for a stream, which is read during training, and for a user's data set.
-    """
+    """Statistics of each source of files; empty for a stream, which is read during training, and for a user's data set."""
 
     def batch(self, worker: int, step: int) -> Any:
         """The training batch of a worker; equal arguments give equal batches. Of text, int64 `[batch_size, seq_len + 1]`.

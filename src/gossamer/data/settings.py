@@ -104,9 +104,7 @@ class DataConfig:
     continues in the same order: it reads these documents again.
     """
     prefetch: Annotated[Number, NEUTRAL] = 0
-    """How many batches of a stream a thread reads and tokenises ahead, while the worker trains; results are bitwise the
-    same.
-    """
+    """How many batches of a stream a thread reads and tokenises ahead, while the worker trains; results are bitwise the same."""
 
     def __post_init__(self) -> Iterator[str]:
         if self.global_batch is not None and self.batch_size != DataConfig.batch_size:

@@ -132,8 +132,8 @@ class _Packed:
     order.
 
     Args:
-        order: the order of a block's documents, by the block's number and size; None without shuffling. patience_s: how
-            long to retry a stream that breaks off.
+        order: the order of a block's documents, by the block's number and size; None without shuffling.
+        patience_s: how long to retry a stream that breaks off.
     """
 
     def __init__(
@@ -338,9 +338,7 @@ class _Ahead:
         return batch
 
     def read_ahead(self, batches: int) -> None:
-        """Prefetches the next batches. Raises DataError when not all of them can be read; the earlier ones can be
-        taken.
-        """
+        """Prefetches the next batches. Raises DataError when not all of them can be read; the earlier ones can be taken."""
         if self._process != os.getpid():
             self.restore(self._state)
         self._top_up(batches)

@@ -24,7 +24,7 @@ from gossamer.library.lane import Lane
 from gossamer.record.jsonl import json_from_peer
 from gossamer.record.lineage import choice_in_words
 from gossamer.rounds.compatibility.combine import Method
-from gossamer.transport.contract import Delivery, Reduce, Ticket, Transport, Wait, WaitingTransport
+from gossamer.transport.contract import Delivery, Reduce, Ticket, TimedTransport, Transport, Wait
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.transport.processes.backend import Backend, backend_of, gloo_group, hang_up, nccl_group
 from gossamer.transport.processes.group import GroupTransport, all_reduce
@@ -158,7 +158,7 @@ class Peers:
             atexit.register(self._hang_up)  # a thread that is still inside torch would abort the process
 
     @classmethod
-    def of_site(cls, transport: WaitingTransport, lane: Lane | None, start: str, timeout_s: float) -> "Peers":
+    def of_site(cls, transport: TimedTransport, lane: Lane | None, start: str, timeout_s: float) -> "Peers":
         """Those of a process of a site that may come and go; `lane` is None where it has come back to a run under way."""
         member = None
         if lane is not None:
@@ -289,7 +289,7 @@ class Peers:
 
     def waits(self, fragments: int) -> tuple[list[Wait], list[Delivery]]:
         """The waits for messages of so many fragments since the last call, and the messages that came."""
-        if not isinstance(self.transport, WaitingTransport):
+        if not isinstance(self.transport, TimedTransport):
             return [], []
         waits = [wait for wait in self.transport.waits() if wait.ticket.fragment < fragments]
         return waits, self.transport.deliveries()

@@ -72,7 +72,7 @@ class PipelineStep(NamedTuple):
         return tuple(busy / self.seconds if self.seconds else 1.0 for busy in self.compute_s)
 
 
-def order_of(schedule: Order, stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[Pass]:
+def microbatch_order(schedule: Order, stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[Pass]:
     """The operations of a stage in an inner step, in order, as in torch's schedules.
 
     "gpipe": all forward passes, then all backward passes. "1f1b": `min(micro_batches, stages - stage)` forward passes, then one
@@ -82,9 +82,9 @@ def order_of(schedule: Order, stage: int, stages: int, micro_batches: int, chunk
 
     Args: `chunks` are the pieces of each stage, with "interleaved" alone more than one.
 
-    >>> "".join("BF"[one.forward] for one in order_of("1f1b", 0, 2, 4))
+    >>> "".join("BF"[one.forward] for one in microbatch_order("1f1b", 0, 2, 4))
     'FFBFBFBB'
-    >>> [one.chunk for one in order_of("interleaved", 1, 2, 2, 2)]
+    >>> [one.chunk for one in microbatch_order("interleaved", 1, 2, 2, 2)]
     [0, 0, 1, 1, 1, 1, 0, 0]
     """
     if schedule == "interleaved":
@@ -136,7 +136,7 @@ def pipeline_step(
         forward_s, backward_s: seconds of one micro-batch in each piece of the model, in the order of its layers.
         forward_bytes, backward_bytes: of one micro-batch over each boundary, one fewer than pieces.
         micro_batches: of the step.
-        chunks: the pieces of each stage, as in `order_of`.
+        chunks: the pieces of each stage, as in `microbatch_order`.
     Cost: O(stages · micro_batches · log).
     Raises: ConfigError for numbers that do not fit each other.
     Differs: nothing overlaps within a stage; messages that arrive while it computes wait in memory.
@@ -158,7 +158,7 @@ def pipeline_step(
             f"a pipeline of {pieces} pieces and {micro_batches} micro-batches was given {chunks} chunks with the schedule "
             f"'{schedule}'; give a divisor of the pieces with 'interleaved', and a multiple of the stages as micro-batches"
         )
-    orders = [order_of(schedule, stage, stages, micro_batches, chunks) for stage in range(stages)]
+    orders = [microbatch_order(schedule, stage, stages, micro_batches, chunks) for stage in range(stages)]
     run = _Run((forward_s, backward_s), (forward_bytes, backward_bytes), orders, links)
     return PipelineStep(run.to_end(), tuple(run.computed_s))
 

@@ -23,9 +23,7 @@ class Timeline(NamedTuple):
     end_s: Floats
     """Seconds from the start of the run to the end of the round."""
     computing: Floats | float = 1.0
-    """The share of its local phases in which each worker computes, `[workers]`; otherwise its stages wait for each
-    other.
-    """
+    """The share of its local phases in which each worker computes, `[workers]`; otherwise its stages wait for each other."""
 
     @property
     def total_s(self) -> float:
@@ -113,10 +111,10 @@ def legs_among(mean: Literal["ring", "tree"], members: Integers, payload: float)
         yield from (leg._replace(source=leg.target, target=leg.source) for leg in reversed(inwards))
 
 
-def utilisation_in_words(computing: float, between_stages: float) -> str:
+def format_utilisation(computing: float, between_stages: float) -> str:
     """The shares of a round that a worker computes and that its stages wait for each other, in words.
 
-    >>> utilisation_in_words(0.75, 0.0), utilisation_in_words(0.5, 0.25)
+    >>> format_utilisation(0.75, 0.0), format_utilisation(0.5, 0.25)
     ('75.0% of it computing', '50.0% of it computing, 25.0% waiting between stages')
     """
     waiting = f", {between_stages:.1%} waiting between stages" if between_stages else ""

@@ -1,6 +1,4 @@
-"""The state of an inner optimizer by the names of parameters: optimizers of other partitions of the model can resume
-from it.
-"""
+"""The state of an inner optimizer by the names of parameters: optimizers of other partitions of the model can resume from it."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -29,9 +27,7 @@ class NamedState(NamedTuple):
 
 
 def named_state(optimizer: InnerOptimizer, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> NamedState:
-    """A saved state of this optimizer, by names. Raises: KeyError, TypeError or ValueError for another optimizer's
-    state.
-    """
+    """A saved state of this optimizer, by names. Raises: KeyError, TypeError or ValueError for another optimizer's state."""
     within = inside(optimizer)
     inner = {key: named_state(one, saved[key], names) for key, one in within.items()}
     if isinstance(optimizer, Joined):

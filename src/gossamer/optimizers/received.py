@@ -75,9 +75,7 @@ def _must_be_group(own: Mapping[str, Any], theirs: object, is_ours: bool) -> Non
 
 
 def _kept(optimizer: InnerOptimizer, group: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
-    """The state that one of our optimizers keeps for a parameter, with meta tensors, as after a step on a single
-    number.
-    """
+    """The state that one of our optimizers keeps for a parameter, with meta tensors, as after a step on a single number."""
     if isinstance(optimizer, GPA):
         return {name: torch.empty_like(p, device="meta") for name in optimizer.homes}
     one = torch.zeros((1,) * p.ndim, dtype=p.dtype, device=p.device)

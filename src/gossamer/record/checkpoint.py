@@ -93,8 +93,8 @@ def save(
         round: finished rounds, from 0.
         state: nested dicts (with str or int keys), lists and tuples of tensors, ints, floats, bools, strings and None.
         digest: identifies the configuration and describes the state; `load` refuses the checkpoint for any other.
-        keep: with two, workers may be a whole checkpoint interval apart and still share a round. since: also keep every
-            generation from this round on; the round that the slowest worker is known to have.
+        keep: with two, workers may be a whole checkpoint interval apart and still share a round.
+        since: also keep every generation from this round on; the round that the slowest worker is known to have.
     Raises: CheckpointError when the state holds anything else, or writing fails; TrainingError, with nothing written,
         when its "x", "outer" or "under_way" (parameters, outer state, messages in flight) are not finite.
     Cost: one write and two reads of all tensors, no copy of contiguous CPU tensors.

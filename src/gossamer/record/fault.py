@@ -14,9 +14,7 @@ class FaultKind(StrEnum):
     ABSENT = "absent"
     """A file of the generation is missing: its worker may have been stopped before it saved."""
     UNFINISHED = "unfinished"
-    """The tensors exist without the manifest, which is written last: it was lost, or its worker was stopped while
-    saving.
-    """
+    """The tensors exist without the manifest, which is written last: it was lost, or its worker was stopped while saving."""
     MISPLACED = "misplaced"
     """It is sound, but of another worker, round or step than its path says."""
     FOREIGN = "foreign"
@@ -42,17 +40,17 @@ class Fault(NamedTuple):
         return Fault(FaultKind(error.kind), str(error).partition("; ")[0])
 
     @property
-    def said(self) -> list[str]:
+    def encoded(self) -> list[str]:
         """The fault as JSON, to send to other workers."""
         return [self.kind, self.why[:_LONGEST]]
 
 
-def fault_heard(value: object) -> Fault | None:
+def decode_fault(value: object) -> Fault | None:
     """A fault parsed from another worker's JSON; None for anything else.
 
-    >>> fault_heard(["damaged", "file 'x' is cut short"])
+    >>> decode_fault(["damaged", "file 'x' is cut short"])
     Fault(kind=<FaultKind.DAMAGED: 'damaged'>, why="file 'x' is cut short")
-    >>> fault_heard(["odd", "file 'x'"]), fault_heard("damaged")
+    >>> decode_fault(["odd", "file 'x'"]), decode_fault("damaged")
     (None, None)
     """
     match value:

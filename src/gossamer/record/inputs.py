@@ -45,8 +45,7 @@ class CodeInput(TypedDict):
     path: _Word
     """The file of its module; empty where there is none."""
     sha256: _Word
-    """`gossamer.settings.user_code.hash_of_code`; empty for an installed package, which is identified by its version.
-    """
+    """`gossamer.settings.user_code.hash_of_code`; empty for an installed package, which is identified by its version."""
 
 
 @with_config(RECORD)
@@ -78,9 +77,7 @@ def write_inputs(folder: Path, inputs: Inputs, worker: int | None, part: int = 0
 
 
 def read_inputs(folder: Path) -> dict[Path, Inputs]:
-    """The recorded inputs of a run folder, by file; empty for one of 0.2.0 or before. Raises: DataError for a spoilt
-    file.
-    """
+    """The recorded inputs of a run folder, by file; empty for one of 0.2.0 or before. Raises: DataError for a spoilt file."""
     found: dict[Path, Inputs] = {}
     for path in sorted(Path(folder).glob("inputs*.json")):
         try:

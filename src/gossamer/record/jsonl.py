@@ -101,9 +101,9 @@ def folder_lines(
     """The records of all files of one kind in a run folder, such as `seconds*.jsonl`: each with its file and "file:line".
 
     Args:
-        seen: is called with each record before it is yielded, for callers that also follow the run. owner: the worker
-            that wrote a record; None where it may be any. Raises: DataError for an invalid line, or one in the file of
-            another worker.
+        seen: is called with each record before it is yielded, for callers that also follow the run.
+        owner: the worker that wrote a record; None where it may be any.
+    Raises: DataError for an invalid line, or one in the file of another worker.
     """
     for path in sorted(Path(folder).glob(f"{kind}*.jsonl"), key=lambda path: path.stem):
         begin = 0
@@ -169,9 +169,7 @@ def _records(path: Path, kind: Parser[T]) -> Iterator[tuple[str, bytes, T]]:
 
 
 def _is_torn(line: bytes, number: int) -> bool:
-    """Whether a last line may be the remains of a kill or a power cut; a file whose first line is anything else is
-    spoilt.
-    """
+    """Whether a last line may be the remains of a kill or a power cut; a file whose first line is anything else is spoilt."""
     return not line.endswith(b"\n") and (number > 1 or line.startswith(b"{"))
 
 

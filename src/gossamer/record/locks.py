@@ -66,9 +66,7 @@ def holding(folder: Path, worker: int | None, part: int = 0, parts: int = 1, *, 
 
 
 def must_be_idle(folder: Path) -> None:
-    """Refuses a run folder in which a process trains, before workers are started that would each refuse. Raises:
-    ConfigError.
-    """
+    """Refuses a run folder in which a process trains, before workers are started that would each refuse. Raises: ConfigError."""
     _must_be_free(folder, _locks(folder))
 
 

@@ -21,9 +21,7 @@ class Origin(TypedDict):
     digest: str
     """Digest of the settings that affect results."""
     commit: str
-    """Commit of the checkout that the package ran from, with a "+" if its code was modified; empty for an installed
-    package.
-    """
+    """Commit of the checkout that the package ran from, with a "+" if its code was modified; empty for an installed package."""
     versions: dict[str, str]
     """Versions of Python, gossamer and torch."""
     seconds: float | None

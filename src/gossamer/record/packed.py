@@ -23,13 +23,13 @@ def packed(state: Any) -> bytes:
     return _joined(*_described(state))
 
 
-def frozen(state: Any) -> Callable[[], bytes]:
+def packable_snapshot(state: Any) -> Callable[[], bytes]:
     """A function that returns `packed(state)` as of now, even if the tensors change. Cost: one copy, a third of
     packing.
 
     >>> import torch
     >>> x = torch.ones(2)
-    >>> then = frozen({"x": x})
+    >>> then = packable_snapshot({"x": x})
     >>> x.zero_()
     tensor([0., 0.])
     >>> unpacked(then())

@@ -130,7 +130,7 @@ class Terminal:
             self.look()
 
     def _under_way(self) -> "list[_Shown]":
-        return [one for one in self._shown if not one.over]
+        return [one for one in self._shown if not one.is_over]
 
     def _show(self, patience_s: float, *, over: "Sequence[_Shown]" = ()) -> None:
         """Reads the running runs, or the finished ones for the last time. Failures here never end training."""
@@ -192,7 +192,7 @@ class _Shown:
         self.cells: dict[str, str] = {}
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the run is over."""
         return self._run is None
 

@@ -122,8 +122,7 @@ class OuterLoop:
         self._adapted = rule.adapted
         self.membership, self.sharing, self._first = membership, sharing, first
         self.declined = Counter[int]()
-        """The number of messages of each worker that were declined, not finite or not decodable; cleared by the reader.
-        """
+        """The number of messages of each worker that were declined, not finite or not decodable; cleared by the reader."""
         self.fragments: list[Setup] = []
         for p, (x, layout) in enumerate(parts):
             part = Part(x, (), layout, p)
@@ -155,9 +154,7 @@ class OuterLoop:
         self._distrusted = self._counts()
 
     def newly_distrusted(self) -> tuple[Counter[int], Counter[int]]:
-        """The number of messages of each worker that the rule has shortened and declined, since the last call or
-        `trust_anew`.
-        """
+        """The number of messages of each worker that the rule has shortened and declined, since the last call or `trust_anew`."""
         before, self._distrusted = self._distrusted, self._counts()
         shortened, declined = self._distrusted[0] - before[0], self._distrusted[1] - before[1]
         return shortened, declined
@@ -268,9 +265,7 @@ class OuterLoop:
         return exchange if self._choice is None else self._choice.of[exchange]
 
     def _close(self, closes: Closes, round: int, stop: Stop) -> list[Operation]:
-        """Exchanges with the participants a leader names, and retries with fewer when one fails, until all have
-        everything.
-        """
+        """Exchanges with the participants a leader names, and retries with fewer when one fails, until all have everything."""
         while True:
             attempt, _ = closes.proposed(round)  # from now on, these are the `participants` of the round
             exchanges = {(round, p): self._begin(round, p, attempt) for p in stop.sends}
@@ -406,8 +401,8 @@ class OuterLoop:
     def restore_in_flight(self, saved: Sequence[Mapping[str, Any]], sharing: Sharing | None = None) -> None:
         """Resends the exchanges in flight; all workers must resume from the same round.
 
-        Args: `sharing` is the assignment of all slots from now on. Raises: KeyError, TypeError, ValueError for an
-            invalid state.
+        Args: `sharing` is the assignment of all slots from now on.
+        Raises: KeyError, TypeError, ValueError for an invalid state.
         """
         self.in_flight.clear()
         self._begun = None
@@ -451,9 +446,7 @@ class OuterLoop:
         return ctx if adapted is None or part.s == () else ctx._replace(rank=adapted(part.s).rank)
 
     def _place(self, round: int, p: int) -> tuple[Mixing, Context]:
-        """The mixing and the context of the messages sent in this round, which for rules that send ahead are the next
-        round's.
-        """
+        """The mixing and the context of the messages sent in this round, which for rules that send ahead are the next round's."""
         of = self.membership.next_round(round) if self._ahead(p) else round
         assert of is not None
         present = self._participants(of, p)

@@ -21,8 +21,7 @@ class Stop(NamedTuple):
     step: int
     """Inner steps of the round before this stop, for the worker with the most steps."""
     sends: tuple[int, ...]
-    """Fragments sent at this stop; where they are chosen (`Schedule.sends`), the positions of these sends in the round.
-    """
+    """Fragments sent at this stop; where they are chosen (`Schedule.sends`), the positions of these sends in the round."""
     receives: tuple[tuple[int, int], ...]
     """Fragments received at this stop, each with its age in rounds."""
 
@@ -46,9 +45,7 @@ class Schedule:
     pattern: Literal["strided", "sequential"] = "strided"
     """Which layers make a fragment: every P-th, or neighbours."""
     overlap_steps: Number = 0
-    """Inner steps between sending a fragment and applying its update (τ), for the worker with the most steps; at most a
-    round.
-    """
+    """Inner steps between sending a fragment and applying its update (τ), for the worker with the most steps; at most a round."""
     merge: Literal["keep", "taylor"] | Portion = "keep"
     """How a worker applies an outer update to its parameters x: "keep" adds it to x, so that nothing trained since the send
     is lost (the delta rule); a number a in [0, 1] sets x to a·x + (1 - a)·(outer result), the α of Streaming DiLoCo; "taylor"

@@ -52,8 +52,7 @@ class Stability(NamedTuple):
     """Steady variance per dimension of the disagreement space when every round adds drift of unit variance to what is sent;
     infinite if unstable, nan if not known. The mean over workers of |θ_i - mean|² is (n-1)/n of it per parameter."""
     method: Literal["closed form", "companion", "second moment"]
-    """The method of computation: exact for exchangeable draws, exact for periodic sequences, estimated from 256 draws.
-    """
+    """The method of computation: exact for exchangeable draws, exact for periodic sequences, estimated from 256 draws."""
 
     @property
     def stable(self) -> bool:

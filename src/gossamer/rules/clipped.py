@@ -20,8 +20,7 @@ Factor = Annotated[float, Field(ge=1)]
 _FEWEST = 3
 """The number of ratios needed before messages are compared with them."""
 _REMEMBERED = 0.9
-"""Decay per round of the average of squared drifts; it spans about seven rounds, as the disagreement of workers does.
-"""
+"""Decay per round of the average of squared drifts; it spans about seven rounds, as the disagreement of workers does."""
 
 
 class _State(NamedTuple):
@@ -130,9 +129,7 @@ def clipped(rule: Given[Rule], at: Factor = 1.5, decline: Factor = 2.5, strikes:
 
 
 def _gossips(rule: Rule) -> bool:
-    """Whether messages are parameters rather than updates to be averaged. Raises ConfigError for rules that send
-    neither.
-    """
+    """Whether messages are parameters rather than updates to be averaged. Raises ConfigError for rules that send neither."""
     # Whole tensors only: a message with some of the coordinates does not show where its sender is.
     whole = rule.combine is pull and rule.needs == "connected" and not rule.delay_rounds and rule.elementwise
     if whole and sends_parameters(rule):

@@ -197,9 +197,7 @@ class Rule(NamedTuple):
 
 
 def inside(access: Callable[[Any], Tensor] | None) -> Callable[[Any], Tensor] | None:
-    """An accessor of a tensor of a rule's state, adapted to a wrapper that keeps that state as its `inner`; None
-    without one.
-    """
+    """An accessor of a tensor of a rule's state, adapted to a wrapper that keeps that state as its `inner`; None without one."""
     return None if access is None else lambda s: access(s.inner)
 
 

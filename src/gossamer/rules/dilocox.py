@@ -122,7 +122,7 @@ def dilocox(
         delay_rounds=int(delayed),
         reset=lambda x, s: s._replace(b=torch.zeros_like(s.b)),
         start=lambda s: s.anchor,
-        adapted=(lambda s: _decided(s.tally, rank)) if adapt_every else None,
+        adapted=(lambda s: _adapted_rank(s.tally, rank)) if adapt_every else None,
     )
 
 
@@ -132,9 +132,7 @@ def _gathered(own_decoded: Tree, received: Mapping[int, Tree], i: int, row: Row)
 
 
 def _counted(tally: Tensor, d: Tensor, matrices: Sequence[Matrix], full_rank: int, every: int) -> Tensor:
-    """Rank, and sum and count of the effective ranks since it was decided, after a mean d; an all-zero matrix is not
-    counted.
-    """
+    """Rank, and sum and count of the effective ranks since it was decided, after a mean d; an all-zero matrix is not counted."""
     found = [effective_rank(d[one.start : one.stop].view(one.rows, one.columns)) for one in matrices]
     seen = [one for one in found if one > 0]
     if not seen:
@@ -147,6 +145,6 @@ def _counted(tally: Tensor, d: Tensor, matrices: Sequence[Matrix], full_rank: in
     return torch.tensor([rank, total, count], dtype=tally.dtype, device=tally.device)
 
 
-def _decided(tally: Tensor, full_rank: int) -> Adapted:
+def _adapted_rank(tally: Tensor, full_rank: int) -> Adapted:
     """The rank adapted to the accumulated effective ranks; the initial one without data, as when traffic is counted."""
     return Adapted(full_rank if tally.is_meta else int(tally[0]), full_rank)

@@ -188,9 +188,7 @@ def _changing(
 
 
 def like(model: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
-    """Decorates a factory that passes all its options on to another: it takes over that factory's signature and
-    options.
-    """
+    """Decorates a factory that passes all its options on to another: it takes over that factory's signature and options."""
 
     def same(function: Callable[..., T]) -> Callable[P, T]:
         made = _signature(function).return_annotation

@@ -286,9 +286,7 @@ def quadratic(base: int, alpha: float, inner: LearningRate, steps: int, begin: i
 
 @functools.lru_cache
 def timetable_of(entries: tuple[tuple[int, Steps], ...], steps: int = 0) -> Timetable:
-    """The timetable of a table of local steps by inner step, in which the entry at the start of a round applies to all
-    of it.
-    """
+    """The timetable of a table of local steps by inner step, in which the entry at the start of a round applies to all of it."""
     found = [EqualRounds(0, 0, entries[0][1])]
     for begin, local_steps in entries[1:]:
         last = found[-1]

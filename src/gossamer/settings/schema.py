@@ -75,8 +75,8 @@ def settings(table: str | None = None, also: Sequence[str] = ()) -> Callable[[ty
 
     Args:
         table: the dotted name of the only table that holds these settings, "" for a whole file. None if there are
-            several; then sentences of `__post_init__` are prefixed with the name of the one at fault. also: further
-            keys of a file that holds more than these settings; they are listed among known keys.
+            several; then sentences of `__post_init__` are prefixed with the name of the one at fault.
+        also: further keys of a file that holds more than these settings; they are listed among known keys.
     Raises: ConfigError, from the constructor, for a value that its field does not allow.
     """
 
@@ -147,9 +147,7 @@ class Soundest(typing.NamedTuple, Generic[T]):
     noted: list[GossamerError]
     """Faults of several fields together."""
     unknown: frozenset[str]
-    """Dotted keys at fault, and those that an unknown key may be a misspelling of: their values are not the intended
-    ones.
-    """
+    """Dotted keys at fault, and those that an unknown key may be a misspelling of: their values are not the intended ones."""
 
 
 def soundest(kind: type[T], table: Mapping[str, Any]) -> Soundest[T]:
@@ -208,9 +206,7 @@ def _homes(root: Any, key: str) -> list[str]:
 
 
 def _keys(kind: Any, prefix: str = "") -> Iterator[str]:
-    """All dotted keys of settings; none for a tagged union such as the lines of a log; NAME stands for the name of a
-    table.
-    """
+    """All dotted keys of settings; none for a tagged union such as the lines of a log; NAME stands for the name of a table."""
     for name, hint in (_hints(kind) if _is_table(kind) else {}).items():
         yield prefix + name
         bare = _given(_bare(hint))

@@ -195,9 +195,7 @@ def _files_of(base: Path, path: list[str]) -> Iterator[Path]:
 
 
 def calling(what: str, function: Callable[..., T]) -> Callable[..., T]:
-    """The user's function, with exceptions turned into a UserCodeError that names their origin; Gossamer's own pass
-    through.
-    """
+    """The user's function, with exceptions turned into a UserCodeError that names their origin; Gossamer's own pass through."""
 
     def call(*args: Any, **kwargs: Any) -> T:
         try:

@@ -78,9 +78,10 @@ def check_parity(
         workers: how many processes, for a topology by name.
         codec: a name from `CODECS`, or a `Codec`; exact by default.
         schedule: several fragments, and overlap with training; by default neither.
-        timeout_s: the time limit of the whole check. Raises: AssertionError with one sentence that names worker, round
-            and tensor, or a process's error; PairingError for an impossible combination; ConfigError where processes
-            cannot be forked (Linux can, unless CUDA or a process group is in use).
+        timeout_s: the time limit of the whole check.
+    Raises: AssertionError with one sentence that names worker, round and tensor, or a process's error; PairingError for
+        an impossible combination; ConfigError where processes cannot be forked (Linux can, unless CUDA or a process
+        group is in use).
     Cost: one to two seconds, most of them for four processes to connect.
 
     >>> import gossamer

@@ -25,7 +25,7 @@ PROMISES: tuple[Promise, ...] = (
     functions.compiled_code_has_the_same_bits,
     numbers.chunks_and_shards_give_the_same_bits,
     numbers.vectors_of_one_element_work,
-    tags.equal_workers_that_stand_still_stay,
+    tags.consensus_is_a_fixed_point,
     tags.replicas_that_receive_from_everyone_stay_bitwise_equal,
     tags.no_codec_moves_the_mean_of_a_rule_that_keeps_it,
     tags.disagreement_follows_the_declared_recursion,

@@ -63,7 +63,7 @@ def torch_outer(start: Tensor, pseudo_gradients: Iterable[Tensor], **options: An
     return x.detach()
 
 
-def equal_workers_that_stand_still_stay(rule: Rule, graphs: Sequence[Topology]) -> None:
+def consensus_is_a_fixed_point(rule: Rule, graphs: Sequence[Topology]) -> None:
     """Consensus is a fixed point to the last bit; within rounding for a mean whose weights are not exact in binary.
 
     With short and long vectors, as message shapes are inferred on real data for some, and on meta tensors for others.
@@ -167,9 +167,7 @@ def disagreement_follows_the_declared_recursion(rule: Rule, graphs: Sequence[Top
 
 
 def _with_momentum_of_parameters(consensus: Consensus, workers: DriftedWorkers, topology: Topology) -> float:
-    """The deviation from the recursion at "pre" and "post", for workers that start equal, drift in one round and then
-    do not.
-    """
+    """The deviation from the recursion at "pre" and "post", for workers that start equal, drift in one round and then do not."""
     alpha, gamma, site = consensus
     xs, zs, off = workers.xs, workers.xs, 0.0
     for t in range(6):

@@ -106,7 +106,7 @@ class Transport(Protocol):
 
 
 @runtime_checkable
-class WaitingTransport(Transport, Protocol):
+class TimedTransport(Transport, Protocol):
     """A transport between processes that measures how long its caller waits for messages."""
 
     def waits(self) -> list[Wait]:

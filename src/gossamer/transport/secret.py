@@ -57,9 +57,7 @@ def others_may_read(mode: int) -> bool:
 
 
 def read_secret(path: Path) -> str:
-    """The secret in a file, with a warning where others may read it, as with a copy that has another mode. Raises
-    ConfigError.
-    """
+    """The secret in a file, with a warning where others may read it, as with a copy that has another mode. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             mode, text = os.fstat(file.fileno()).st_mode, file.read(LONGEST_BYTES).decode("utf-8", "replace")

@@ -234,7 +234,7 @@ def test_a_synchronous_start_is_data_parallelism_and_ends_with_equal_workers_and
         for _ in range(4):
             engine.advance()
         for worker in engine.workers:
-            worker.enter(4)
+            worker.begin_round(4)
             kept, x = leaves(worker.loop.state), worker.replica.x
             assert kept and all(torch.equal(leaf, x) or not leaf.any() for leaf in kept)
 
@@ -431,6 +431,6 @@ def test_a_second_simulation_of_a_process_does_not_warn_again_of_busy_cores(
     monkeypatch.setattr(lanes, "_busy_cores", lambda: 64.0)
     lanes._warn_of_others.cache_clear()
     for _ in range(2):
-        lanes.Lanes(torch.device("cpu"), settings_of(tiny()), Threads(1))
+        lanes.WorkerThreads(torch.device("cpu"), settings_of(tiny()), Threads(1))
     lanes._warn_of_others.cache_clear()
     assert caplog.text.count("cores busy; this run will be slower") == 1

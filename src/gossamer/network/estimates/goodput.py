@@ -71,7 +71,7 @@ def goodput(mtbf_s: float, down_s: float, *, interval_s: float = 0.0, checkpoint
         checkpoint_s: c.
     Raises: ConfigError for a number out of bounds.
     Source: renewal theory; with T = 0 it is the expected time of J. T. Daly, Future Generation Computer Systems 22 (2006).
-    Differs: in Daly's form interruptions during a restart begin it anew, so that F + T is F exp(T/F).
+    Differs: in Daly's form interruptions during a restart begin it again, so that F + T is F exp(T/F).
     Fails when: interruptions come in groups, as those of a rack or a network do.
 
     >>> goodput(100.0, 25.0), goodput(math.inf, 25.0), round(goodput(3600.0, 300.0, interval_s=600.0, checkpoint_s=20.0), 3)
@@ -220,9 +220,7 @@ class Failures(NamedTuple):
 
 
 def draw_failures(chips: int, mtbi_s: float, count: int, seed: int, repeat: int = 0) -> Failures:
-    """The first interruptions of chips that fail independently, each as a Poisson process; a pure function of its
-    arguments.
-    """
+    """The first interruptions of chips that fail independently, each as a Poisson process; a pure function of its arguments."""
     drawn = numpy_rng(seed, "goodput", repeat)
     return Failures(np.cumsum(drawn.exponential(mtbi_s / chips, count)), drawn.integers(chips, size=count), chips)
 

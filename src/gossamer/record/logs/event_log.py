@@ -100,8 +100,8 @@ class EventLog(Generic[T]):
 class LogWriter(LineWriter, Generic[T]):
     """Appends to one file of a log.
 
-    Args: `keeps` selects the events of the file to keep; True keeps them all, False begins a new file. Raises:
-        DataError for an invalid line where some are dropped; DiskError.
+    Args: `keeps` selects the events of the file to keep; True keeps them all, False begins a new file.
+    Raises: DataError for an invalid line where some are dropped; DiskError.
     """
 
     def __init__(self, log: EventLog[T], path: Path, keeps: bool | Callable[[T], bool]) -> None:
@@ -120,9 +120,7 @@ class LogWriter(LineWriter, Generic[T]):
 
 
 def row_lines(kind: Any) -> Records[dict[str, Any]]:
-    """The lines of a log with the fields of one NamedTuple, whose annotations bound them; fields with a default are
-    optional.
-    """
+    """The lines of a log with the fields of one NamedTuple, whose annotations bound them; fields with a default are optional."""
     hints, optional = get_type_hints(kind, include_extras=True), kind._field_defaults
     keys = {key: NotRequired[hint] if key in optional else hint for key, hint in hints.items()}
     return Records[dict[str, Any]](_described(kind.__name__, keys))

@@ -6,7 +6,7 @@ which no seed repeats. From these files a run can be replayed, bit for bit (`gos
 
 * `{"event":"begin","round":r,"after":q,"donor":j,"steps":s,"incarnation":k,"sha256":h,"followed":[],"time_s":t}`: a process
   begins to train at round r. Its state is that of the start of the run (q = 0), that of this slot's own checkpoint after q
-  rounds (donor j is the slot itself), or that of worker j after q rounds, with the inner steps s of its own slot behind it.
+  rounds (donor j is the slot itself), or that of worker j after q rounds, with s inner steps of its own slot completed.
   `sha256` is that of the state, empty at the start.
 * `{"event":"exchange","round":r,"of":q,"fragment":p,"alive":[...],"missed":[...],"unsure":[...],"time_s":t}`: an exchange that
   ended in round r. It is that of fragment p (numbered as in `gossamer.rounds.loop`), with the peers that the topology of round q

@@ -46,9 +46,7 @@ _WORK = Records[PipelineWork](PipelineWork)
 
 
 def read_pipeline(run_folder: Path) -> PipelineWork | None:
-    """The work of an inner step of a run in stages; None for a run without stages. Raises DataError for a spoilt
-    record.
-    """
+    """The work of an inner step of a run in stages; None for a run without stages. Raises DataError for a spoilt record."""
     path = run_folder / PIPELINE_FILE
     if not path.exists():
         return None

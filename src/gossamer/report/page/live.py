@@ -35,8 +35,9 @@ class LiveRuns:
 
     Args:
         roots: run folders, or folders that hold run folders, also ones that appear later.
-        command: the command that shows this page. awaited: whether a root may not exist yet. Raises: ConfigError for a
-            root that is not a folder.
+        command: the command that shows this page.
+        awaited: whether a root may not exist yet.
+    Raises: ConfigError for a root that is not a folder.
     """
 
     def __init__(self, roots: Sequence[Path], *, command: str = "", awaited: bool = False) -> None:
@@ -117,9 +118,7 @@ class LiveRuns:
             return json.dumps(finite(answer), allow_nan=False).encode()
 
     def _priced(self, run: FollowedRun) -> dict[str, NDArray[np.float64]]:
-        """The end of each round of a running simulation on its networks; priced again whenever it is half as long
-        again.
-        """
+        """The end of each round of a running simulation on its networks; priced again whenever it is half as long again."""
         if run.file is None or run.file.kind != "rounds" or run.clock or not run.traced_lines or not run.file.networks:
             return {}
         rounds, found = self._prices.get(run.folder, (0, {}))

@@ -38,8 +38,8 @@ def write_report(
     Equal folders give equal pages. The date is that of the newest record.
 
     Args:
-        networks: those that price all runs; None prices each on those of its own run file. command: the command to
-            show.
+        networks: those that price all runs; None prices each on those of its own run file.
+        command: the command to show.
     Raises: DataError and ConfigError as `summary_rows` does.
     """
     loaded = read_runs(runs, networks)

@@ -34,8 +34,8 @@ def run_view(run: FollowedRun, now_s: float, priced: Mapping[str, NDArray[np.flo
     """The view of a run for a page.
 
     Args:
-        now_s: Unix time, from which ages are counted. priced: the end of each round by name of network, `[rounds]`, for
-            a run without recorded seconds.
+        now_s: Unix time, from which ages are counted.
+        priced: the end of each round by name of network, `[rounds]`, for a run without recorded seconds.
     """
     file = run.file
     found: dict[str, Any] = {"label": run.label, "complaints": [*run.complaints], "progress": round(run.progress, 3)}
@@ -209,8 +209,8 @@ def standings(run: FollowedRun, now_s: float) -> list[str]:
     """The standing of each worker from its files, in one word.
 
     training: its files grow. silent: they have not for 10 s, or five of its rounds if that is longer. gone: the others
-        continue without it. left: it was stopped on request. finished: it, or the run, has completed all rounds. empty:
-        it has no line.
+    continue without it. left: it was stopped on request. finished: it, or the run, has completed all rounds. empty: it
+    has no line.
     """
     assert run.file is not None
     everyone, over, words = run.is_simulated, _is_scored(run), list[str]()

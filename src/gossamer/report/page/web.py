@@ -47,11 +47,12 @@ class Page(http.server.ThreadingHTTPServer):
 
     Args:
         answers: functions from a query to JSON, by name; empty for unknown items, and a GossamerError for an invalid
-        query. host, port: where it listens; port 0 takes one that is free. On any host but loopback all addresses begin
-        with a token.
+            query.
+        host, port: where it listens; port 0 takes one that is free. On any host but loopback all addresses begin with a
+            token.
         main: the script that puts the page together.
-        deeds: actions on posted bytes, by name; a GossamerError is returned to the page. Raises: ConfigError for a port
-            that is taken, or an address of another machine.
+        deeds: actions on posted bytes, by name; a GossamerError is returned to the page.
+    Raises: ConfigError for a port that is taken, or an address of another machine.
     """
 
     daemon_threads = True

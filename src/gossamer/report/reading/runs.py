@@ -82,8 +82,7 @@ class RunData(NamedTuple):
     passes: float | None = None
     """Passes over its text; None for a stream, and where the amount of text was not recorded."""
     own: Mapping[int, tuple[float, ...]] = {}
-    """By round the validation losses of a real run's workers, each of its own model, since the last change of settings.
-    """
+    """By round the validation losses of a real run's workers, each of its own model, since the last change of settings."""
 
 
 def read_runs(runs: Mapping[str, Path], networks: Mapping[str, Network] | None) -> list[RunData]:

@@ -391,9 +391,7 @@ def _declined(slot: int, trained: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _age_s(slot: int, folder: Path, views: Mapping[int, View], now_s: float) -> float | None:
-    """The age of the newest information about a worker: its answer, another worker's contact, or the last line of its
-    files.
-    """
+    """The age of the newest information about a worker: its answer, another worker's contact, or the last line of its files."""
     if slot in views:
         return 0.0
     ages = [view.silent_s[slot] for view in views.values() if slot in view.silent_s]

@@ -152,9 +152,7 @@ class Combination(NamedTuple):
 
     @property
     def pacing_network(self) -> Network | None:
-        """The network whose seconds local steps adapt to in a simulation; None where they do not adapt, or it is
-        ambiguous.
-        """
+        """The network whose seconds local steps adapt to in a simulation; None where they do not adapt, or it is ambiguous."""
         if not self.adapt or self.driver != "simulate" or self.networks is None:
             return None
         if isinstance(self.adapt, str):

@@ -110,9 +110,7 @@ def warnings_of(c: Combination) -> tuple[str, ...]:
 
 
 def method_of(c: Combination, *, compile: bool = False) -> Method:
-    """The method of a run in rounds, for a settled rule (`settled_rule`). Raises PairingError when something cannot
-    work.
-    """
+    """The method of a run in rounds, for a settled rule (`settled_rule`). Raises PairingError when something cannot work."""
     check(c)
     if compile and c.rule.at is not None:
         raise PairingError(

@@ -157,14 +157,14 @@ def newest_state(
     return state_of(checkpoint.load(store, choice.round, slot, line), choice.round, limits), choice
 
 
-class _Held(NamedTuple):
+class _StateFacts(NamedTuple):
     """A worker's facts about the state it resumes from."""
 
     phases: int
     held: Mapping[int, int]
 
 
-class OwnState(Brought[_Held]):
+class OwnState(Brought[_StateFacts]):
     """See `gossamer.run.participant.seat.Brought`: each resumes from its own newest sound checkpoint, of any round."""
 
     word, one_round = "calls", False
@@ -180,22 +180,22 @@ class OwnState(Brought[_Held]):
         held = [[other, steps] for other, steps in state.held.items()]
         return Own(choice.kept[slot], [state.phases, held], state)
 
-    def read(self, more: object) -> _Held | None:
+    def read(self, more: object) -> _StateFacts | None:
         """See `Brought`."""
         match more:
             case None:
-                return _Held(0, {})
+                return _StateFacts(0, {})
             case [int(phases), [*pairs]] if 0 <= phases <= self._limits.rounds:
                 held = [self._held(pair) for pair in pairs]
                 known = {one[0]: one[1] for one in held if one is not None}
-                return _Held(phases, known) if len(known) == len(pairs) else None
+                return _StateFacts(phases, known) if len(known) == len(pairs) else None
         return None
 
     def pick(self, held: Mapping[int, Held]) -> int:
         """See `Brought`."""
         return newest_of_any(held)
 
-    def progress(self, slot: int, facts: Sequence[_Held], held: Mapping[int, Held], after: int) -> Progress:
+    def progress(self, slot: int, facts: Sequence[_StateFacts], held: Mapping[int, Held], after: int) -> Progress:
         """A slot's progress is the maximum of its checkpoint's and that held by others."""
         if not after:  # the run restarts: no worker has completed its first round
             return Progress(0, 0, 0)

@@ -9,8 +9,8 @@ from gossamer.clock.gossip_worker import GossipWorker
 from gossamer.errors import TransportError
 from gossamer.record.logs.order import Mixed, Published
 from gossamer.rounds.compatibility.combine import Method
+from gossamer.run.asynchronous.async_participant import PATIENCE_S, AsyncParticipant
 from gossamer.run.asynchronous.message_form import MessageForm
-from gossamer.run.asynchronous.without_waiting import PATIENCE_S, WithoutWaiting
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.seat import Seat
 from gossamer.run.worker.replica import LocalPhase
@@ -20,7 +20,7 @@ from gossamer.transport.elastic.fetches import Fetched, Fetches
 from gossamer.tree import Tree
 
 
-class GossipParticipant(WithoutWaiting[GossipWorker]):
+class GossipParticipant(AsyncParticipant[GossipWorker]):
     """A worker that mixes, after each local phase, with the newest messages fetched from its peers.
 
     It requests them before the end of the phase by twice the last answer's time, and at least one inner step. It waits
@@ -47,7 +47,7 @@ class GossipParticipant(WithoutWaiting[GossipWorker]):
         self._step_s = 0.0
 
     def train(self, number: int, round: int, alive: frozenset[int]) -> tuple[LocalPhase, float]:
-        """See `WithoutWaiting`."""
+        """See `AsyncParticipant`."""
         start_s, mixing = self.now_s(), self._topology.mixing(number, alive)
         replica = self.replica
         replica.steps_taken = number * replica.local_steps
@@ -89,7 +89,7 @@ class GossipParticipant(WithoutWaiting[GossipWorker]):
         return report, start_s
 
     def end(self) -> float:
-        """See `WithoutWaiting`."""
+        """See `AsyncParticipant`."""
         return 0.0
 
     def _asking(self, peers: Iterable[int]) -> Callable[[], None]:

@@ -13,8 +13,8 @@ from gossamer.clock.pair_worker import PairWorker
 from gossamer.record.logs.order import Learned, Met, Told
 from gossamer.record.progress import say
 from gossamer.rng import numpy_rng
+from gossamer.run.asynchronous.async_participant import AsyncParticipant
 from gossamer.run.asynchronous.message_form import MessageForm
-from gossamer.run.asynchronous.without_waiting import WithoutWaiting
 from gossamer.run.config.resolved import InPairs, ResolvedRun
 from gossamer.run.participant.seat import Seat
 from gossamer.run.worker.replica import LocalPhase
@@ -34,7 +34,7 @@ def pair_rule_of(method: InPairs) -> PairRule:
     return rule if rule.settle is None else rule.settle(*conditions(method.topology.n, method.rates))
 
 
-class PairParticipant(WithoutWaiting[PairWorker]):
+class PairParticipant(AsyncParticipant[PairWorker]):
     """A worker that starts `events.meetings / 2` meetings per mean local phase, at random times, with neighbours drawn alike.
 
     The length of a local phase is the average over all workers so far. Where a rule computes its options from the
@@ -72,11 +72,11 @@ class PairParticipant(WithoutWaiting[PairWorker]):
 
     @property
     def busy(self) -> bool:
-        """See `WithoutWaiting`."""
+        """See `AsyncParticipant`."""
         return self._meetings.busy
 
     def before_others(self) -> None:
-        """See `WithoutWaiting`."""
+        """See `AsyncParticipant`."""
         self._first_s = self._last_s = self.now_s()
         self._before = {slot: one.ended for slot, one in self.transport.phases().items()}
         if self._neighbours:
@@ -84,7 +84,7 @@ class PairParticipant(WithoutWaiting[PairWorker]):
             threading.Thread(target=self._start_meetings, daemon=True, name="gossamer meetings").start()
 
     def train(self, number: int, round: int, alive: frozenset[int]) -> tuple[LocalPhase, float]:
-        """See `WithoutWaiting`."""
+        """See `AsyncParticipant`."""
         start_s, self._round = self.now_s(), round
         self.replica.round = round
         report = self.replica.local_phase(number)
@@ -102,7 +102,7 @@ class PairParticipant(WithoutWaiting[PairWorker]):
         return report, start_s
 
     def end(self) -> float:
-        """See `WithoutWaiting`."""
+        """See `AsyncParticipant`."""
         self._ended.set()
         if self._failed is not None:
             raise self._failed

@@ -259,9 +259,7 @@ class Evaluation(NamedTuple):
     """Completed rounds."""
     result: Assessment
     workers: tuple[int, ...]
-    """The workers of these checkpoints, in the order of `worker_losses`; only the server's number for a run with a
-    server.
-    """
+    """The workers of these checkpoints, in the order of `worker_losses`; only the server's number for a run with a server."""
 
 
 def evaluate(
@@ -278,12 +276,14 @@ def evaluate(
 
     Args:
         round: the number of finished rounds; by default the newest that all workers have. For an elastic run, the
-            newest that most of its participants have, and the mean is over those. parts: the user's parts, if the run
-            names any.
+            newest that most of its participants have, and the mean is over those.
+        parts: the user's parts, if the run names any.
         source: other text to score it on, as in data.source: whole files, up to `SCORED_TOKENS` spread evenly over
-            them, or the validation part of a stream. allow_code: accept user code that has changed since the run began.
-    Raises: ConfigError when its text, tokenizer or code are not those of the run, and for other text of a run whose data is a
-        function; CheckpointError when no round has sound checkpoints of all workers, or, for an elastic run, of any.
+            them, or the validation part of a stream.
+        allow_code: accept user code that has changed since the run began.
+    Raises: ConfigError when its text, tokenizer or code are not those of the run, and for other text of a run whose
+        data is a function; CheckpointError when no round has sound checkpoints of all workers, or, for an elastic run,
+        of any.
     Cost: holds one model per worker in memory.
     """
     config = settings_in(folder, parts)

@@ -203,8 +203,8 @@ def changed_code(
 
     Args:
         without: kinds that are not used.
-        allowed: accept changed code, except for repetitions. speaks: whether this process reports uncompared and
-            changed code.
+        allowed: accept changed code, except for repetitions.
+        speaks: whether this process reports uncompared and changed code.
     Returns: whether some has changed.
     Raises: ConfigError, naming it; DataError for a spoilt record.
     """

@@ -51,8 +51,8 @@ class Journal:
     Args:
         record: where to write; replaced after the run was stopped and continued.
         validate: the figures of a validation, `loss` among them.
-        save: writes a checkpoint of all owners in this process. kind: the kind of validation lines: "eval" for the run
-            as a whole, "validation" for one worker.
+        save: writes a checkpoint of all owners in this process.
+        kind: the kind of validation lines: "eval" for the run as a whole, "validation" for one worker.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Journal:
         if self.config.run.eval_every:
             self.record.log(self._kind, round=-1, **behind, step=0, tokens=0, **self._validate())
 
-    def enter(self, worker: Worker, round: int, report: RoundReport) -> None:
+    def log(self, worker: Worker, round: int, report: RoundReport) -> None:
         """Writes a worker's round into the metrics and the trace.
 
         In the trace each fragment has its own rounds, which end when it is sent.
@@ -158,9 +158,7 @@ class Journal:
             self.save(finished)
 
     def save(self, finished: int) -> None:
-        """Saves after `finished` rounds, due or not, for a run that stops there; unless saved already. Raises: as
-        `end_round`.
-        """
+        """Saves after `finished` rounds, due or not, for a run that stops there; unless saved already. Raises: as `end_round`."""
         if self._saved != finished:
             self._save(finished)
             self._saved = finished
@@ -260,10 +258,10 @@ class EventJournal:
         """Validates the initial values; see `Journal.begin`."""
         self._journal.begin(time_s=0.0)
 
-    def enter(self, event: Record, time_s: float, local_steps: Sequence[int]) -> None:
+    def log(self, event: Record, time_s: float, local_steps: Sequence[int]) -> None:
         """Writes one event, and ends the rounds that end with it; the last ends with the run."""
         if self._seconds is not None:
-            self._seconds.enter(event)
+            self._seconds.count(event)
         fields = {name: value for name, value in event._asdict().items() if name not in ("report", "change", "kind")}
         if isinstance(event, Absence):
             self._log().write(self.round, event.change, **fields)

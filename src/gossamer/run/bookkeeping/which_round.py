@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from gossamer.errors import CheckpointError, ConfigError, GossamerError, PeerError
 from gossamer.record import checkpoint
-from gossamer.record.fault import Fault, FaultKind, fault_heard
+from gossamer.record.fault import Fault, FaultKind, decode_fault
 from gossamer.record.folder import read_metrics
 from gossamer.record.jsonl import json_lines
 from gossamer.record.lineage import Lineage
@@ -146,13 +146,13 @@ def _newest_due(config: RunSettings, passed: int) -> int:
     return next((r for r in range(last, 0, -1) if config.due(every, r)), 0)
 
 
-def said(one: KeptRounds) -> list[Any]:
+def encode_kept(one: KeptRounds) -> list[Any]:
     """A worker's checkpoints as JSON, to report to the others."""
     newest = sorted(one.faults.items())[-_MOST_SAID:]
-    return [one.due, [[r, fault and fault.said, _listed(one.seen.get(r))] for r, fault in newest]]
+    return [one.due, [[r, fault and fault.encoded, _listed(one.seen.get(r))] for r, fault in newest]]
 
 
-def heard(worker: int, value: object) -> KeptRounds:
+def decode_kept(worker: int, value: object) -> KeptRounds:
     """The checkpoints reported by another worker. Raises PeerError for anything else."""
     match value:
         case [int(due), [*rounds]] if 0 <= due < 1 << 31:
@@ -171,16 +171,16 @@ def _round_heard(value: object) -> tuple[int, Fault | None, frozenset[int] | Non
         case [int(r), fault, None | [*_] as slots] if 0 < r < 1 << 31 and all(
             isinstance(one, int) for one in slots or ()
         ):
-            found = fault_heard(fault)
+            found = decode_fault(fault)
             if (found is None) == (fault is None):
                 return r, found, None if slots is None else frozenset(one for one in slots if isinstance(one, int))
     return None
 
 
-def faults_heard(said: Sequence[object]) -> list[Fault | None]:
+def decode_faults(received: Sequence[object]) -> list[Fault | None]:
     """The faults of one round's checkpoints as reported by each worker. Raises PeerError for anything else."""
-    found = [fault_heard(one) for one in said]
-    for worker, (one, fault) in enumerate(zip(said, found, strict=True)):
+    found = [decode_fault(one) for one in received]
+    for worker, (one, fault) in enumerate(zip(received, found, strict=True)):
         if one is not None and fault is None:
             raise PeerError(
                 f"worker {worker} does not say what is wrong with its checkpoint ({one!r:.60}); install the same gossamer "
@@ -294,34 +294,34 @@ def newest_of_any(held: Mapping[int, Held]) -> int:
     return max((round for one in held.values() for round in one), default=0)
 
 
-def to_resume(held: Mapping[int, Held], tolerance: int = 0) -> int:
+def round_to_resume(held: Mapping[int, Held], tolerance: int = 0) -> int:
     """The round from which an elastic run resumes; 0 if there is no checkpoint.
 
     The newest of which all participants have a checkpoint, so that an undisturbed run resumes bit for bit; else as
-    `to_score`. Slots without any checkpoint, and empty slots, do not count.
+    `round_to_score`. Slots without any checkpoint, and empty slots, do not count.
 
     Args: `tolerance` is by how many rounds an earlier one may be preferred that more workers have, after they left one
         by one.
 
-    >>> to_resume({0: {10: None, 20: None}, 1: {10: None}})
+    >>> round_to_resume({0: {10: None, 20: None}, 1: {10: None}})
     10
-    >>> to_resume({0: {10: None, 20: frozenset({0, 2})}, 1: {10: None}, 2: {10: None, 20: frozenset({0, 2})}, 3: {}})
+    >>> round_to_resume({0: {10: None, 20: frozenset({0, 2})}, 1: {10: None}, 2: {10: None, 20: frozenset({0, 2})}, 3: {}})
     20
-    >>> to_resume({0: {12: None}, 1: {12: None}, 2: {13: frozenset({2})}}, tolerance=2)
+    >>> round_to_resume({0: {12: None}, 1: {12: None}, 2: {13: frozenset({2})}}, tolerance=2)
     12
     """
     owners = _owners(held)
     whole = max((r for r, having in owners.items() if _took_part(held, r) <= having), default=0)
     near = [r for r in {whole, *_held_by_most(held)} if whole - tolerance <= r <= whole and r]
-    return max(near, key=lambda r: (len(owners[r]), r), default=0) or to_score(held)
+    return max(near, key=lambda r: (len(owners[r]), r), default=0) or round_to_score(held)
 
 
-def to_score(held: Mapping[int, Held]) -> int:
+def round_to_score(held: Mapping[int, Held]) -> int:
     """The newest round of which most participants have a checkpoint, else the one that most have; 0 if there is none.
 
-    >>> to_score({0: {10: None, 20: None}, 1: {10: None, 20: None}, 2: {10: None}, 3: {10: None}})
+    >>> round_to_score({0: {10: None, 20: None}, 1: {10: None, 20: None}, 2: {10: None}, 3: {10: None}})
     10
-    >>> to_score({0: {10: None, 20: None}, 1: {10: None, 20: None}, 2: {10: None}})
+    >>> round_to_score({0: {10: None, 20: None}, 1: {10: None, 20: None}, 2: {10: None}})
     20
     """
     owners = _owners(held)
@@ -337,9 +337,7 @@ def _owners(held: Mapping[int, Held]) -> dict[int, set[int]]:
 
 
 def _took_part(held: Mapping[int, Held], round: int) -> set[int]:
-    """The participants of the round, in the view of any owner of its checkpoint, restricted to slots with any
-    checkpoint.
-    """
+    """The participants of the round, in the view of any owner of its checkpoint, restricted to slots with any checkpoint."""
     views = [rounds[round] for rounds in held.values() if round in rounds]
     having = {slot for slot, rounds in held.items() if rounds}
     return having if None in views else having & {slot for view in views if view is not None for slot in view}
@@ -398,8 +396,8 @@ class Start(NamedTuple):
 
         Args:
             restore: restores an owner from its checkpoint of this round, given the lineage; not called at the start.
-                back_to: the newest round that they keep, if not this one. rewinds: whether this process drops their
-                newer checkpoints.
+            back_to: the newest round that they keep, if not this one.
+            rewinds: whether this process drops their newer checkpoints.
         Raises: OSError; as `restore`.
         """
         if self.past is None:
@@ -470,7 +468,7 @@ def must_end_later(config: RunSettings, folder: Path) -> None:
         return
     kept = kept_by(store, config.owners, past.lineage, past.before)
     any_counts = config.event_driven and config.kind != "server"
-    pick = newest_of_any if any_counts else to_resume if config.run.elastic else newest_of_all
+    pick = newest_of_any if any_counts else round_to_resume if config.run.elastic else newest_of_all
     choice = choose_round(
         kept, pick, lambda r: {i: store.fault(r, i, past.lineage) for i, one in kept.items() if r in one.whole}
     )
@@ -618,7 +616,7 @@ def to_evaluate(store: Store, line: Lineage, round: int | None) -> tuple[int, li
     every = config.kind == "server" or not (config.run.elastic or config.event_driven)
     kept = kept_by(store, config.owners, line)
     asked = lambda held: round if round is not None and any(round in one for one in held.values()) else 0  # noqa: E731
-    pick = asked if round is not None else newest_of_all if every else to_score
+    pick = asked if round is not None else newest_of_all if every else round_to_score
     choice = choose_round(
         kept, pick, lambda r: {i: store.fault(r, i, line) for i, one in kept.items() if r in one.whole}
     )

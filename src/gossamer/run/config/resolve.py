@@ -19,7 +19,7 @@ from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import method_of, settled_rule, warnings_of
 from gossamer.run.config.choice import Choice
 from gossamer.run.config.document import DIRECTIONS, KINDS, flat, load_run
-from gossamer.run.config.pipeline import by_stage, donor_of, must_come_again
+from gossamer.run.config.pipeline import by_stage, donor_of, require_repeatable_samples
 from gossamer.run.config.resolved import InPairs, ResolvedRun, RunSettings, WithServer
 from gossamer.run.config.run_file import RunConfig, decisive, digest, dump, parse, survey
 from gossamer.run.config.user_parts import BUILT_IN, UserParts, make, named, named_code, own_parts
@@ -249,7 +249,7 @@ def _facts(config: RunConfig, parts: UserParts, real: bool) -> tuple[Combination
 
     run, events, nothing = config.run, config.events, Combination()
     if config.pipeline.forward.name:
-        attempt(lambda: must_come_again(config.pipeline, config.data, run.steps))
+        attempt(lambda: require_repeatable_samples(config.pipeline, config.data, run.steps))
     timetable = config.timetable.since(run.synchronous_steps)
     codec, holders = made("codec"), holders_of(config.model.experts, config.workers)
     facts = Combination(

@@ -194,7 +194,7 @@ class ElasticRounds(Participant[ElasticTransport]):
                 self._take_anothers_state(round, error.source)
             return
         self._end_round(report, plan.participants)
-        self.round = self._decided(round)
+        self.round = self._next_round(round)
         self._plans = {r: plan for r, plan in self._plans.items() if r >= self.round or plan.views}
         if self._finished + self.config.run.rejoin_rounds < self.round < self.config.rounds:
             self._drop_in_flight()
@@ -213,7 +213,7 @@ class ElasticRounds(Participant[ElasticTransport]):
         self._keep(self._finished)
         self.stopwatch.phase(report.whole.compute_s)
         self.stopwatch.waited(self.transport.waits(), self.transport.deliveries())
-        self.journal.enter(self._worker, round, report)
+        self.journal.log(self._worker, round, report)
         self.journal.end_own_round(replica, self._finished)
         self.record.log_seconds(self.stopwatch.round(round))
 
@@ -242,10 +242,10 @@ class ElasticRounds(Participant[ElasticTransport]):
         if round not in self._plans:
             steps = self.replica.steps_taken + self.config.local_steps_of(self.slot, round)
             peers = partial(self._worker.loop.peers_in, round)
-            self._plans[round] = _RoundPlan(self.transport.enter(round, peers, steps))
+            self._plans[round] = _RoundPlan(self.transport.begin_round(round, peers, steps))
         return self._plans[round]
 
-    def _decided(self, round: int) -> int:
+    def _next_round(self, round: int) -> int:
         """The next round after this one."""
         plan = self._plans[round]
         if plan.next is None:
@@ -254,7 +254,7 @@ class ElasticRounds(Participant[ElasticTransport]):
 
     def _next(self, round: int) -> int | None:
         """See `gossamer.rounds.loop.Membership.next_round`."""
-        plan, after = self._plans[round], self._decided(round)
+        plan, after = self._plans[round], self._next_round(round)
         if plan.sends_ahead is None:
             far = after > round + 1 + self.config.run.rejoin_rounds
             plan.sends_ahead = not (far or after >= self.config.rounds or self.asked.is_set())
@@ -319,9 +319,7 @@ class ElasticRounds(Participant[ElasticTransport]):
         self._ended.clear()
 
     def _drop_in_flight(self) -> None:
-        """Waits for exchanges in flight and drops them, before another's state is taken over: the other ends may count
-        them.
-        """
+        """Waits for exchanges in flight and drops them, before another's state is taken over: the other ends may count them."""
         in_flight = self._worker.loop.in_flight
         for exchange in in_flight.values():
             exchange.receive()

@@ -24,7 +24,7 @@ from gossamer.record.folder import RunFolder
 from gossamer.record.locks import holding
 from gossamer.record.logs.outcomes import OUTCOMES, Begun, Ended, RoundOutcome
 from gossamer.record.logs.seconds import recorded_s
-from gossamer.record.packed import frozen, packed, unpacked
+from gossamer.record.packed import packable_snapshot, packed, unpacked
 from gossamer.record.progress import say
 from gossamer.record.whole_files import atomic_write, make_folder
 from gossamer.rounds.loop import Membership
@@ -317,11 +317,11 @@ class StoreWork:
         assert next(self._segments, None) is None
         self._finished = round + 1
         if self._finished < self._config.rounds:
-            with_state = frozen(self._state())
+            with_state = packable_snapshot(self._state())
             self._kept = self._finished, with_state
         self._record[0].show_exchanges(alive=len(self._present), made=len(self._present) - 1, missed=0, unsure=0)
         self._stopwatch.phase(report.whole.compute_s)
-        self._journal.enter(worker, round, report)
+        self._journal.log(worker, round, report)
         self._journal.end_own_round(self._replica, self._finished)
         self._record[0].log_seconds(self._stopwatch.round(round))
 

@@ -22,7 +22,7 @@ from gossamer.run.config.experiment_file import Point, place_in_experiment
 from gossamer.run.config.resolve import settings_of
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.config.run_file import digest, dump, parse
-from gossamer.run.experiments.processes import Apart, RunEnd
+from gossamer.run.experiments.processes import RunEnd, RunPool
 from gossamer.run.experiments.shared_start import shared_trunks, stands_at_its_trunk
 from gossamer.settings.schema import Records
 
@@ -57,16 +57,17 @@ def train_all(
     stop leaves complete comparisons.
 
     Args:
-        file: receives a line for each ended run, in the order of their ends, after existing lines of other runs. jobs:
-            the most runs at a time, each in its own process with its share of the cores; one runs here.
+        file: receives a line for each ended run, in the order of their ends, after existing lines of other runs.
+        jobs: the most runs at a time, each in its own process with its share of the cores; one runs here.
         resume: keep the finished runs; those that were stopped continue, and the others start.
-        reuse: a folder of `gossamer tune` or of another comparison, whose finished runs of these settings and seeds are copied.
+        reuse: a folder of `gossamer tune` or of another comparison, whose finished runs of these settings and seeds are
+            copied.
         began, on_end: called for each run that begins here, and for each that ends.
         enough: called after each end; once true, no further run begins.
         asked: whether to stop, once the runs in progress have saved after their round.
-    Returns: each run's provenance; None for a finished run without a line. Raises: ConfigError when a finished run had
-        other settings, or there is none to reuse; DataError for an invalid line, and for a finished run whose files
-        lack data of its line.
+    Returns: each run's provenance; None for a finished run without a line.
+    Raises: ConfigError when a finished run had other settings, or there is none to reuse; DataError for an invalid
+        line, and for a finished run whose files lack data of its line.
     """
     known = {place_in_experiment(one): one for one in read_results(file)} if file.exists() else {}
     places = {place_in_experiment(run) for run in runs}
@@ -97,7 +98,7 @@ def train_all(
     origin("", None)  # caches the commit before the first run
     make_folder(file.parent)
     atomic_write(file, result_lines(kept).encode())
-    with _Lines(file) as written, Apart(jobs, began=lambda label: began(waiting[label]), asked=asked) as apart:
+    with _Lines(file) as written, RunPool(jobs, began=lambda label: began(waiting[label]), asked=asked) as apart:
         for label, run in waiting.items():
             trunk = file.parent / "trunks" / trunks[label] if trunks[label] and jobs == 1 else None
             apart.add(label, run.config, folders[label], trunk)

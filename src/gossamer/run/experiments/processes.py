@@ -97,13 +97,13 @@ class _Lane:
             ) from None
 
 
-class Apart:
+class RunPool:
     """Trains several runs at a time; those in progress are ended on exit.
 
     Args:
-        jobs: with one, a run is trained in this process, inside `ended`. began: called with the key of each run that
-            begins; identical warnings of several runs are shown once. asked: whether to stop; then the runs in progress
-            save after their round.
+        jobs: with one, a run is trained in this process, inside `ended`.
+        began: called with the key of each run that begins; identical warnings of several runs are shown once.
+        asked: whether to stop; then the runs in progress save after their round.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Apart:
         self._waiting: list[tuple[Hashable, RunConfig, Path, Path | None]] = []
         self._lanes: list[_Lane] = []
 
-    def __enter__(self) -> "Apart":
+    def __enter__(self) -> "RunPool":
         if self._jobs > 1 and sys.platform == "linux":  # imports once instead of in each process
             start_forkserver([__name__])
         return self

@@ -1,6 +1,4 @@
-"""Trunks: runs that differ only in their length, with a final learning-rate decay, share their training up to the
-decay.
-"""
+"""Trunks: runs that differ only in their length, with a final learning-rate decay, share their training up to the decay."""
 
 import dataclasses
 import math
@@ -37,7 +35,9 @@ def anneal(config: RunConfig, folder: Path, trunk: Path, *, asked: Callable[[], 
     Bitwise equal to `simulate(config, folder)`. Shorter branches come first: one that leaves a trunk before the trunk's
     current round is trained whole.
 
-    Args: trunk: its folder, created by the first branch. asked: as in `simulate_until_asked`.
+    Args:
+        trunk: its folder, created by the first branch.
+        asked: as in `simulate_until_asked`.
     Raises: as `simulate_until_asked`.
     """
     at, wanted = max(checkpoint.rounds(trunk / "checkpoints", 0), default=0), _plateau(config)

@@ -23,7 +23,7 @@ from gossamer.run.config.document import with_settings
 from gossamer.run.config.experiment_file import OuterValues, TuneConfig, Variant, folder_name, laid_out
 from gossamer.run.config.recipes import TABLES
 from gossamer.run.config.run_file import RunConfig, digest, parse, shortened
-from gossamer.run.experiments.processes import Apart, RunEnd
+from gossamer.run.experiments.processes import RunEnd, RunPool
 from gossamer.run.experiments.search import Found, GridPoint, OuterPair, Search, Space, Trial, search
 from gossamer.settings.options import Number, Positive, options_of
 from gossamer.settings.schema import RECORD, Records, build
@@ -107,11 +107,11 @@ class Contender(NamedTuple):
             "record.export": False,
             "record.keep_checkpoints": False,
         }
-        name = f"{self.row.label} {self.said(trial.setting)} rung={trial.rung} seed={seed}"
+        name = f"{self.row.label} {self.describe(trial.setting)} rung={trial.rung} seed={seed}"
         config = parse(with_settings(self.document, {**self.chosen(trial.setting), **lean, "seed": seed, "name": name}))
         return shortened(config, self.steps(trial.rung))
 
-    def said(self, setting: GridPoint) -> str:
+    def describe(self, setting: GridPoint) -> str:
         """A setting in words."""
         outer = "" if setting.outer is None else " outer={:g},{:g}".format(*setting.outer)
         return f"lr={self.lr(setting):g}{outer}"
@@ -130,7 +130,8 @@ class Tuned(NamedTuple):
 def contenders(document: Mapping[str, Any], *, scale: str = "") -> list[Contender]:
     """The methods of an experiment file with a [tune] table.
 
-    A variant may have its own table `tune`, with `lr` and `outer`. Raises: ConfigError for any other file.
+    A variant may have its own table `tune`, with `lr` and `outer`.
+    Raises: ConfigError for any other file.
     """
     if "tune" not in document:
         raise ConfigError(
@@ -248,7 +249,7 @@ def tune(
     make_folder(out)
     origin("", None)  # caches the commit before the first run
     atomic_write(file, "".join(map(json_line, lines)).encode())  # without a killed process's partial line
-    with _Outcomes(file) as kept, Apart(jobs, asked=asked) as apart:
+    with _Outcomes(file) as kept, RunPool(jobs, asked=asked) as apart:
         while True:
             for label, method in searches.items():
                 for trial, seed in method.ready():
@@ -270,8 +271,8 @@ def tune(
 def searched(methods: Sequence[Contender], outcomes: Path) -> list[Tuned]:
     """The state of each method's search from the runs in `outcomes.jsonl`, without training.
 
-    A run is recognised by its method, setting, rung, tokens and seed, regardless of other changes in its file. Raises:
-    DataError for an invalid line.
+    A run is recognised by its method, setting, rung, tokens and seed, regardless of other changes in its file.
+    Raises: DataError for an invalid line.
     """
     lines = [one for _, one in records(outcomes, _OUTCOMES)]
     found = []

@@ -51,8 +51,9 @@ def exit_status(codes: Mapping[int, int], lost: Mapping[int, int], far: HowFar) 
     """The exit status of a run.
 
     Args:
-        codes: of the workers, in the order in which they ended. lost: the progress of each failed worker; another
-            process may have filled its slot since. far: the current progress of the slots.
+        codes: of the workers, in the order in which they ended.
+        lost: the progress of each failed worker; another process may have filled its slot since.
+        far: the current progress of the slots.
 
     >>> exit_status({1: 137, 0: 0}, {1: 7}, HowFar({0: 20, 1: 7}, {0: "finished", 1: None}, 20))
     ExitStatus(code=0, sentences=['worker 1 ended with code 137 after round 7 of 20'])

@@ -22,7 +22,7 @@ from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.locks import holding
 from gossamer.record.logs.seconds import recorded_s
-from gossamer.record.packed import frozen, unpacked
+from gossamer.record.packed import packable_snapshot, unpacked
 from gossamer.record.progress import say
 from gossamer.rounds.stopwatch import Stopwatch
 from gossamer.run.bookkeeping.evaluate import Probe
@@ -71,7 +71,8 @@ def changes(
     """The sentences about the changes in one worker's view.
 
     Args:
-        before: its previous view; `after` is its current view. me: the worker's own slot, which is skipped.
+        before: its previous view; `after` is its current view.
+        me: the worker's own slot, which is skipped.
         rounds: of the whole run.
         why: the reason for which a worker is suspected.
         done: the workers that have announced their last step.
@@ -112,19 +113,22 @@ class Participant(ABC, Generic[Connections]):
     """One process in its slot, with this life cycle (`live`):
 
     1. It starts with its **seat** (`gossamer.run.participant.seat`): a slot, the addresses of the others, and the
-    checkpoint to resume from. It builds its replica. 2. It **connects**. From now on peers reach it, and threads of
-    connections call it. 3. It **begins**: takes its state from its own checkpoint or from a worker that has one, keeps
-    a copy for newcomers, and announces the first round that it takes part in. 4. It opens its **record**, once the
-    first void round is known. 5. It trains and exchanges, **phase** by phase. After each one it keeps a copy of its
-    state for newcomers, records the phase, validates and saves if due. A separate thread sends the copy to newcomers,
-    so that training never stops. 6. It **leaves** at the end of the run, or after the phase in which a stop signal
-    arrived: it saves, announces it, and closes its connections. On the signal, the kept state is saved at once, as the
-    process may be killed before the phase is over.
+       checkpoint to resume from. It builds its replica.
+    2. It **connects**. From now on peers reach it, and threads of connections call it.
+    3. It **begins**: takes its state from its own checkpoint or from a worker that has one, keeps a copy for newcomers,
+       and announces the first round that it takes part in.
+    4. It opens its **record**, once the first void round is known.
+    5. It trains and exchanges, **phase** by phase. After each one it keeps a copy of its state for newcomers, records
+       the phase, validates and saves if due. A separate thread sends the copy to newcomers, so that training never
+       stops.
+    6. It **leaves** at the end of the run, or after the phase in which a stop signal arrived: it saves, announces it,
+       and closes its connections. On the signal, the kept state is saved at once, as the process may be killed before
+       the phase is over.
 
     Args:
         seat: its slot. Its listening socket is closed in the end.
-        asked: set to request a stop. Cost: besides the model, its gradients and states, a copy of all of these except
-            the gradients.
+        asked: set to request a stop.
+    Cost: besides the model, its gradients and states, a copy of all of these except the gradients.
     """
 
     transport: Connections
@@ -183,7 +187,7 @@ class Participant(ABC, Generic[Connections]):
             except KeyboardInterrupt:
                 failed = (
                     not self.asked.is_set()
-                )  # a requested stop: the others need not wait for it, and it may come back
+                )  # a requested stop: a requested stop: the others need not wait for it, and it may come back
                 raise KeyboardInterrupt(self._ended_amid()) from None
             finally:
                 self.asked.saves = None  # the slot may belong to another process now
@@ -287,7 +291,7 @@ class Participant(ABC, Generic[Connections]):
     def keep(self, after: int, state: Mapping[str, Any]) -> None:
         """Keeps a state after `after` rounds for newcomers. Cost: a copy; it is packed on request."""
         # One assignment: a thread that is sending the previous copy continues with it.
-        self.kept = Handover(after, frozen(state))
+        self.kept = Handover(after, packable_snapshot(state))
         self._ready.set()
 
     def host(self, channel: Channel) -> None:
@@ -309,8 +313,8 @@ class Participant(ABC, Generic[Connections]):
         Before all other files, as it refuses a folder that holds another run before overwriting any of it.
 
         Args:
-            cut: the first round whose existing lines are void; None where no lines may exist. void: a predicate for
-                further void lines.
+            cut: the first round whose existing lines are void; None where no lines may exist.
+            void: a predicate for further void lines.
         """
         before_s = recorded_s(self.folder, self.slot, cut)  # before truncation
         self.record = open_.enter_context(
@@ -377,8 +381,9 @@ def take_part(
     """Runs this process's part in a run: takes a seat and trains, until the end or a stop signal.
 
     Args:
-        kind: the class that trains and exchanges, with its `brought`. join: the address of any worker of a running run,
-            "auto" for the addresses in `folder`; None to start with all others.
+        kind: the class that trains and exchanges, with its `brought`.
+        join: the address of any worker of a running run, "auto" for the addresses in `folder`; None to start with all
+            others.
         resume: whether a run that starts goes on from its checkpoints; "auto" starts it where there are none.
     Raises: ConfigError, DataError, CheckpointError, TrainingError; PeerError when others are missing or no worker can
         be joined; SlotTakenError when another process has taken the slot, except for a joining process, which requests

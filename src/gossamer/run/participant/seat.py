@@ -30,10 +30,10 @@ from gossamer.run.bookkeeping.which_round import (
     Held,
     KeptRounds,
     begin_or_resume,
-    faults_heard,
-    heard,
+    decode_faults,
+    decode_kept,
+    encode_kept,
     newest_of_own,
-    said,
 )
 from gossamer.run.config.resolved import RunSettings
 from gossamer.run.participant.agreement import compare_first_batches, limits_of, run_settings
@@ -112,9 +112,7 @@ class Brought(ABC, Generic[Fact]):
     word: ClassVar[str]
     """The kind of run, part of the common key: processes of another kind are refused."""
     one_round: ClassVar[bool]
-    """Whether all resume from the same round, and read it before they agree on it; else each resumes from its own
-    newest.
-    """
+    """Whether all resume from the same round, and read it before they agree on it; else each resumes from its own newest."""
 
     @abstractmethod
     def own(self, slot: int, past: History) -> Own:
@@ -162,14 +160,16 @@ def started(
     nonce = secrets.randbits(NONCE_BITS)
     own = Own(KeptRounds({})) if past is None else brought.own(me, past)
     settings, common = run_settings(config, task), f"{run:016x} {brought.word}"
-    stated = agree(member, common, [address, nonce, said(own.kept), own.more], settings=settings, timeout_s=wait_s)
+    stated = agree(
+        member, common, [address, nonce, encode_kept(own.kept), own.more], settings=settings, timeout_s=wait_s
+    )
     known = [fact_of(slot, value, brought) for slot, value in enumerate(stated)]
 
     def read(round: int) -> dict[int, Fault | None]:
         if past is None or not brought.one_round:  # each has read its own, and reported their faults
             return {}
         found = store.fault(round, me, past.lineage) if round in own.kept.whole else None
-        return dict(enumerate(faults_heard(agree(member, common, found and found.said, timeout_s=wait_s))))
+        return dict(enumerate(decode_faults(agree(member, common, found and found.encoded, timeout_s=wait_s))))
 
     try:
         compare_first_batches(member, task, wait_s)
@@ -348,7 +348,7 @@ def fact_of(slot: int, value: object, brought: Brought[Fact]) -> Stated[Fact]:
     match value:
         case [str(address), int(nonce), kept, more]:
             if address and is_process(address, nonce) and (fact := brought.read(more)) is not None:
-                return Stated(address, nonce, heard(slot, kept), fact)
+                return Stated(address, nonce, decode_kept(slot, kept), fact)
     raise PeerError(f"worker {slot} published no address ({value!r:.60}); install the same gossamer version everywhere")
 
 

@@ -1,5 +1,3 @@
-"""An interactive run: a visitor kills workers, slows links, partitions the network and changes the method during
-training.
-"""
+"""An interactive run: a visitor kills workers, slows links, partitions the network and changes the method during training."""
 
 __all__: list[str] = []

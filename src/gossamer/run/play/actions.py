@@ -123,7 +123,7 @@ def acted(conditions: Conditions, action: Action) -> Conditions:
     return conditions._replace(momenta=momenta)
 
 
-def told(action: Action, before: Conditions) -> str:
+def describe(action: Action, before: Conditions) -> str:
     """The description of an action's effect, for the visitor."""
     value = action.value
     match action:

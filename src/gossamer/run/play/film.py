@@ -69,9 +69,7 @@ class Frame(TypedDict):
     sent_bytes: Annotated[int, Field(ge=0, lt=2**50)]
     """Bytes sent per worker, averaged over those that trained."""
     seconds: Annotated[tuple[tuple[_Seconds, _Seconds, _Seconds, _Worker | None, _Seconds] | None, ...], _Eight]
-    """For each worker its start, and seconds computing, waiting, mostly for which peer, and in transfer; null for the
-    dead.
-    """
+    """For each worker its start, and seconds computing, waiting, mostly for which peer, and in transfer; null for the dead."""
     clock_s: _Seconds
     """The latest clock of any worker."""
     loss: float | None

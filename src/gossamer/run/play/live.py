@@ -140,7 +140,7 @@ class Live:
                 except GossamerError as error:  # a diverged film, or unreadable text
                     with self._changed:
                         if name == self._name:
-                            self._problem = _told(error)
+                            self._problem = _error_sentence(error)
                         self._changed.wait_for(lambda name=name: self._closed or name != self._name)
 
     def _shoot(self, name: str, each: "Each") -> None:
@@ -206,9 +206,7 @@ def filmed(seed: int, actions: Sequence[Sequence[Action]]) -> Iterator[tuple[Hea
 
 @contextlib.contextmanager
 def one_thread() -> Iterator["Each"]:
-    """A context in which torch uses one thread, so that sums have the same order on every machine; yields a map over
-    workers.
-    """
+    """A context in which torch uses one thread, so that sums have the same order on every machine; yields a map over workers."""
     import torch
 
     before = torch.get_num_threads()
@@ -226,7 +224,7 @@ def _asked(body: bytes) -> object:
         raise ConfigError(f"{short(body)} is not JSON; send an object") from None
 
 
-def _told(error: GossamerError) -> str:
+def _error_sentence(error: GossamerError) -> str:
     """The error sentence for the visitor."""
     if isinstance(error, TrainingError):
         return f"It has diverged: {error}."

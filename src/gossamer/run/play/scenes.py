@@ -29,9 +29,9 @@ from gossamer.run.bookkeeping.spent_seconds import priced
 from gossamer.run.config.resolve import resolve_document
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.config.user_parts import BUILT_IN
-from gossamer.run.play.actions import SLOWER, WORKERS, Action, Conditions, acted, told
+from gossamer.run.play.actions import SLOWER, WORKERS, Action, Conditions, acted, describe
 from gossamer.run.play.film import MOST_ROUNDS, Frame, Head
-from gossamer.run.simulated.rounds import crew, train_together
+from gossamer.run.simulated.rounds import make_workers, train_together
 from gossamer.run.worker.task import Task, task_of
 from gossamer.run.worker.worker import RoundReport, Worker
 from gossamer.transport.memory import MemoryNetwork
@@ -130,7 +130,7 @@ def next_scene(studio: Studio, scene: Scene, actions: Sequence[Action]) -> tuple
         after = acted(conditions, action)
         if after != conditions:
             done.append(action)
-            sentences.append(told(action, conditions))
+            sentences.append(describe(action, conditions))
         conditions = after
     begun = _begun(scene, conditions, branch=any(action.do == "method" for action in done))
     there = sorted(conditions.taking_part())
@@ -239,7 +239,7 @@ def _crew(
     studio: Studio, config: ResolvedRun, membership: Callable[[int], Membership] = lambda worker: EVERYONE
 ) -> list[Worker]:
     transport = MemoryNetwork(WORKERS).transport
-    return crew(config, studio.task, config.in_rounds, studio.like, transport, membership=membership)
+    return make_workers(config, studio.task, config.in_rounds, studio.like, transport, membership=membership)
 
 
 @functools.lru_cache(maxsize=256)

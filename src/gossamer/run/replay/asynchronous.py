@@ -43,9 +43,9 @@ from gossamer.record.machines import Threads
 from gossamer.record.packed import packed, unpacked
 from gossamer.record.whole_files import worker_suffix
 from gossamer.rounds.compatibility.combine import Method
+from gossamer.run.asynchronous.async_participant import due_round, save_state
 from gossamer.run.asynchronous.async_state import Core, Source, adopt, content_of, state_of
 from gossamer.run.asynchronous.pair_process import pair_rule_of
-from gossamer.run.asynchronous.without_waiting import due_round, save_state
 from gossamer.run.bookkeeping.evaluate import Probe, Probes, Result, assess
 from gossamer.run.bookkeeping.finished import must_be_record_of
 from gossamer.run.bookkeeping.inputs import must_have_inputs, note_inputs
@@ -136,7 +136,7 @@ class _Run:
     def compute(self, recorded: Path, order: Mapping[int, list[OrderLife]]) -> None:
         """Processes all events."""
         config, probe, n = self.config, self._probe, self.config.workers
-        make = _InPairs if isinstance(self.config.method, InPairs) else _Gossip
+        make = _PairReplay if isinstance(self.config.method, InPairs) else _Gossip
         processes = [
             make(self, slot, one, lives[k + 1 :], recorded / f"order{worker_suffix(slot)}.jsonl")
             for slot, lives in sorted(order.items())
@@ -197,7 +197,7 @@ class _Messages:
             self._held[key] = decoded
         return decoded
 
-    def heard(self, key: Key) -> Tree:
+    def take(self, key: Key) -> Tree:
         """A message, dropped after its last receiver."""
         message = self._held[key]
         must_be_finite({f"the message of worker {key[0]}": message})
@@ -365,7 +365,7 @@ class _Gossip(_Process[GossipWorker]):
             raise Contradiction(f"after phase {number} it heard workers {sorted(peers)}, and {known} were its peers")
         # A mix depends on the versions of the peers' messages and the workers of the topology, not on the order of
         # arrival, as messages are summed in the order of the mixing matrix.
-        received = {key[0]: self._run.messages.heard(key) for key in self.needs(event)}
+        received = {key[0]: self._run.messages.take(key) for key in self.needs(event)}
         self.core.mix(number, self._own.pop(number), received, mixing)
         return [("fetch", j) for j in peers]
 
@@ -380,7 +380,7 @@ class _Gossip(_Process[GossipWorker]):
         return self._method.topology.mixing(number, alive)
 
 
-class _InPairs(_Process[PairWorker]):
+class _PairReplay(_Process[PairWorker]):
     kinds = (Learned, Told, Met)
 
     def made(self) -> PairWorker:
@@ -416,7 +416,7 @@ class _InPairs(_Process[PairWorker]):
             (key,) = self.sends(event)
             self._run.messages.keep(key, self.replica, self.core.tell(), event.number, event.starter)
             return []
-        own, theirs = map(self._run.messages.heard, self.needs(event))
+        own, theirs = map(self._run.messages.take, self.needs(event))
         assert isinstance(own, Tensor) and isinstance(theirs, Tensor)
         self.core.meet(own, theirs)
         return [("meet", event.peer)]

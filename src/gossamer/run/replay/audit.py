@@ -32,7 +32,7 @@ from gossamer.run.config.user_parts import UserParts
 from gossamer.run.replay.repeat import Repeat
 from gossamer.run.replay.script import Script, calm, script_of
 from gossamer.run.replay.stretches import Stretch, stretches
-from gossamer.run.simulated.threads import Lanes
+from gossamer.run.simulated.threads import WorkerThreads
 from gossamer.run.worker.numerics import threads_of
 from gossamer.run.worker.task import task_of
 from gossamer.run.worker.worker import Worker
@@ -77,9 +77,10 @@ def audit(
 
     Args:
         worker: compare only this worker; all are trained.
-        rounds: the first and the last round to compare, from 0; by default all recorded ones. parts: the user's parts,
-            if the run names none that can be imported.
-    Raises: ConfigError for a run that cannot be repeated here or has no hashes; DataError for a record that contradicts itself.
+        rounds: the first and the last round to compare, from 0; by default all recorded ones.
+        parts: the user's parts, if the run names none that can be imported.
+    Raises: ConfigError for a run that cannot be repeated here or has no hashes; DataError for a record that contradicts
+        itself.
     Cost: as a simulation of the rounds from the checkpoints on.
     """
     changed_code(settings_in(folder), folder, "repeat", speaks=False)
@@ -108,7 +109,7 @@ def audit(
     snapshot = next(q for q in _candidates(sound, first) if _usable(script, q, sound))
     task, threads = task_of(config), threads_of(config, folder)
     must_have_inputs(config, task, folder, "repeat")
-    lanes, like = Lanes(device, config, threads), Probe(config, task, device).x
+    lanes, like = WorkerThreads(device, config, threads), Probe(config, task, device).x
     repeat = Repeat(some, task, script, folder, like, logged=bool(lives), threads=threads)
     repeat.restore(folder, snapshot, line)
     compared = 0
@@ -187,9 +188,7 @@ def _hashes(folder: Path) -> Hashes:
 
 
 def _must_be_of_this_run(recorded: Hashes, folder: Path, workers: int, rounds: int, *, real: bool) -> None:
-    """Raises DataError for hashes of rounds or workers that the run does not have, and without a record of the
-    machines.
-    """
+    """Raises DataError for hashes of rounds or workers that the run does not have, and without a record of the machines."""
     owners = sorted({worker for some in recorded.values() for worker in some})
     if max(recorded) >= rounds or owners[-1] >= workers:
         raise DataError(

@@ -20,7 +20,7 @@ class Missing(NamedTuple):
     """The missing input of an event."""
 
     why: str
-    """A clause, such as 'it heard a message of worker 3 that was never sent'."""
+    """A clause, such as 'it waits for a message of worker 3 that was never sent'."""
     source: Hashable = None
     """The key of the actor that provides it; None if there is none."""
 
@@ -33,7 +33,9 @@ class Actor(ABC, Generic[E]):
     """The unprocessed events of one actor.
 
     Args:
-        key: its identifier among the actors of a run. who: its name in sentences. file: the file of its events.
+        key: its identifier among the actors of a run.
+        who: its name in sentences.
+        file: the file of its events.
     """
 
     def __init__(self, key: Hashable, who: str, file: Path, events: Iterable[E]) -> None:

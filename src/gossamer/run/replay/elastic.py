@@ -27,7 +27,7 @@ from gossamer.run.replay.driver import ends_early
 from gossamer.run.replay.repeat import Repeat, Reports
 from gossamer.run.replay.script import script_of
 from gossamer.run.replay.stretches import stretches
-from gossamer.run.simulated.threads import Lanes
+from gossamer.run.simulated.threads import WorkerThreads
 from gossamer.run.worker.numerics import threads_of
 from gossamer.run.worker.task import task_of
 from gossamer.run.worker.worker import Worker
@@ -70,7 +70,7 @@ class _Replay:
         self._task = task
         probe, method = Probe(config, task, device), config.in_rounds
         self._threads = threads_of(config, recorded)
-        self._probes, self._lanes = Probes([probe]), Lanes(device, config, self._threads)
+        self._probes, self._lanes = Probes([probe]), WorkerThreads(device, config, self._threads)
         probe.threads = self._threads.at(0, 0)
         self._sends_per_round = method.sends_per_round
         rounds = max(one.config.rounds for one in some)
@@ -114,7 +114,7 @@ class _Replay:
     def _record(self, round: int, reports: Reports, journal: Journal) -> None:
         config, finished, turn = journal.config, round + 1, self._script.turns[round]
         for worker, report in reports:
-            journal.enter(worker, round, report)
+            journal.log(worker, round, report)
         if reports:
             self._present = [worker for worker, _ in reports if worker.index not in turn.overruled]
             journal.end_round(finished, step=config.timetable.begin(finished), tokens=self.tokens())

@@ -26,7 +26,7 @@ from gossamer.rounds.loop import EVERYONE, Membership
 from gossamer.run.replay.driver import Actor, Missing, contradiction, follow
 from gossamer.run.replay.script import Message, Script, outcomes_file
 from gossamer.run.replay.stretches import Stretch, stretch_of
-from gossamer.run.simulated.rounds import crew, train_together
+from gossamer.run.simulated.rounds import make_workers, train_together
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.task import Task, task_of
 from gossamer.run.worker.worker import RoundReport, Worker
@@ -79,8 +79,7 @@ class Repeat:
         self._needed, self._replaced = script.taken_over(), list[Worker]()
         begun = [life.begun for lives in script.lives.values() for life in lives]
         self._shared: dict[int, list[Tensor]] = {one.round: [] for one in begun if self._adds_means(one)}
-        """By round in which a process begins with an older state and later means: the state shared by all workers then.
-        """
+        """By round in which a process begins with an older state and later means: the state shared by all workers then."""
         self._go_into(stretch_of(0, some))
         for worker in self.workers:
             self._keep(worker, 0)
@@ -221,7 +220,7 @@ class Repeat:
             process.inner = inner
         transports: Sequence[Transport] = self._processes if self._logged else plain
         membership = [one.membership() if self._logged else EVERYONE for one in self._processes]
-        self.workers = crew(
+        self.workers = make_workers(
             config,
             self._task,
             self._method,
@@ -344,7 +343,7 @@ class _Process:
 
     def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor], sound: Sound | None = None) -> None:
         """See `gossamer.transport.contract.Transport`."""
-        if (Message(ticket.round, ticket.fragment, self.worker, peer), self.number) in self._script.heard:
+        if (Message(ticket.round, ticket.fragment, self.worker, peer), self.number) in self._script.received:
             self.inner.expect(ticket, peer, like)
 
     def post(self, ticket: Ticket, peer: int, frames: Sequence[Tensor]) -> None:

@@ -30,7 +30,7 @@ class Message(NamedTuple):
     sender: int
 
 
-class OwnEnd(NamedTuple):
+class ProcessExit(NamedTuple):
     """A process that ends regularly."""
 
     left: bool
@@ -48,7 +48,7 @@ class RoundScript(NamedTuple):
     """Outcomes by slot, of the workers present at its end."""
     lost: set[Process]
     """Workers lost in it after a send."""
-    ends: dict[int, OwnEnd]
+    ends: dict[int, ProcessExit]
     """By slot: processes that end regularly after this round or before their first."""
     overruled: set[int]
     """Slots that had closed the round over another set than the final one. Their outer step is discarded, as they took
@@ -61,7 +61,7 @@ class Script(NamedTuple):
 
     turns: dict[int, RoundScript]
     lives: dict[int, list[Life]]
-    heard: set[tuple[Message, int]]
+    received: set[tuple[Message, int]]
     """The counted messages, each with the receiver's life."""
     sent: set[tuple[Message, int]]
     """The same, each with the sender's life."""
@@ -186,7 +186,7 @@ class _Reader:
         if ended is not None:
             last = trained[-1].round if trained else begun.round
             behind = trained[-1].round + 1 if trained else begun.after
-            self._turn(last).ends[slot] = OwnEnd(ended.why == "left", behind, bool(trained))
+            self._turn(last).ends[slot] = ProcessExit(ended.why == "left", behind, bool(trained))
 
     def _or_all(self, alive: frozenset[int] | None) -> frozenset[int] | None:
         return None if alive is not None and len(alive) == self._n else alive
@@ -224,7 +224,7 @@ class _Reader:
         """Adds that a process counted the message of worker j in an exchange."""
         i, k = process
         message = Message(outcome.of, outcome.fragment, i, j)
-        self.script.heard.add((message, k))
+        self.script.received.add((message, k))
         sender = self._sender(i, j, outcome)
         self.script.sent.add((message, sender[1]))
         self._send(sender, message)
@@ -255,10 +255,10 @@ class _Reader:
         """Adds the membership view of a process that sent and died before the outcome."""
         (j, k), (_, of, fragment, alive, *_) = process, outcome
         if self.script.alive.setdefault((process, of, fragment), alive) != alive:
-            raise self._contradiction(i, of, f"worker {j} was heard by workers in whose view others took part")
+            raise self._contradiction(i, of, f"worker {j} was received by workers in whose view others took part")
         if self._closes:
             for other in self._hears_from(j, of, fragment, alive):
-                if (Message(of, fragment, j, other), k) not in self.script.heard:
+                if (Message(of, fragment, j, other), k) not in self.script.received:
                     self._hear(process, other, outcome)
 
     def _send(self, sender: Process, message: Message) -> None:

@@ -79,7 +79,7 @@ def replay_server(config: ResolvedRun, folder: Path, recorded: Path) -> Result:
             for _ in follow([server]):
                 pass
             server.end()
-            if session.core.over:
+            if session.core.is_finished:
                 session.close(lines[-1].time_s)
             journal = session.journal
     assert journal is not None  # a record begins with a process
@@ -184,7 +184,7 @@ class _Server(Actor[ServerInput]):
             self._push(event)
         else:
             # A worker stopped on request saved first; for a dead one no process has restored such a checkpoint.
-            if worker not in self._joins and (worker, self._workers[worker].over) in self._restored:
+            if worker not in self._joins and (worker, self._workers[worker].finished_rounds) in self._restored:
                 self._workers[worker].save()
             self._record_unpushed(worker)
             # The reason is not recorded. Whether it was a loss follows, as in a server, from the last reply.

@@ -42,9 +42,7 @@ def stretch_of(round: int, some: Sequence[Stretch]) -> Stretch:
 
 
 def must_not_have_changed(config: RunSettings, folder: Path, why: str) -> None:
-    """Raises ConfigError where settings that affect results changed during a run of a kind that cannot be replayed
-    then.
-    """
+    """Raises ConfigError where settings that affect results changed during a run of a kind that cannot be replayed then."""
     branches = read_branches(folder)
     digests = [*(one["digest"] for one in branches), config.digest]
     if changed := [one for one, now in zip(branches, digests[1:], strict=True) if one["digest"] != now]:
@@ -60,16 +58,16 @@ def _before(branch: Branch, config: ResolvedRun, folder: Path, *, real: bool) ->
     now, earlier = flat(document), dict[str, Any]()
     for key, (old, new) in branch["changes"].items():
         if not may_change(key):  # else the record could pass any option to the user's code
-            raise _unknown(branch, folder, f"{key} is among the changes, which a resumed run keeps")
+            raise _unrecoverable(branch, folder, f"{key} is among the changes, which a resumed run keeps")
         if now.get(key) == new:  # else overridden for the replay, such as the device
             _remove(document, key)
             earlier |= {} if old is None else {key: old}
     try:
         before = resolve_document(with_settings(document, earlier), config.parts, real=real)
     except GossamerError as error:
-        raise _unknown(branch, folder, str(error)) from None
+        raise _unrecoverable(branch, folder, str(error)) from None
     if before.digest != branch["digest"]:
-        raise _unknown(
+        raise _unrecoverable(
             branch, folder, f"they had digest {branch['digest']}, and without the change it is {before.digest}"
         )
     return before
@@ -84,7 +82,7 @@ def _remove(table: dict[str, Any], key: str) -> None:
         table.pop(first, None)
 
 
-def _unknown(branch: Branch, folder: Path, why: str) -> DataError:
+def _unrecoverable(branch: Branch, folder: Path, why: str) -> DataError:
     return DataError(
         f"the settings of '{folder}' before they changed {described(branch)}, cannot be recovered: {why}; restore its run.toml "
         "and branches.json as the run wrote them"

@@ -51,10 +51,10 @@ def terms_of(numbers: Tensor, limits: Limits) -> Terms:
     return terms
 
 
-def address(text: str) -> tuple[str, int]:
+def parse_address(text: str) -> tuple[str, int]:
     """Host and port of `HOST:PORT`.
 
-    >>> address("127.0.0.1:29400"), address("[::1]:29400")
+    >>> parse_address"127.0.0.1:29400"), address("[::1]:29400")
     (('127.0.0.1', 29400), ('::1', 29400))
     """
     try:

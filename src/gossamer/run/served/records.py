@@ -85,9 +85,9 @@ class ServerRecords:
         if self._arrivals is not None:
             self._arrivals.append(ServerInput(event, now_s, **fields))
 
-    def enter(self, event: Record, local_steps: Sequence[int] = ()) -> None:
+    def log(self, event: Record, local_steps: Sequence[int] = ()) -> None:
         """Writes an event, and ends the rounds that end with it."""
-        self.journal.enter(event, self.now_s, local_steps)
+        self.journal.log(event, self.now_s, local_steps)
 
     def check(self) -> None:
         """Re-raises errors of validating or saving, and KeyboardInterrupt once a requested stop has saved everything."""

@@ -96,7 +96,7 @@ class ServedWorker:
         self._worker: ServerWorker
 
     @property
-    def over(self) -> int:
+    def finished_rounds(self) -> int:
         """Completed rounds, as last reported by the server."""
         return min(self._terms.round, self.config.rounds)
 
@@ -166,7 +166,7 @@ class ServedWorker:
 
     def save(self) -> None:
         """Saves its inner state on leaving, under the completed rounds, unless it has a checkpoint of them."""
-        round = self.over
+        round = self.finished_rounds
         if round and round not in checkpoint.rounds(self._store, self.index, self._lineage):
             checkpoint.save(self._store, round, self.index, self.learner.state(), digest=self._lineage)
 

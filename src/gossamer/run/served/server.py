@@ -96,7 +96,7 @@ def _serve(config: ResolvedRun, folder: Path, host: str, port: int, resume: Resu
             server.open()
             session.records.asked = asked.is_set
             server.run(session, session.records.now_s, asked.is_set)
-            if not session.over:
+            if not session.is_finished:
                 raise KeyboardInterrupt(
                     f"stopped without a worker that could end the round under way, and {session.progress}; go on from the newest "
                     f"checkpoint with --resume {folder}, or auto where there is none"

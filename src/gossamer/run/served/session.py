@@ -66,7 +66,7 @@ class ServerSession:
         restored = max((r for r in owned if 0 < r <= cut), default=0) if again else 0
         self.records.write("join", now_s, worker=worker, checkpoint=restored)
         if again:
-            self.records.enter(Absence(now_s, worker, "return"))
+            self.records.log(Absence(now_s, worker, "return"))
         self._joined[worker] = Terms(0, 0, 0, 0, int(again), cut, restored, 0)
         return self._perform(self.core.join(worker))
 
@@ -74,7 +74,7 @@ class ServerSession:
         """The next push that the server expects of this worker has arrived, with `size` bytes."""
         phase, _ = self.core.may_push(worker) or (0, 0)
         self.records.write("push", now_s, worker=worker, phase=phase, fragment=fragment)
-        self.records.enter(Transfer("push", start_s, now_s, worker, SERVER, fragment, size))
+        self.records.log(Transfer("push", start_s, now_s, worker, SERVER, fragment, size))
         push = self.core.counted(worker, fragment, message, self.config.step_tokens)
         return self._perform(self.core.push(worker, push, now_s))
 
@@ -88,7 +88,7 @@ class ServerSession:
         if reason:
             log.warning("worker %d is gone (%s); the others go on", worker, reason)
         if reason is not None:
-            self.records.enter(Absence(now_s, worker, "leave"))
+            self.records.log(Absence(now_s, worker, "leave"))
         self._joined.pop(worker, None)
         return self._perform(self.core.leave(worker, now_s))
 
@@ -102,9 +102,9 @@ class ServerSession:
         return replies
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether all steps have been taken and absorbed."""
-        return self.core.over
+        return self.core.is_finished
 
     @property
     def next_closing_s(self) -> float:
@@ -125,7 +125,7 @@ class ServerSession:
         for action in actions:
             if isinstance(action, Update):
                 self.journal.tokens = self.core.absorbed_steps * self.config.step_tokens
-                self.records.enter(action, self._local_steps)
+                self.records.log(action, self._local_steps)
             elif isinstance(action, Send):
                 none = Terms(0, 0, 0, 0, 0, self.config.rounds, 0, 0)
                 terms = self._joined.pop(action.worker, none)._replace(

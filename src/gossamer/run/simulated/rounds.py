@@ -37,7 +37,7 @@ from gossamer.run.bookkeeping.resume import History, Resume, resumed
 from gossamer.run.bookkeeping.spent_seconds import priced
 from gossamer.run.bookkeeping.which_round import Start, alone, begin_or_resume
 from gossamer.run.config.resolved import ResolvedRun, RunSettings
-from gossamer.run.simulated.threads import Lanes
+from gossamer.run.simulated.threads import WorkerThreads
 from gossamer.run.worker.batched import Stacks
 from gossamer.run.worker.numerics import threads_of
 from gossamer.run.worker.replica import LocalPhase, Replica, must_start_alike, step_on_gradients
@@ -73,11 +73,11 @@ class Rounds:
         self.task, self._threads = task_of(config), threads_of(config, recorded or (folder if resume else None))
         probe = Probe(config, self.task, device)
         mailboxes, together = MemoryNetwork(config.workers), Together(config.workers)
-        self.workers = crew(config, self.task, m, probe.x, mailboxes.transport, together)
+        self.workers = make_workers(config, self.task, m, probe.x, mailboxes.transport, together)
         self._sends_per_round = m.sends_per_round
         start, line = _started(self.workers, Store(config, folder), resumed(config, folder, resume))
         self.finished, self._cut = start.round, start.cut
-        self._lanes = Lanes(device, config, self._threads)
+        self._lanes = WorkerThreads(device, config, self._threads)
         self._train = Stacks(self.workers, config.run.batched).train if config.run.batched > 1 else train_each
         for worker in self.workers:
             worker.replica.turns = self._lanes.turns
@@ -133,7 +133,7 @@ class Rounds:
         reports = train_together(workers, round, self._lanes.each, self._train)
         self._busy_s += time.perf_counter() - began
         for worker, report in zip(workers, reports, strict=True):
-            self._journal.enter(worker, round, report)
+            self._journal.log(worker, round, report)
         if config.network is not None and finished < config.rounds:
             _adapt(config.network, workers, round, reports)
         self._journal.end_round(finished, step=config.timetable.begin(finished), tokens=_tokens(workers))
@@ -174,7 +174,7 @@ class Rounds:
         return assess(self.models(), self._probes, self.buffers())
 
 
-def crew(
+def make_workers(
     config: RunSettings,
     task: Task,
     m: Method,
@@ -187,8 +187,9 @@ def crew(
 
     Args:
         like: a vector of parameters of the task's model.
-        transport: makes the transport of a worker. together: computes means once for all; None to pass messages through
-            the transports. membership: makes the membership view of a worker.
+        transport: makes the transport of a worker.
+        together: computes means once for all; None to pass messages through the transports.
+        membership: makes the membership view of a worker.
     Raises: ConfigError unless they start alike.
     """
     if task.holding is not None:

@@ -125,9 +125,7 @@ class RecordedRun:
 
     @property
     def trace(self) -> Trace:
-        """The trace of messages, to be priced: `gossamer.price(simulation.trace, network)`. Only runs in rounds have
-        one.
-        """
+        """The trace of messages, to be priced: `gossamer.price(simulation.trace, network)`. Only runs in rounds have one."""
         if self.config.event_driven:
             raise ConfigError(
                 f"'{self.config.name}' is asynchronous ({self.config.kind}), so its network decided what was computed, and it "
@@ -186,10 +184,10 @@ class Simulation(RecordedRun):
         """Continues training up to round `until`, or to the end; returns itself.
 
         Args:
-            asked: called after each round; returns whether to save and stop. is_held: whether the caller has the lock
-                of the run folder, which is taken otherwise.
-        Raises: TrainingError when a number is not finite; UserCodeError when code of the user's fails; ConfigError when another
-            process trains in the folder; KeyboardInterrupt when it was asked to stop.
+            asked: called after each round; returns whether to save and stop.
+            is_held: whether the caller has the lock of the run folder, which is taken otherwise.
+        Raises: TrainingError when a number is not finite; UserCodeError when code of the user's fails; ConfigError when
+            another process trains in the folder; KeyboardInterrupt when it was asked to stop.
         """
         if until is not None and until < 0:
             raise ConfigError(f"until got {until}; give the number of rounds to stop after, of {self.config.rounds}")

@@ -19,7 +19,7 @@ from gossamer.transport.processes.launch import available_cores
 log = logging.getLogger("gossamer")
 
 
-class Lanes:
+class WorkerThreads:
     """The threads of a simulation: no more than workers, nor than the cores allow.
 
     A user's rule, codec or topology need not be thread-safe: with any of them, there is one thread. Batches and

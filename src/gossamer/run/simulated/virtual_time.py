@@ -34,7 +34,7 @@ from gossamer.run.bookkeeping.resume import History, Resume, resumed
 from gossamer.run.bookkeeping.spent_seconds import EventSeconds
 from gossamer.run.bookkeeping.which_round import Start, alone, begin_or_resume
 from gossamer.run.config.resolved import InPairs, ResolvedRun, RunSettings, WithServer
-from gossamer.run.simulated.threads import Lanes
+from gossamer.run.simulated.threads import WorkerThreads
 from gossamer.run.worker.numerics import threads_of
 from gossamer.run.worker.replica import LocalPhase, Replica, must_start_alike
 from gossamer.run.worker.stages.checkpoints import Store
@@ -67,7 +67,7 @@ class Events:
             logger.warning(sentence)
         device, self._tally = one_device(config.run.device), _Tally(config)
         self._threads = threads_of(config, recorded or (folder if resume else None))
-        self.task, self._lanes = task_of(config), Lanes(device, config, self._threads)
+        self.task, self._lanes = task_of(config), WorkerThreads(device, config, self._threads)
         self._learners = [
             _Learner(i, config, self.task, device, self._tally, self._threads) for i in range(config.workers)
         ]
@@ -118,7 +118,7 @@ class Events:
         self._events.catch_up()  # one event may end several rounds, and a checkpoint be of the first
         while self._events.round == self.finished:
             if self._pending:
-                self._events.enter(self._pending.popleft(), self._run.time_s, steps)
+                self._events.log(self._pending.popleft(), self._run.time_s, steps)
             elif (records := self._run.step()) is not None:
                 self._pending.extend(records)
             else:

@@ -37,10 +37,10 @@ from gossamer.run.bookkeeping.which_round import (
     KeptRounds,
     Start,
     begin_or_resume,
-    faults_heard,
-    heard,
+    decode_faults,
+    decode_kept,
+    encode_kept,
     kept_by,
-    said,
     together,
 )
 from gossamer.run.config.layouts import layout_for
@@ -51,7 +51,7 @@ from gossamer.run.participant.seat import listening_towards
 from gossamer.run.worker.replica import Replica
 from gossamer.run.worker.shards import Shards
 from gossamer.run.worker.stages.checkpoints import Store, partition_of
-from gossamer.run.worker.stages.own_process import OwnStages
+from gossamer.run.worker.stages.own_process import LocalStages
 from gossamer.run.worker.stages.recovery import recover_own
 from gossamer.run.worker.stages.timing import pipeline_work
 from gossamer.run.worker.task import Task, found_by_each, on_device, task_of
@@ -148,7 +148,8 @@ def train_member(
     Args:
         keys: those of the run; None exchanges over the process group.
         resume: continues from the newest round of which every worker has a sound checkpoint; "auto" starts if there is
-            none. asked: the stop request of this process; before training it ends at once.
+            none.
+        asked: the stop request of this process; before training it ends at once.
     Raises: as `train`.
     Cost: one model, its gradients and states, and messages in flight.
     """
@@ -196,7 +197,7 @@ class _Trainer(NamedTuple):
     transports: tuple[GroupTransport | SocketTransport, ...]
     """One transport, or one to each stage if peers are in stages and this worker is not."""
     stopwatch: Stopwatch
-    stages: OwnStages | None
+    stages: LocalStages | None
     """This process's stages, if a worker has several."""
     pipe: Pipe | None
     """The pipe to the other processes of the worker."""
@@ -239,10 +240,10 @@ def _trainer(
     if pipe is not None and run.shards > 1:
         shard = lambda whole: Shards(whole, config, member, pipe)  # noqa: E731
     elif pipe is not None:
-        cut = lambda whole: OwnStages(whole, config, pipe, member.device)  # noqa: E731
+        cut = lambda whole: LocalStages(whole, config, pipe, member.device)  # noqa: E731
     replica = Replica(member.worker, config, task, member.device, cut=cut, shard=shard)
     reduce = _timed_all_reduce(run.timeout_s, stopwatch) if run.reduction == "all_reduce" else None
-    stages = replica.staged if isinstance(replica.staged, OwnStages) else None
+    stages = replica.staged if isinstance(replica.staged, LocalStages) else None
 
     def with_sides(setup: Setup) -> Setup:
         stage_of = stage_in(config.pipeline, config.model, config.data)
@@ -289,7 +290,7 @@ def _train_rounds(
                 log.warning("%s; all workers are asked to stop after a round and to save", error)
                 unreadable = error
         report, deliveries = _trained_round(trainer, round, config, log_of_stages)
-        journal.enter(worker, round, report)
+        journal.log(worker, round, report)
         if worker.pacer is not None and round + 1 < config.rounds:
             _adapt(worker, report, deliveries, board, worker.loop.method.topology)
         # After local steps have adapted, so that a checkpoint here has those of the next round.
@@ -327,7 +328,7 @@ def _trained_round(
 
 
 def _end_in_stages(
-    stages: OwnStages, log_of_stages: StageLog, report: RoundReport, round: int, worker: int
+    stages: LocalStages, log_of_stages: StageLog, report: RoundReport, round: int, worker: int
 ) -> RoundReport:
     """The round's report with the payloads of all stages, after logging this process's."""
     sent = sum(size for some in report.operations for one in some for _, size in one.sends)
@@ -399,14 +400,16 @@ def _agreement(store: Store, member: Member, found: Mapping[str, Any], past: His
     common, timeout_s = f"{config.digest} {found}", config.run.timeout_s
     settings = short_settings({**config.decisive, **found})
     own = KeptRounds({}) if past is None else kept_by(store, [me], past.lineage, past.before)[me]
-    facts = agree(member, common, said(own), settings=settings, timeout_s=timeout_s)
+    facts = agree(member, common, encode_kept(own), settings=settings, timeout_s=timeout_s)
     # By process, each of which has a stage of a worker.
     owners = [member.owner(rank) for rank in range(member.ranks)]
-    kept = {i: together([heard(i, fact) for j, fact in zip(owners, facts, strict=True) if i == j]) for i in {*owners}}
+    kept = {
+        i: together([decode_kept(i, fact) for j, fact in zip(owners, facts, strict=True) if i == j]) for i in {*owners}
+    }
 
     def read(round: int) -> dict[int, Fault | None]:
         mine = None if past is None else store.fault(round, me, past.lineage)
-        faults = faults_heard(agree(member, common, mine and mine.said, timeout_s=timeout_s))
+        faults = decode_faults(agree(member, common, mine and mine.encoded, timeout_s=timeout_s))
         found: dict[int, Fault | None] = dict.fromkeys(kept)
         return found | {i: fault for i, fault in zip(owners, faults, strict=True) if fault is not None}
 
@@ -414,9 +417,7 @@ def _agreement(store: Store, member: Member, found: Mapping[str, Any], past: His
 
 
 def _go_on(worker: Worker, start: Start, member: Member) -> Lineage:
-    """Resumes a worker from its checkpoint of a round (0 for the start); returns the lineage of checkpoints from now
-    on.
-    """
+    """Resumes a worker from its checkpoint of a round (0 for the start); returns the lineage of checkpoints from now on."""
     store, me, round = start.store, worker.index, start.round
     config, writes = store.config, _writes(store, member)
 
@@ -462,17 +463,17 @@ def _writes(store: Store, member: Member) -> bool:
 
 def _saver(store: Path, line: Lineage, worker: Worker, board: Board, newest: int, *, writes: bool = True) -> Save:
     """Saves this worker, keeping every generation that the slowest worker may still need."""
-    said = False
+    warned = False
 
     def save(finished: int) -> None:
-        nonlocal newest, said
+        nonlocal newest, warned
         # Gossip lets workers run ahead of the slowest, by more than two generations if these are frequent. It posts the
         # round already on disk, not the one about to be saved, as it may be killed while saving.
         since = board.saved(newest)
         owned = checkpoint.rounds(store, worker.index, line) if board.gone else []
         if len(owned) >= KEPT and owned[1 - KEPT] > since:
             since = owned[1 - KEPT]
-            if not said:
+            if not warned:
                 log.warning(
                     "worker %d deletes checkpoints before round %d without knowing whether all workers have newer ones, as the "
                     "store of the run does not answer and %d are kept; look at the log of the launcher",
@@ -480,7 +481,7 @@ def _saver(store: Path, line: Lineage, worker: Worker, board: Board, newest: int
                     since,
                     KEPT,
                 )
-            said = True
+            warned = True
         state = worker.state()
         if writes:
             checkpoint.save(store, finished, worker.index, state, digest=line, since=since)

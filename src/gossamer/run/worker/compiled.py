@@ -30,10 +30,10 @@ def _compiled(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     # Dropout must draw the same as without the compiler.
     compiled = torch.compile(forward, dynamic=False, options={"fallback_random": True})
 
-    def within_limits(*args: Any) -> Tensor:
+    def with_recompile_limit(*args: Any) -> Tensor:
         # An experiment trains many shapes in one process, and the compiler would stop recompiling a function at the
         # ninth.
         with dynamo.patch(recompile_limit=1000):
             return compiled(*args)
 
-    return within_limits
+    return with_recompile_limit

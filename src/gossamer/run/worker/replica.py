@@ -14,7 +14,7 @@ from gossamer import rng
 from gossamer.data.corpus import Corpus
 from gossamer.errors import CheckpointError, ConfigError, DataError, TrainingError
 from gossamer.finite import GO_ON, all_finite
-from gossamer.layout import attach, flat_gradients, layout_of, restricted, views
+from gossamer.layout import attach, flat_gradients, layout_of, subset, views
 from gossamer.models.experts import keep_experts
 from gossamer.models.llama import Llama
 from gossamer.optimizers import GPA, InnerOptimizer, Joined
@@ -100,9 +100,9 @@ class Replica:
     average of an averaging optimizer.
 
     Args:
-        buffer: memory for `x`; allocated when None. cut: builds this process's stages from a model; then `x` and all
-            state belong to these only. shard: builds this process's shard of a model; then `x` is a copy of the shard's
-            parameters.
+        buffer: memory for `x`; allocated when None.
+        cut: builds this process's stages from a model; then `x` and all state belong to these only.
+        shard: builds this process's shard of a model; then `x` is a copy of the shard's parameters.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Replica:
             assert isinstance(self.model, Llama)  # `must_fit` refuses others
             self.staged = cut(self.model) if cut else StagedModel(self.model.to(device), config)
             self.model = self.staged.model
-            self.layout, self.spans = restricted(self.layout, self.spans, dict(self.model.named_parameters()))
+            self.layout, self.spans = subset(self.layout, self.spans, dict(self.model.named_parameters()))
         self.model.to(device)
         self._loss = made_ready(task.loss, config)
         self._recomputes = task.draws
@@ -148,9 +148,7 @@ class Replica:
             flat = self.shards.flat
             self.x, self.layout, self.spans = flat.x, flat.layout, flat.spans
         self.averaged: Tensor | None = None
-        """The average x and the iterate z of an averaging optimizer, concatenated `[2P]`; the parameters follow from
-        them.
-        """
+        """The average x and the iterate z of an averaging optimizer, concatenated `[2P]`; the parameters follow from them."""
         homes = {}
         if config.inner.averaging is not None:
             self.averaged = torch.empty(2 * self.x.numel(), dtype=self.x.dtype, device=device)

@@ -77,7 +77,7 @@ class Shards:
         """A context for the forward and backward passes of a step, after which the shards have the mean gradient."""
         for p in self._parameters:
             p.grad = None
-        with self._explaining():
+        with self._translate_errors():
             yield
         for p, own in zip(self._parameters, self._own.parameters(), strict=True):
             own.grad = None if p.grad is None else local(p.grad)
@@ -87,7 +87,7 @@ class Shards:
         gathered = self._pipe.gather(torch.tensor(mine, dtype=torch.float64))
         return [loss for each in gathered for loss in each.tolist()]
 
-    def total(self, mine: float) -> float:
+    def all_reduce_sum(self, mine: float) -> float:
         """The sum over the shards, in order."""
         gathered = self._pipe.gather(torch.tensor([mine], dtype=torch.float64))
         return sum((float(one) for one in gathered[1:]), float(gathered[0]))
@@ -96,13 +96,13 @@ class Shards:
         """As `clip_gradients`, by the norm over all shards."""
         gradients = [own.grad for own in self._own.parameters() if own.grad is not None]
         squares = sum(float(g.double().square().sum()) for g in gradients)
-        norm = torch.tensor(math.sqrt(self.total(squares)), device=self._device)
+        norm = torch.tensor(math.sqrt(self.all_reduce_sum(squares)), device=self._device)
         torch.nn.utils.clip_grads_with_norm_(self._own.parameters(), max_norm, norm)
 
     def validate(self, loss: Callable[[nn.Module, Any], Tensor], batches: Sequence[Any]) -> float:
         """The mean loss over batches, computed by all processes, as none has a whole model."""
         self._model.eval()
-        with self._explaining(), torch.no_grad(), computing(self._config, self._device):
+        with self._translate_errors(), torch.no_grad(), computing(self._config, self._device):
             found = [loss(self._model, batch).item() for batch in batches]
         reshard(
             self._model
@@ -223,7 +223,7 @@ class Shards:
         return value[self._rows(shape[0], self.part)].clone() if value.shape == shape else value
 
     @contextlib.contextmanager
-    def _explaining(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         """Translates the failure of a collective into the loss of a process of the worker."""
         try:
             yield

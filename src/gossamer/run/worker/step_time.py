@@ -26,8 +26,8 @@ def step_time(config: RunSettings, worker: int, device: torch.device, *, test_s:
     """Trains a few inner steps of a run on its data, and takes the median of their seconds.
 
     Args:
-        worker: the worker whose data are used. test_s: seconds after which no further step is taken; at least two are,
-            after a warm-up step.
+        worker: the worker whose data are used.
+        test_s: seconds after which no further step is taken; at least two are, after a warm-up step.
     Raises: DataError when the data cannot be opened, ConfigError when a package is missing.
     Cost: a model, its gradients and its inner optimizer, for 3 to 21 inner steps.
     """

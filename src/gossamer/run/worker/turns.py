@@ -51,8 +51,8 @@ class Turns:
         """The result of a forward pass.
 
         Args:
-            alone: a context for a call in its turn, while `rng.TURN` is held. keep: copies what a call may change, and
-                returns a function that restores it.
+            alone: a context for a call in its turn, while `rng.TURN` is held.
+            keep: copies what a call may change, and returns a function that restores it.
         """
         while True:
             if self._begin():

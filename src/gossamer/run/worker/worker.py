@@ -27,9 +27,7 @@ from gossamer.tree import leaves, must_fit
 def parts_of(
     x: Tensor, layout: Layout, spans: Sequence[tuple[int, int]], averaged: Tensor | None, moments: Sequence[Tensor]
 ) -> list[tuple[Tensor, Layout]]:
-    """The exchanged parts of a worker, for `OuterLoop`: the fragments of x, or average and iterate together, and
-    moments.
-    """
+    """The exchanged parts of a worker, for `OuterLoop`: the fragments of x, or average and iterate together, and moments."""
     if averaged is None:
         parts = [(x[a:b], layout.slice(a, b)) for a, b in spans]
     else:  # mixing only the parameters would separate them from these two
@@ -114,7 +112,11 @@ class Worker:
             sharing=first_sharing(self.config.workers) if self.config.data.constant_batch else None,
             sides=self._sides,
             first=self.config.run.synchronous_steps if m is self._method else 0,
-            **({} if replica.shards is None else {"shard": replica.shards.part, "over_shards": replica.shards.total}),
+            **(
+                {}
+                if replica.shards is None
+                else {"shard": replica.shards.part, "over_shards": replica.shards.all_reduce_sum}
+            ),
         )
 
     @property
@@ -126,7 +128,7 @@ class Worker:
         """The inner steps of each round from the next one on."""
         self.replica.local_steps = self.loop.local_steps = local_steps
 
-    def enter(self, round: int) -> None:
+    def begin_round(self, round: int) -> None:
         """Sets the method and the local steps of a round, unless they follow from the previous round."""
         if self._starts and round >= self.config.run.synchronous_steps:
             self.loop = self._looped(self._method)
@@ -135,7 +137,7 @@ class Worker:
 
     def segments(self, round: int) -> Iterator[Segment]:
         """The segments of a round, one for each stop."""
-        self.enter(round)
+        self.begin_round(round)
         start = 0
         self.loop.begin_round(round)
         if self.loop.sharing is not None:
@@ -150,7 +152,7 @@ class Worker:
 
         Args: `after_stop` is called after each stop, before any further send.
         """
-        self.enter(round)
+        self.begin_round(round)
         loop, report = self.loop, RoundReport([], [])
         overlaps = self.config.schedule.overlap_steps or loop.method.rule.delay_rounds
         after_step = loop.advance if overlaps else _nothing

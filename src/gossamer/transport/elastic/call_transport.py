@@ -51,7 +51,7 @@ class CallTransport(ElasticTransport):
             self._must_fill_its_slot()
             alive = frozenset(entry.slot for entry in self.members.entries.values() if self._lives(entry.slot))
             if number > self.core.round:
-                self.core.enter(number, alive, ())
+                self.core.begin_round(number, alive, ())
             self.core.announce()
             self._flush()
         return alive
@@ -64,7 +64,7 @@ class CallTransport(ElasticTransport):
         with self.changed:
             alive = frozenset(entry.slot for entry in self.members.entries.values() if self._lives(entry.slot))
             if number > self.core.round:
-                self.core.enter(number, alive, ())
+                self.core.begin_round(number, alive, ())
             if leaves:
                 self.declare(MemberStatus.LEFT)
             else:
@@ -107,7 +107,7 @@ class CallTransport(ElasticTransport):
         with self.changed:
             super()._heard(link, letter)
             if letter.kind in _CALLS and self.core.is_filled_by(link.peer, link.nonce):
-                self.calls.heard(letter, time.monotonic())
+                self.calls.receive(letter, time.monotonic())
                 self._flush()
                 self.changed.notify_all()
 

@@ -76,7 +76,7 @@ class Calls:
         """Ends this worker at any point: its callbacks are not called any more."""
         self.closed = True
 
-    def heard(self, letter: Letter, now: float) -> None:
+    def receive(self, letter: Letter, now: float) -> None:
         """Handles a received letter."""
         if letter.kind == LetterKind.DONE:
             if (entry := self.members.entries.get(letter.sender)) is not None:

@@ -174,7 +174,7 @@ class Closing:
         self._misses = 0
         """The number of times it was left out since a round was closed with it."""
 
-    def enter(self, round: int, line: int | None = None) -> None:
+    def begin_round(self, round: int, line: int | None = None) -> None:
         """Begins a round; `line` is that of another worker's state, if this worker has just taken one."""
         if line is not None:
             self.line, self._last, self._taken, self._behind_s = line, None, True, None
@@ -209,7 +209,7 @@ class Closing:
         self._last = _Closed(self.round, self.line, self.proposed.attempt)
         self._misses, self._taken, self._behind_s = 0, False, None
         self.line = key(self.line, "closed", self.round, self.proposed.attempt, *sorted(self.proposed.workers))
-        self.enter(self.round + 1)
+        self.begin_round(self.round + 1)
         self._judge_claims()
 
     def _judge_claims(self) -> None:
@@ -227,7 +227,7 @@ class Closing:
             if not (same and self.round == here + 1 == place.round):
                 self.unvouched.append(Unvouched(j, here, place.round, waits=False))
 
-    def heard(self, letter: Letter, now: float) -> None:
+    def receive(self, letter: Letter, now: float) -> None:
         """Handles a received letter. Raises: RefusedError for an impossible one, which changes nothing."""
         values = json_from_peer(letter.content)
         self._spoke_s[letter.sender] = now

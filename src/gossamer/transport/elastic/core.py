@@ -83,8 +83,9 @@ class ElasticCore:
     """The exchanges of one worker and its membership view. Callers must then send the letters in `outbox`.
 
     Args:
-        members: its view, its own entry included. timeout_s: how long a fault of a peer may delay this worker. A peer
-            may be silent for a beat less, and an exchange may take a beat less from the moment its payload was posted.
+        members: its view, its own entry included.
+        timeout_s: how long a fault of a peer may delay this worker. A peer may be silent for a beat less, and an
+            exchange may take a beat less from the moment its payload was posted.
         deadline_s: how long a round waits for peers that have not answered, alive or not; `timeout_s` if None.
         beat_s: how often a peer that is waited for is pinged.
     """
@@ -94,9 +95,7 @@ class ElasticCore:
     ) -> None:
         self.members, self.me = members, members.me
         self.limit_bytes: int | None = None
-        """The most bytes of a payload, where sizes depend on the participants; None where the ticket determines the
-        size.
-        """
+        """The most bytes of a payload, where sizes depend on the participants; None where the ticket determines the size."""
         self.outbox: list[Outgoing] = []
         self.round, self.steps = -1, 0
         """This worker's round, and the completed inner steps of its slot."""
@@ -126,7 +125,7 @@ class ElasticCore:
         self.replaced: dict[int, SlotEntry] = {}
         """The last process of each slot that was replaced: it may be alive, with peers unknown here."""
 
-    def enter(self, round: int, alive: frozenset[int], peers: Iterable[int]) -> None:
+    def begin_round(self, round: int, alive: frozenset[int], peers: Iterable[int]) -> None:
         """Begins a round with these peers, which follow from its topology over `alive`."""
         assert round > self.round or self.limit_bytes is not None, (round, self.round)
         self.round, self.passed = round, False
@@ -175,7 +174,7 @@ class ElasticCore:
             return size <= self.limit_bytes
         return size == self._sizes.get((letter.ticket.fragment, letter.ticket.leg))
 
-    def heard(self, letter: Letter, now: float, nonce: int | None = None) -> int | None:
+    def receive(self, letter: Letter, now: float, nonce: int | None = None) -> int | None:
         """Handles a received letter, and returns the nonce of its sender's process.
 
         Args: `nonce` is that of the process at the other end of the connection; None as long as it is not known. After
@@ -334,12 +333,12 @@ class ElasticCore:
         return len(self._early)
 
     @property
-    def was_heard(self) -> bool:
+    def was_contacted(self) -> bool:
         """Whether this worker has received any letter."""
         return bool(self._heard_s)
 
     @property
-    def all_heard(self) -> bool:
+    def contacted_by_all(self) -> bool:
         """Whether this worker has received a letter from all peers that it knows to be alive."""
         return all(entry.slot in self._heard_s for entry in self.members.with_status(MemberStatus.ALIVE))
 

@@ -98,7 +98,8 @@ class Members:
 
     Args:
         limits: of the run; it has a slot for each worker.
-        me: the slot of this worker. entries: the initial entries, this worker's own included.
+        me: the slot of this worker.
+        entries: the initial entries, this worker's own included.
     """
 
     def __init__(self, limits: Limits, me: int, entries: Iterable[SlotEntry]) -> None:

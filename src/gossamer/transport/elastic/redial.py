@@ -16,7 +16,8 @@ class Redial:
     """The schedule of redialling.
 
     Args:
-        lost_s: how often suspected workers are dialled. others_s: how often replaced and unknown ones are.
+        lost_s: how often suspected workers are dialled.
+        others_s: how often replaced and unknown ones are.
     """
 
     def __init__(self, lost_s: float, others_s: float) -> None:

@@ -66,12 +66,15 @@ class ElasticTransport:
     `collect` omits failed exchanges; `outcomes` reports them.
 
     Args:
-        members: this worker's view at the start; every worker in it listens already, or is not alive. host: called in a
-            separate thread with each connection of a process that asks to join. device: the device of collected frames.
+        members: this worker's view at the start; every worker in it listens already, or is not alive.
+        host: called in a separate thread with each connection of a process that asks to join.
+        device: the device of collected frames.
         limit_bytes: the most bytes of a payload, for a rule that needs everyone, whose rounds are closed over the ready
-            workers (`gossamer.transport.elastic.closing`); None for gossip. closings: the number of closings of such a
-            round, one for each send. led: whether the peers of this process and the participants of closed rounds are
-            decided elsewhere, and passed to `lead`: by the first of several processes of one worker.
+            workers (`gossamer.transport.elastic.closing`); None for gossip.
+        closings: the number of closings of such a round, one for each send.
+        led: whether the peers of this process and the participants of closed rounds are decided elsewhere, and passed
+            to
+            `lead`: by the first of several processes of one worker.
 
     Cost: one copy of each payload that is sent, as the sender may continue while a slow peer still reads; two threads
         per peer.
@@ -155,12 +158,12 @@ class ElasticTransport:
         """This worker's view."""
         return self.core.members
 
-    def enter(self, round: int, peers: Callable[[frozenset[int]], Sequence[int]], steps: int) -> frozenset[int]:
+    def begin_round(self, round: int, peers: Callable[[frozenset[int]], Sequence[int]], steps: int) -> frozenset[int]:
         """Begins a round: returns its participants in this worker's view, fixed for the round.
 
         Args:
-            peers: this worker's peers, given the participants. steps: completed inner steps of the slot at the end of
-                the round.
+            peers: this worker's peers, given the participants.
+            steps: completed inner steps of the slot at the end of the round.
         Raises: SlotTakenError.
         """
         with self.changed:
@@ -171,10 +174,10 @@ class ElasticTransport:
                 # A worker that has left after completing the round is still included: else two workers, only one of
                 # which knows of the departure, would draw different pairs and miss each other.
                 alive |= self.members.left_after(round)
-                self.core.enter(round, alive, peers(alive))
+                self.core.begin_round(round, alive, peers(alive))
             else:
-                self.core.enter(round, alive, range(self.members.slots))
-                self.closing.enter(round * self.closing.per_round)
+                self.core.begin_round(round, alive, range(self.members.slots))
+                self.closing.begin_round(round * self.closing.per_round)
                 self._tried = -1
             self._flush()
         return alive
@@ -189,7 +192,7 @@ class ElasticTransport:
         with self.changed:
             self._must_fill_its_slot()
             if round != self.core.round:
-                self.core.enter(round, workers, peers)
+                self.core.begin_round(round, workers, peers)
             self.core.plan(workers, line)
             self._flush()
 
@@ -357,13 +360,14 @@ class ElasticTransport:
         """The round after the newest one reported by the others: asks all that are alive.
 
         Waits until one has answered, and some seconds for the others: a worker that was cut off does not know how many
-        steps of this slot the others hold. Raises: PeerError without an answer in time.
+        steps of this slot the others hold.
+        Raises: PeerError without an answer in time.
         """
         with self.changed:
             self.core.spread(ask=True)
             self._flush()
-            answered = self.changed.wait_for(lambda: self.core.was_heard, timeout_s)
-            self.changed.wait_for(lambda: self.core.all_heard, 4 * self._beat_s)
+            answered = self.changed.wait_for(lambda: self.core.was_contacted, timeout_s)
+            self.changed.wait_for(lambda: self.core.contacted_by_all, 4 * self._beat_s)
             if not answered:
                 raise PeerError(f"nobody of the run answered worker {self.worker} for {timeout_s:g} s; join again")
             return self.members.newest_round + 1
@@ -391,7 +395,7 @@ class ElasticTransport:
     def go_on_from(self, round: int, line: int) -> None:
         """Takes part again with another worker's state, for a rule that needs everyone."""
         with self.changed:
-            self._closes().enter(round * self._closes().per_round, line)
+            self._closes().begin_round(round * self._closes().per_round, line)
 
     @property
     def line(self) -> int:
@@ -652,7 +656,7 @@ class ElasticTransport:
             if letter.kind == LetterKind.PAYLOAD:
                 size, came_s = letter.body.numel(), time.perf_counter()
                 self._deliveries.append(Delivery(letter.ticket, letter.sender, size, 0.0, came_s))
-            link.nonce = self.core.heard(letter, time.monotonic(), link.nonce)
+            link.nonce = self.core.receive(letter, time.monotonic(), link.nonce)
             self._look_for_claimed()
             if not self.core.is_filled_by(link.peer, link.nonce):
                 # The greeting informs it that another process fills its slot. Nothing else that it sends counts.
@@ -660,7 +664,7 @@ class ElasticTransport:
             elif (
                 letter.kind in (LetterKind.REPORT, LetterKind.PROPOSAL, LetterKind.CLOSED) and self.closing is not None
             ):
-                self.closing.heard(letter, time.monotonic())
+                self.closing.receive(letter, time.monotonic())
             if letter.kind == LetterKind.MEMBERSHIP:
                 self._reasons.pop(link.peer, None)
             self._flush()

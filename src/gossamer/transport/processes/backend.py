@@ -112,8 +112,8 @@ def gloo_group(store: Store, rank: int, size: int, timeout_s: float, address: st
 
     Args:
         store: for this group alone.
-        address: where this process listens for the others; by default torch chooses. Raises: RuntimeError when others
-            are missing after `timeout_s`.
+        address: where this process listens for the others; by default torch chooses.
+    Raises: RuntimeError when others are missing after `timeout_s`.
     """
     return connected(store, timeout_s, lambda: _gloo_group(store, rank, size, timeout_s, address))
 

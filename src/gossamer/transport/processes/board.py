@@ -110,9 +110,7 @@ def blame(worker: int, missing: Collection[int], before: Mapping[int, Note], aft
 
 
 class Board:
-    """Access of one worker, or of one process of it, to the notices of all; no call raises or takes longer than
-    `patience_s`.
-    """
+    """Access of one worker, or of one process of it, to the notices of all; no call raises or takes longer than `patience_s`."""
 
     def __init__(self, entries: Entries, worker: int, n: int, patience_s: float) -> None:
         self.worker = worker
@@ -135,7 +133,7 @@ class Board:
         """Posts the peers that this worker waits for, with a new beat."""
         self._beat += 1
         text = json.dumps([self._beat, sorted(peers)])
-        self._ask(lambda: self._entries.set(f"note/{self.worker}", text))
+        self._query(lambda: self._entries.set(f"note/{self.worker}", text))
 
     def look(self, peers: Iterable[int]) -> dict[int, Note]:
         """The notes of these peers, of those they wait for, and so on."""
@@ -156,7 +154,7 @@ class Board:
     def claim(self, failure: Failure) -> Failure:
         """Posts a failure unless there is one already, and returns the one that counts."""
         text = json.dumps(failure)
-        standing = self._ask(lambda: self._entries.first("failure", text))
+        standing = self._query(lambda: self._entries.first("failure", text))
         return (self._failure(standing) if standing is not None else None) or failure
 
     def saved(self, round: int) -> int:
@@ -164,7 +162,7 @@ class Board:
         known to have one of round r or later: 0 while any has posted none, and the last known value if the store does
         not answer.
         """
-        self._ask(lambda: self._entries.set(f"saved/{self.worker}", str(round)))
+        self._query(lambda: self._entries.set(f"saved/{self.worker}", str(round)))
         for worker in range(self._n):
             text = self._read(f"saved/{worker}")
             if text is not None and text.isdigit() and len(text) <= MOST_DIGITS:
@@ -199,9 +197,9 @@ class Board:
             self._answered()
 
     def _read(self, name: str) -> bytes | None:
-        return self._ask(lambda: self._entries.get(name))
+        return self._query(lambda: self._entries.get(name))
 
-    def _ask(self, question: Callable[[], T]) -> T | None:
+    def _query(self, question: Callable[[], T]) -> T | None:
         """The answer of the store, or None; a hanging call cannot be cancelled, so its thread is left behind."""
         if not self._may_ask():
             return None

@@ -103,8 +103,9 @@ def meeting_store(
     """The store at which processes rendezvous, which this one `hosts` or reaches; with keys also the carrier, which is
     to be closed.
 
-    Args: `me` is a worker number of this machine's key. Raises: OSError or RuntimeError when it cannot be reached, or
-        created; PeerError and ConfigError for keys that do not fit.
+    Args: `me` is a worker number of this machine's key.
+    Raises: OSError or RuntimeError when it cannot be reached, or created; PeerError and ConfigError for keys that do
+        not fit.
     """
     if keys is None:
         return (hosted_store if hosts else reached_store)(host, port, timeout_s), None

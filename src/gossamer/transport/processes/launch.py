@@ -205,9 +205,9 @@ def agree(
     """Checks that all workers run one configuration, and exchanges facts between them.
 
     Args:
-        digest: of everything that all workers must share. facts: any JSON value, such as the rounds of which this
-            worker has a checkpoint. settings: the inputs of the digest, by `gossamer.transport.alike.short_settings`,
-            to name differences.
+        digest: of everything that all workers must share.
+        facts: any JSON value, such as the rounds of which this worker has a checkpoint.
+        settings: the inputs of the digest, by `gossamer.transport.alike.short_settings`, to name differences.
     Returns: the facts of all processes in the order of their ranks, which is that of their workers.
     Raises: PeerError naming the workers that differ, or that did not answer within `timeout_s`.
     """

@@ -49,8 +49,7 @@ class Among(NamedTuple):
 
 
 Work = Callable[[Sequence[str]], int]
-"""The work of a process, from its arguments to its exit code; a module-level function, as processes import it by name.
-"""
+"""The work of a process, from its arguments to its exit code; a module-level function, as processes import it by name."""
 
 ASKED = "all workers are asked to leave after their round; stop once more to end them at once"
 STOPPED = 130
@@ -363,9 +362,7 @@ def _left(workers: Sequence[BaseProcess]) -> str:
 
 
 def _codes(workers: Sequence[BaseProcess], fell: Callable[[int, int, str], None], first: int = 0) -> dict[int, int]:
-    """The exit code of each worker, whose numbers begin at `first`, once all have ended; `fell` is called for failed
-    ones.
-    """
+    """The exit code of each worker, whose numbers begin at `first`, once all have ended; `fell` is called for failed ones."""
     codes: dict[int, int] = {}
     while True:
         for worker, process in enumerate(workers, first):

@@ -66,11 +66,13 @@ class SocketTransport:
     """The transport of this process over our own connections; see `gossamer.transport.contract.Transport`.
 
     Args:
-        member: this process's worker, the device of collected frames, and the store of the notice board. endpoint:
-            where this process listens. addresses: where each worker listens. Raises: PeerError for an invalid address.
+        member: this process's worker, the device of collected frames, and the store of the notice board.
+        endpoint: where this process listens.
+        addresses: where each worker listens.
+    Raises: PeerError for an invalid address.
 
-    Cost: no copy of a message that is one contiguous frame, one of any other, and those between a device and the host. Two
-        threads per peer.
+    Cost: no copy of a message that is one contiguous frame, one of any other, and those between a device and the host.
+        Two threads per peer.
     """
 
     keeps_frames = False

@@ -33,7 +33,8 @@ class Stopping:
     """A stop request of any process of the run, as seen by this one; a context that polls for it.
 
     Args:
-        asked: whether this process has been asked to stop. finished: its completed rounds.
+        asked: whether this process has been asked to stop.
+        finished: its completed rounds.
     """
 
     def __init__(self, member: Member, asked: Callable[[], bool], finished: int) -> None:

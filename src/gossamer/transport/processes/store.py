@@ -158,24 +158,24 @@ class Entries(NamedTuple):
 
     def set(self, name: str, text: str) -> None:
         """Writes an entry."""
-        self._ask(lambda: self.store.set(name, self.sealed(name, text)))
+        self._query(lambda: self.store.set(name, self.sealed(name, text)))
 
     def get(self, name: str) -> bytes | None:
         """The content of an entry, without waiting; None without a valid one."""
-        raw = self._ask(lambda: self.store.get(name) if self.store.check([name]) else None)
+        raw = self._query(lambda: self.store.get(name) if self.store.check([name]) else None)
         return None if raw is None else self.opened(name, raw)
 
     def count(self, name: str) -> int:
         """Increments an unauthenticated counter, and returns it."""
-        return self._ask(lambda: self.store.add(name, 1))
+        return self._query(lambda: self.store.add(name, 1))
 
     def first(self, name: str, text: str) -> bytes | None:
         """Writes an entry unless it exists, and returns the stored content."""
-        return self.opened(name, self._ask(lambda: self.store.compare_set(name, "", self.sealed(name, text))))
+        return self.opened(name, self._query(lambda: self.store.compare_set(name, "", self.sealed(name, text))))
 
     def remove(self, name: str) -> None:
         """Removes an entry, if it exists."""
-        self._ask(lambda: self.store.delete_key(name))
+        self._query(lambda: self.store.delete_key(name))
 
     def changed(self, name: str, change: Callable[[bytes | None], str | None]) -> bytes | None:
         """Atomically applies `change` to the content of an entry, and returns the stored content.
@@ -184,7 +184,7 @@ class Entries(NamedTuple):
 
         Args: `change` gets the content, or None without a valid one, and returns None to leave it unchanged.
         """
-        return self._ask(lambda: self._changed(name, change))
+        return self._query(lambda: self._changed(name, change))
 
     def _changed(self, name: str, change: Callable[[bytes | None], str | None]) -> bytes | None:
         raw = self.store.get(name) if self.store.check([name]) else b""
@@ -202,7 +202,7 @@ class Entries(NamedTuple):
 
     def several(self, names: Sequence[str]) -> dict[str, bytes]:
         """The contents of the valid entries among these."""
-        opened = {name: self.opened(name, raw) for name, raw in self._ask(lambda: self._several(names)).items()}
+        opened = {name: self.opened(name, raw) for name, raw in self._query(lambda: self._several(names)).items()}
         return {name: text for name, text in opened.items() if text is not None}
 
     def _several(self, names: Sequence[str]) -> dict[str, bytes]:
@@ -218,10 +218,10 @@ class Entries(NamedTuple):
         # `Store.wait` would print a warning for each of the short waits between checks for failures.
         deadline, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
         with store_answers():
-            while not self._ask(lambda: self.store.check(list(names))):
+            while not self._query(lambda: self.store.check(list(names))):
                 self._look_for_fallen()
                 if time.monotonic() >= deadline:
-                    return self._ask(
+                    return self._query(
                         lambda: [place for place, name in enumerate(names) if not self.store.check([name])]
                     )
                 time.sleep(max(0.0, min(pause_s, deadline - time.monotonic())))
@@ -230,7 +230,7 @@ class Entries(NamedTuple):
 
     def read(self, name: str, worker: int) -> bytes:
         """The content of a worker's entry after `absent` has waited for it. Raises PeerError for an invalid code."""
-        text = self.opened(name, self._ask(lambda: self.store.get(name)))
+        text = self.opened(name, self._query(lambda: self.store.get(name)))
         if text is None:
             raise PeerError(
                 f"the entry '{name}' of worker {worker} in the store does not carry the code of this run's secret; give all "
@@ -238,7 +238,7 @@ class Entries(NamedTuple):
             )
         return text
 
-    def _ask(self, question: Callable[[], T]) -> T:
+    def _query(self, question: Callable[[], T]) -> T:
         return answer(self.store, self.timeout_s, question)
 
     def _look_for_fallen(self) -> None:

@@ -46,8 +46,9 @@ class PeerWait:
     def wait(self, round: int, missing: Callable[[float], Sequence[int]]) -> None:
         """Returns once no peer is missing.
 
-        Args: `missing` waits at most a given number of seconds, and returns the ranks still awaited. Raises: PeerError
-            after the timeout, or as soon as a failure is known, naming the process that failed first if known.
+        Args: `missing` waits at most a given number of seconds, and returns the ranks still awaited.
+        Raises: PeerError after the timeout, or as soon as a failure is known, naming the process that failed first if
+            known.
         """
         deadline = time.monotonic() + self._timeout_s
         before: dict[int, Note] | None = None

@@ -96,8 +96,8 @@ class Channel:
     def read_into(self, view: memoryview, deadline: float | None = None, *, idle: bool = False) -> None:
         """Fills a buffer with the next bytes.
 
-        Args: `idle` allows unlimited silence before the first byte. Raises: OSError; ConnectionError when the other end
-            closes early.
+        Args: `idle` allows unlimited silence before the first byte.
+        Raises: OSError; ConnectionError when the other end closes early.
         """
         filled = 0
         while filled < len(view):

@@ -53,7 +53,7 @@ class Owner(NamedTuple):
     """How long the other end may accept no bytes, or pause in the middle of a letter."""
     accepts: Callable[["PeerConnection", Letter, int], bool]
     """Whether a body of this size may follow a header."""
-    heard: Callable[["PeerConnection", Letter], None]
+    received: Callable[["PeerConnection", Letter], None]
     """Handles a received letter; a TransportError ends the connection, and its reason is sent to the other end."""
     lost: Callable[["PeerConnection", str], None]
     """Called once with the reason when the connection is gone."""
@@ -173,7 +173,7 @@ class PeerConnection:
                     channel, owner.run, owner.limits, self._accepts, idle=True, memory=owner.memory
                 )
             ).kind not in _LAST:
-                owner.heard(self, letter)
+                owner.received(self, letter)
             self._end(CLOSED if letter.kind is LetterKind.END else refused_by("it", letter))
         except TransportError as error:
             owner.refusals.add(f"worker {self.peer}", error)

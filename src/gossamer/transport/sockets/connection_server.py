@@ -65,7 +65,7 @@ class Session(Protocol[R]):
         ...
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the session is finished."""
         ...
 
@@ -148,8 +148,8 @@ class ConnectionServer:
 
     Args:
         endpoint: where workers connect, whose listener is closed by `close`; its `timeout_s` is how long a worker may
-            be silent, and how long the run continues without workers. settings: this run's settings, to report
-            differences to workers of another run.
+            be silent, and how long the run continues without workers.
+        settings: this run's settings, to report differences to workers of another run.
     """
 
     def __init__(self, endpoint: Endpoint, protocol: PeerProtocol, settings: Mapping[str, str]) -> None:
@@ -200,7 +200,7 @@ class ConnectionServer:
         """
         self._session, self._began, self._begin_s = session, time.monotonic(), begin_s
         timeout_s, alone_since_s = self._endpoint.timeout_s, begin_s
-        while not session.over:
+        while not session.is_finished:
             item = self._next()
             now_s = self.now()
             if item is not None:

@@ -58,8 +58,8 @@ def examine(
     """The result of testing the connection to `gossamer doctor` at `host:port`; None where another process with these
     credentials listens, such as a run.
 
-    Args: `listener` accepts the other end's connection back. Raises: OSError without an answer; PeerError when the
-        other end refuses, does not know the secret, or is lost.
+    Args: `listener` accepts the other end's connection back.
+    Raises: OSError without an answer; PeerError when the other end refuses, does not know the secret, or is lost.
     Cost: at most 64 MiB, or about two seconds, over the link.
     """
     channel, accepted = dial_any(address, secret, run=RUN, me=WATCHER, timeout_s=PATIENCE_S, older=b"GOSL", keys=keys)

@@ -142,9 +142,9 @@ def dial(
     The host may be a box of a mailbox (`gossamer.transport.sockets.mailbox`).
 
     Args:
-        keys: encrypt the connection, and replace the secret. whom: the number that the other end must have, if there
-            are keys; None for any of the run. Raises: OSError without an answer, PeerError when the other end refuses
-            or does not know the secret.
+        keys: encrypt the connection, and replace the secret.
+        whom: the number that the other end must have, if there are keys; None for any of the run.
+    Raises: OSError without an answer, PeerError when the other end refuses or does not know the secret.
     """
     channel, accepted = dial_any(
         address, secret, run=run, me=me, timeout_s=timeout_s, older=older, keys=keys, whom=whom

@@ -73,10 +73,12 @@ def receive_letter(
     """The next letter.
 
     Args:
-        accepts: whether a body of this size may follow a header. idle: allows unlimited silence before a letter begins.
-            deadline: on the clock of `time.monotonic`, for the whole letter. memory: allocates the body. Raises:
-            OSError when the connection is lost or stalls, TransportError for an invalid letter, RefusedError for one
-            out of bounds.
+        accepts: whether a body of this size may follow a header.
+        idle: allows unlimited silence before a letter begins.
+            deadline: on the clock of `time.monotonic`, for the whole letter.
+        memory: allocates the body.
+    Raises: OSError when the connection is lost or stalls, TransportError for an invalid letter, RefusedError for one
+        out of bounds.
     """
     raw = bytearray(HEADER_BYTES)
     channel.read_into(memoryview(raw), deadline, idle=idle)

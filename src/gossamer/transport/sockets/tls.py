@@ -94,7 +94,7 @@ class TlsSocket:
             except ssl.SSLError as error:
                 with contextlib.suppress(OSError):  # the peer may have hung up; the local error counts
                     self._flush()  # sends the alert to the other end
-                raise self._told(error) from None
+                raise self._as_os_error(error) from None
             else:
                 self._flush()
                 return
@@ -147,7 +147,7 @@ class TlsSocket:
             except ssl.SSLZeroReturnError:
                 ended = True
             except ssl.SSLError as error:
-                raise self._told(error) from None
+                raise self._as_os_error(error) from None
             return (None if ended and not filled else filled), self._goes.pending > 0
 
     def _take(self) -> bool:
@@ -164,7 +164,7 @@ class TlsSocket:
                 raw = self._goes.read()
             send_all(self._sock, raw, moved)
 
-    def _told(self, error: ssl.SSLError) -> OSError:
+    def _as_os_error(self, error: ssl.SSLError) -> OSError:
         """Our error for an error of OpenSSL."""
         if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _OUT_OF_DATE:
             return RefusedError(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import CheckpointError
-from gossamer.layout import Layout, layout_of, restricted
+from gossamer.layout import Layout, layout_of, subset
 from gossamer.models.llama import Llama
 from gossamer.models.stages import OwnLayers
 from gossamer.optimizers.by_name import for_optimizer, named_state
@@ -87,7 +87,7 @@ class Store(NamedTuple):
         Its own partition needs only this stage, others all stages.
         """
         found: dict[int, Partition] = {}
-        for other in self._others():
+        for other in self._other_partitions():
             found |= {r: other for r, fault in self._faults(other, worker, line).items() if fault is None}
         return found | dict.fromkeys(checkpoint.rounds(self.path, worker, line), self.own)
 
@@ -97,7 +97,7 @@ class Store(NamedTuple):
         None for one that this process can resume from, with the checkpoints of any partition.
         """
         found: dict[int, Fault | None] = {one.after: None for one in self._lost(worker)}
-        for one in (*self._others(), self.own):
+        for one in (*self._other_partitions(), self.own):
             for round, fault in self._faults(one, worker, line).items():
                 found[round] = None if round in found and found[round] is None else fault
         return dict(sorted(found.items()))
@@ -119,11 +119,11 @@ class Store(NamedTuple):
         return None
 
     def says_what_it_is_of(self, round: int, worker: int) -> bool:
-        """Whether the checkpoints of a valid round have a description besides the digest; True if this process has
-        none.
-        """
+        """Whether the checkpoints of a valid round have a description besides the digest; True if this process has none."""
         found = [
-            each for each in (self.own, *self._others()) if round in checkpoint.rounds(self._paths(each)[0], worker)
+            each
+            for each in (self.own, *self._other_partitions())
+            if round in checkpoint.rounds(self._paths(each)[0], worker)
         ]
         return all(
             checkpoint.says_what_it_is_of(path, round, worker) for each in found[:1] for path in self._paths(each)[:1]
@@ -157,7 +157,7 @@ class Store(NamedTuple):
 
     def forget_others(self, worker: int) -> None:
         """Removes a worker's checkpoints of other partitions, once all processes have converted them."""
-        for other in self._others():
+        for other in self._other_partitions():
             for path in other.folders(self.folder):
                 checkpoint.rewind(path, -1, worker)
                 with contextlib.suppress(OSError):  # not empty if other workers have theirs there
@@ -199,7 +199,7 @@ class Store(NamedTuple):
     def _paths(self, source: Partition) -> list[Path]:
         return [self.path] if source == self.own else source.folders(self.folder)
 
-    def _others(self) -> list[Partition]:
+    def _other_partitions(self) -> list[Partition]:
         """The other partitions that may have checkpoints here."""
         names = (_NAME.fullmatch(path.name) for path in (self.folder / "checkpoints").glob("stage-*"))
         found = {WHOLE, *(Partition(int(m[1]), tuple(map(int, m[2].split("-")[1:]))) for m in names if m)}
@@ -221,7 +221,7 @@ class Arranged(NamedTuple):
     def of(config: RunSettings, model: Llama, parts: Sequence[OwnLayers]) -> "list[Arranged]":
         """The arrangement of a model, and of each of these parts of it."""
         whole = Arranged(*arranged(layout_of(model), config))
-        return [whole, *(Arranged(*restricted(*whole, dict(part.named_parameters()))) for part in parts)]
+        return [whole, *(Arranged(*subset(*whole, dict(part.named_parameters()))) for part in parts)]
 
     def fragment(self, p: int | None) -> Layout:
         """The layout of a fragment; of everything for None."""

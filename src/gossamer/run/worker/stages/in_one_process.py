@@ -51,9 +51,7 @@ class InStages(Protocol):
         ...
 
     def squares(self) -> dict[int, float]:
-        """The squared norms of the last gradients of its stages, by the first layer of each; a checkpoint's before any
-        step.
-        """
+        """The squared norms of the last gradients of its stages, by the first layer of each; a checkpoint's before any step."""
         ...
 
     def sent_bytes(self) -> list[list[int]]:
@@ -98,7 +96,7 @@ def lost_of(table: Tensor, codec: Boundary) -> Tensor:
     return (rows - codec.decode(codec.encode(rows), rows))[0]
 
 
-def squares_of(stages: Iterable[Stage], saved: Mapping[int, float]) -> dict[int, float]:
+def squared_grad_norms(stages: Iterable[Stage], saved: Mapping[int, float]) -> dict[int, float]:
     """As `InStages.squares`; `saved` are those of a checkpoint."""
     found = {stage.first: stage for stage in stages if any(p.grad is not None for p in stage.parameters())}
     return {first: squared_norm(stage).item() for first, stage in found.items()} or {**saved}
@@ -147,9 +145,7 @@ class StagedModel:
         self._squares: Mapping[int, float] = {}
 
     def begin(self) -> None:
-        """Begins a local phase: passes the part of the embeddings `[V, D]` that a linear codec would lose to all
-        stages.
-        """
+        """Begins a local phase: passes the part of the embeddings `[V, D]` that a linear codec would lose to all stages."""
         if self._linear:
             self._rest = lost_of(self.stages[0].table, self.boundaries[0][0].codec)
             # With chunks, once per process.
@@ -192,7 +188,7 @@ class StagedModel:
 
     def squares(self) -> dict[int, float]:
         """See `InStages`."""
-        return squares_of(self.stages, self._squares)
+        return squared_grad_norms(self.stages, self._squares)
 
     def sent_bytes(self) -> list[list[int]]:
         """See `InStages`."""

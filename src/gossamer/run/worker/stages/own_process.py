@@ -30,10 +30,10 @@ from gossamer.run.worker.stages.in_one_process import (
     lost_of,
     restore_boundaries,
     spans_of,
+    squared_grad_norms,
     squared_norm,
-    squares_of,
 )
-from gossamer.run.worker.stages.torch_stage import CarriedStage, must_have_schedules, schedule_of
+from gossamer.run.worker.stages.torch_stage import BoundaryStage, must_have_schedules, schedule_of
 from gossamer.transport.processes.pipe import Flow, Pipe
 from gossamer.tree import nbytes
 
@@ -94,7 +94,7 @@ class _Computing(nn.Module):
             return self._forward(self.stage, x, tokens)
 
 
-class OwnStages:
+class LocalStages:
     """The stages of a model that this process has, as `gossamer.run.worker.stages.in_one_process.InStages`.
 
     Args: `whole` is a model with the initial parameters; those of other stages are freed.
@@ -131,7 +131,7 @@ class OwnStages:
         self._sent_by_all = self._sent
         self._compute_s = 0.0
 
-    def _carried(self, k: int, whole: Llama) -> CarriedStage:
+    def _carried(self, k: int, whole: Llama) -> BoundaryStage:
         """The stage of torch for piece k of the model."""
         config, tokens = self._config, (self._config.data.batch_size, self._config.data.seq_len)
         sides, shapes = list[_Side | None](), list[Tensor]()
@@ -151,7 +151,7 @@ class OwnStages:
             shapes.append(torch.empty(*tokens, width, device="meta", requires_grad=True))
         self._sides += [side for side in sides if side is not None]
         module = _Computing(self._stages[k], config, self._device)
-        return CarriedStage(
+        return BoundaryStage(
             module, (k, self._pieces), self._device, self._pipe.group, (shapes[0], shapes[1]), (sides[0], sides[1])
         )
 
@@ -163,9 +163,7 @@ class OwnStages:
         return value / self._accumulate if self._accumulate > 1 else value
 
     def begin(self) -> None:
-        """Begins a local phase: passes the part of the embeddings `[V, D]` that a linear codec would lose to all
-        stages.
-        """
+        """Begins a local phase: passes the part of the embeddings `[V, D]` that a linear codec would lose to all stages."""
         if self._table_shape is None:
             return
         part, last = self._pipe.part, self._pipe.parts - 1
@@ -247,7 +245,7 @@ class OwnStages:
 
     def squares(self) -> dict[int, float]:
         """See `gossamer.run.worker.stages.in_one_process.InStages`."""
-        return squares_of(self._stages.values(), self._saved)
+        return squared_grad_norms(self._stages.values(), self._saved)
 
     def sent_bytes(self) -> list[list[int]]:
         """See `gossamer.run.worker.stages.in_one_process.InStages`; for the round ended by `end_round`."""

@@ -56,7 +56,7 @@ class TorchSchedule(Protocol):
         ...
 
 
-class CarriedStage(PipelineStage):
+class BoundaryStage(PipelineStage):
     """A stage between two sides; None at an end of the pipeline.
 
     Sending starts at once and never blocks, and receiving blocks on first use, so the schedule has no operations to
@@ -115,7 +115,7 @@ class CarriedStage(PipelineStage):
 
 
 def schedule_of(
-    name: str, stages: Sequence[CarriedStage], micro_batches: int, loss: Callable[[Tensor, Tensor], Tensor]
+    name: str, stages: Sequence[BoundaryStage], micro_batches: int, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> TorchSchedule:
     """The schedule of this name for the stages of this process; gradients of the micro-batches' losses are summed
     without scaling.

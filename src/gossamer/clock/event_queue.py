@@ -27,7 +27,7 @@ class _Saved(NamedTuple):
     event: dict[str, Any]
 
 
-class AgendaState(NamedTuple):
+class EventQueueState(NamedTuple):
     """The part of a checkpoint for an event queue."""
 
     time_s: float
@@ -36,11 +36,12 @@ class AgendaState(NamedTuple):
     planned: list[_Saved]
 
 
-class Agenda:
+class EventQueue:
     """The planned events and the virtual time.
 
     Args:
-        perform: executes an event, and returns its records. stuck: called when only absences are planned.
+        perform: executes an event, and returns its records.
+        stuck: called when only absences are planned.
     """
 
     def __init__(self, perform: Callable[[Any], list[Record]], stuck: Callable[[], list[Record]] = lambda: []) -> None:
@@ -76,15 +77,15 @@ class Agenda:
         if until_s < math.inf:
             self.time_s = max(self.time_s, until_s)
 
-    def state(self) -> AgendaState:
+    def state(self) -> EventQueueState:
         """The time and the planned events."""
         planned = [
             _Saved(time_s, kind, worker, serial, type(event).__name__, as_dicts(event))
             for time_s, kind, worker, serial, event in sorted(self._heap)
         ]
-        return AgendaState(self.time_s, self._serial, self._was_stuck, planned)
+        return EventQueueState(self.time_s, self._serial, self._was_stuck, planned)
 
-    def restore(self, state: AgendaState, kinds: Sequence[type]) -> list[Any]:
+    def restore(self, state: EventQueueState, kinds: Sequence[type]) -> list[Any]:
         """Continues from a state, with events of these kinds; returns them. Raises ValueError for any other."""
         named = {kind.__name__: kind for kind in kinds}
         if not 0 <= state.time_s < math.inf or not {one.name for one in state.planned} <= named.keys():
@@ -105,17 +106,17 @@ class Agenda:
 class VirtualTimeLoop:
     """A loop over the events of its queue."""
 
-    _agenda: Agenda
+    _queue: EventQueue
 
     @property
     def time_s(self) -> float:
         """The virtual time."""
-        return self._agenda.time_s
+        return self._queue.time_s
 
     def run(self, until_s: float = math.inf) -> Iterator[Record]:
         """Yields the events up to a virtual time as they happen; may be stopped anywhere and called again."""
-        return self._agenda.run(until_s)
+        return self._queue.run(until_s)
 
     def step(self) -> list[Record] | None:
         """The records of the next event; None after the last."""
-        return self._agenda.step()
+        return self._queue.step()

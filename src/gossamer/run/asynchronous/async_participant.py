@@ -45,7 +45,7 @@ PATIENCE_S = 1.0
 """How often a wait for a letter rechecks whether it may still arrive."""
 
 
-class WithoutWaiting(Participant[CallTransport], Generic[Core]):
+class AsyncParticipant(Participant[CallTransport], Generic[Core]):
     """A worker that trains at its own pace, and processes messages as they arrive.
 
     All workers together take `workers · run.steps` inner steps: no worker begins a local phase once all known ones have
