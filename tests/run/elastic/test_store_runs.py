@@ -1,5 +1,6 @@
 """Runs whose whole state lies in a folder: workers die, others come, all die, and the run goes on."""
 
+import base64
 import json
 import signal
 import time
@@ -17,6 +18,7 @@ from gossamer.rules import RULES, Rule
 from gossamer.run.config.run_file import digest, dump
 from gossamer.run.elastic.store_rounds import is_equal_after_rounds
 from gossamer.topologies import complete
+from gossamer.transport.keys import certificate_of, new_key
 from gossamer.tree import leaves
 from tiny import single
 
@@ -80,6 +82,56 @@ def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: 
     assert code == 0 and f"the run in the store has ended after {config.rounds} rounds" in said, said
     code, said = run("train", tmp_path / "run.toml", "--set", "rule.lr=0.5", *words[2:-1], tmp_path / "other")
     assert code == 2 and "the store holds another run: key is" in said, said
+
+
+@pytest.mark.timeout(120)
+def test_with_keys_a_store_shows_nothing_and_only_listed_machines_take_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cryptography")
+    keys = {name: new_key(name, tmp_path / f"{name}.pem") for name in ("berlin", "paris", "stranger")}
+    certificates = {name: base64.b64encode(certificate_of(path)).decode() for name, path in keys.items()}
+    peers = {name: {"certificate": certificates[name]} for name in ("berlin", "paris")}
+    config = single(workers=2, run__timeout_s=20, run__steps=20, run__eval_every=0, peers=peers, **MEANS)
+    file, store = tmp_path / "run.toml", tmp_path / "store"
+    file.write_text(dump(config))
+
+    def words(name: str, run_file: Path = file) -> tuple[object, ...]:
+        return ("train", run_file, "--store", store, "--out", tmp_path / name, "--key", keys[name])
+
+    first, second = Command(*words("berlin")), Command(*words("paris"))
+    (code, said), (of_second, by_second) = first.finish(), second.finish()
+    assert (code, of_second) == (0, 0), said + by_second
+    assert "is not encrypted" not in said and "worker 0 takes part" in said and "worker 1 takes part" in by_second
+    logged = read_outcomes(tmp_path / "berlin")
+    assert all(one.alive is None for lives in logged.values() for life in lives for one in life.rounds), "of both"
+    code, said = run("simulate", "--replay", tmp_path / "berlin", "--out", tmp_path / "again")
+    assert code == 0, said
+    for place in (tmp_path / "berlin", tmp_path / "paris"):
+        worker = int(place.name == "paris")
+        real, again = (
+            checkpoint.load(where / "checkpoints", config.rounds, worker, digest(config))
+            for where in (place, tmp_path / "again")
+        )
+        assert torch.equal(real["x"], again["x"]), worker
+    objects = [path.read_bytes() for path in store.iterdir()]
+    assert not any(word in one for one in objects for word in (b"diloco", b"sha256", b"steps", b"leaves"))
+    assert bytes(real["x"].numpy().tobytes()[:64]) not in b"".join(objects)
+    code, said = run("status", store)
+    assert code == 2 and "give its run file with --peers RUN.toml" in said, said
+    monkeypatch.setenv("GOSSAMER_KEY", str(keys["paris"]))
+    code, said = run("status", store, "--peers", file, "--json")
+    assert code == 0 and json.loads(said)["round"] == config.rounds, said
+    own = tmp_path / "own.toml"
+    own.write_text(
+        dump(single(workers=2, peers={"stranger": {"certificate": certificates["stranger"], "workers": 2}}, **MEANS))
+    )
+    code, said = run(*words("stranger", own))
+    assert code == 2 and "nobody in the run's [peers] has signed it" in said, said
+    last = store / f"r{config.rounds - 1:08d}-commit"
+    last.write_bytes(last.read_bytes()[:-1] + b"x")
+    code, said = run(*words("berlin"))
+    assert code == 2 and "whose signature does not fit: it was altered" in said and last.name in said, said
 
 
 @pytest.mark.parametrize(

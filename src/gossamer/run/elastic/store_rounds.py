@@ -42,15 +42,19 @@ from gossamer.run.worker.task import Task
 from gossamer.run.worker.worker import RoundReport, Segment, Worker
 from gossamer.stop_signals import Asked, leaving
 from gossamer.topologies.mixing import widen
-from gossamer.transport.bucket.bucket import Bucket, Folder, opened_bucket
+from gossamer.transport.bucket.bucket import Bucket, Folder, SecretSeal, opened_bucket
 from gossamer.transport.bucket.perform import perform
 from gossamer.transport.bucket.protocol import Attendance, Basis, Commit, StoreTerms
+from gossamer.transport.bucket.signed import key_seal
+from gossamer.transport.keys import keys_for
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.transport.processes.launch import device_of
 from gossamer.transport.secret import environment_secret
 from gossamer.tree import Tree, leaves, map_leaves, must_fit, refill
 
 log = logging.getLogger("gossamer")
+ROUNDING = 1e-4
+"""How far a mean may be from that of another machine, as a share of its norm; more is no rounding."""
 
 
 def is_equal_after_rounds(rule: Rule) -> bool:
@@ -64,7 +68,6 @@ def must_fit_a_store(config: ResolvedRun) -> None:
     why = {
         f"it is of the kind '{config.kind}'": m is None,
         "run.elastic is false": not config.run.elastic,
-        "it has [peers], and what lies in a store is neither encrypted nor signed with their keys": bool(config.peers),
         "data.constant_batch is true": config.data.constant_batch,
         "run.ghost_rounds is set": config.run.ghost_rounds > 0,
         "its workers are cut into stages or shards": max(config.processes) > 1,
@@ -92,14 +95,19 @@ def train_in_store(config: ResolvedRun, folder: Path, url: str) -> None:
     Raises: ConfigError, DataError, CheckpointError, PeerError, TrainingError.
     """
     must_fit_a_store(config)
-    bucket, secret = opened_bucket(url), environment_secret()
-    if not secret:
+    bucket, keys, secret = opened_bucket(url), keys_for(config.peers, config.workers), environment_secret()
+    if keys is None:
         log.warning(
-            "what lies in the store '%s' is plain: whoever may read there reads the parameters, and whoever may write there "
-            "changes the run; give rights to the machines of the run alone",
+            "what lies in the store '%s' is not encrypted: whoever may read there reads the parameters, and %s; give rights to "
+            "the machines of the run alone, or list their keys as [peers] in the run file (gossamer keys)",
             url,
+            "who knows the secret changes the run" if secret else "whoever may write there changes the run",
         )
     task, key = prepare(config)
+    try:
+        seal = SecretSeal(secret) if keys is None else key_seal(bucket, keys)
+    except OSError as error:
+        raise ConfigError(f"the store '{url}' cannot be used ({error}); look at its address and rights") from None
     run = {
         "gossamer": 1,
         "key": f"{key:016x}",
@@ -109,7 +117,7 @@ def train_in_store(config: ResolvedRun, folder: Path, url: str) -> None:
     }
     looks = {"look_s": 0.05, "rest_s": 1.0} if isinstance(bucket, Folder) else {}
     deadline_s = config.run.round_deadline_s or config.run.timeout_s
-    terms = StoreTerms(run, config.workers, config.rounds, config.run.timeout_s, deadline_s, secret, **looks)
+    terms = StoreTerms(run, config.workers, config.rounds, config.run.timeout_s, deadline_s, seal, **looks)
     with leaving() as asked, contextlib.ExitStack() as open_:
         work = StoreWork(config, folder, task, asked, open_)
         one = Attendance(terms, work, secrets.token_hex(16), time.monotonic)
@@ -275,18 +283,27 @@ class StoreWork:
         """See `StoreWorker`."""
         return self._replica.steps_taken
 
-    def is_sound(self, body: memoryview) -> bool:
+    def is_sound(self, round: int, body: memoryview) -> bool:
         """See `StoreWorker`."""
         try:
-            found = self._trees(self._segment.round, body)
+            found = self._trees(round, body)
         except CheckpointError:
             return False
         return all_finite(tuple(leaf for tree in found for leaf in leaves(tree)))
 
     def mean(self, round: int, messages: Mapping[int, bytes | memoryview]) -> bytes:
         """See `StoreWorker`."""
+        (stop,) = self._worker.loop.stops(round)
         trees = {slot: self._trees(round, body) for slot, body in messages.items()}
-        return _packed_trees(self._worker.loop.means(round, self._segment.stop, trees))
+        return _packed_trees(self._worker.loop.means(round, stop, trees))
+
+    def is_mean(self, round: int, own: bytes, there: memoryview) -> bool:
+        """See `StoreWorker`."""
+        try:
+            pairs = zip(*(leaves(tuple(self._trees(round, body, of="means"))) for body in (own, there)), strict=True)
+        except CheckpointError:
+            return False
+        return all(bool((b - a).norm() <= ROUNDING * a.norm()) for a, b in pairs)
 
     def _trees(self, round: int, body: bytes | memoryview, of: Literal["messages", "means"] = "messages") -> list[Tree]:
         """The messages or means of a round. Raises: CheckpointError for what is none of this run."""

@@ -1,5 +1,6 @@
 """How workers that share a store alone train one run: slots, leases, rounds and states are objects that are created once.
 
+    key                       the key of the run, where it has [peers] (`gossamer.transport.bucket.signed`)
     run                       what all have in common; whoever comes first writes it
     r00000012-from-00003-0001 what the worker of slot 3, the second there, sends in round 12
     r00000012-mean-HASH       the mean of some of these
@@ -10,8 +11,10 @@
     v00003-0001               it has ended
 
 Any worker closes a round, by a commit, and what follows from it is the same for all: so whoever dies is missed only until its
-lease ends, and a state is what the commits make of an earlier one. A lease is judged by the observer's own monotonic clock, from
-when it last saw the lease move. Two holders of a slot do no harm, as a commit counts one message of a slot.
+lease ends, and a state is what the commits make of an earlier one. The mean in the store saves reading all messages; where
+objects prove who has written them, no worker believes it of another key: each takes the mean of the messages that the commit
+names itself, so that who writes another mean is named and changes nothing. A lease is judged by the observer's own monotonic
+clock, from when it last saw the lease move. Two holders of a slot do no harm, as a commit counts one message of a slot.
 
 One listing from the round on shows all that a worker looks for, as leases sort behind rounds. No I/O is here: the steps of a
 worker are a generator that yields what it wants of the store (`Asking`). `gossamer.transport.bucket.perform` does it, and
@@ -27,7 +30,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from gossamer.errors import CheckpointError, PeerError, TransportError
-from gossamer.transport.bucket.bucket import Item, opened_item, sealed
+from gossamer.transport.bucket.bucket import Item, Seal, SecretSeal
 
 T = TypeVar("T")
 BEATS = 3
@@ -95,7 +98,7 @@ class StoreTerms(NamedTuple):
     """A slot whose lease has not moved for so long is free."""
     deadline_s: float
     """How long a worker waits in a round for others that live."""
-    secret: bytes = b""
+    seal: Seal = SecretSeal()
     look_s: float = 0.5
     """The shortest pause between two looks."""
     rest_s: float = 15.0
@@ -172,8 +175,12 @@ class StoreWorker(Protocol):
         """Inner steps behind its slot."""
         ...
 
-    def is_sound(self, body: memoryview) -> bool:
+    def is_sound(self, round: int, body: memoryview) -> bool:
         """Whether a message may count."""
+        ...
+
+    def is_mean(self, round: int, own: bytes, there: memoryview) -> bool:
+        """Whether another worker's mean is this one, but for what other hardware rounds otherwise."""
         ...
 
     def mean(self, round: int, messages: Mapping[int, bytes | memoryview]) -> bytes:
@@ -302,6 +309,8 @@ class Attendance:
         self.commits: dict[int, Commit] = {}
         """Those that it has read."""
         self._beat = -1
+        self._believed: dict[str, bool] = {}
+        """Claims and ends of slots that were read, and whether one who may have the slot has signed them."""
         self._begun: Basis | None = None
         self._steps: tuple[int, ...] = (0,) * terms.workers
 
@@ -411,14 +420,20 @@ class Attendance:
             # Behind all rounds: claims, signs of life and ends.
             yield from self._look(None)
             now = self._clock()
-            for slot in range(self.terms.workers):
+            for slot in filter(self.terms.seal.may_be, range(self.terms.workers)):
                 if self.seen.holds(slot, now, self.terms.timeout_s):
                     continue
                 life = self.seen.lives.get(slot, -1) + 1
                 name = _held("t", slot, life)
                 created = yield from self._create(name, {"nonce": self._nonce})
                 if not created:  # be it by this process, in a request of which it has no answer
-                    item = yield from self._read(name)
+                    try:
+                        item = yield from self._read(name)
+                    except TransportError as error:
+                        if not self.terms.seal.proves_writers:
+                            raise
+                        self._work.say(str(error))
+                        item = None
                     created = item is not None and item.head == {"nonce": self._nonce}
                 if created:
                     self.slot, self.life, self._beat = slot, life, -1
@@ -427,8 +442,8 @@ class Attendance:
                 self.seen.look([_held("t", slot, life)], now)  # a listing may lack what was just made
             if waited_s > 1.5 * self.terms.timeout_s:
                 raise PeerError(
-                    f"all {self.terms.workers} slots of the run are filled; wait until one has left, or start a run with more "
-                    "workers"
+                    f"all {self.terms.workers} slots of the run are filled, or all that this machine's key may have; wait until "
+                    "one has left, or start a run with more workers"
                 )
             if not said:
                 said = True
@@ -471,9 +486,15 @@ class Attendance:
         if after == own:
             sha256 = yield Do(partial(self._work.restore, after))
             return None if sha256 is None else Basis(after, self.slot, sha256)
-        item = yield from self._read(f"s{after:08d}")
+        try:
+            item = yield from self._read(f"s{after:08d}")
+        except TransportError as error:
+            if not self.terms.seal.proves_writers:
+                raise
+            self._work.say(str(error))
+            item = None
         donor = item.head.get("slot") if item is not None and isinstance(item.head, dict) else None
-        if item is None or not isinstance(donor, int) or not 0 <= donor < self.terms.workers:
+        if item is None or not isinstance(donor, int) or not 0 <= donor < self.terms.workers or not item.is_of(donor):
             self.seen.states.discard(after)  # until a listing shows it again
             return None
         sha256 = yield Do(partial(self._work.load, after, donor, item.body))
@@ -489,15 +510,15 @@ class Attendance:
             if commit is None and self.seen.newest < round:
                 self.round = round
                 return True
-            mean = None if commit is None else (yield from self._read(_mean(round, commit.mean)))
-            if commit is None or mean is None:
+            ended = None if commit is None else (yield from self._mean_of(commit, None))
+            if ended is None:
                 strikes += 1  # it may not show yet, or be removed
                 if strikes == _STRIKES or self._work.asked():
                     return False
                 yield from self._pause(0.0)
                 continue
-            yield Do(partial(self._work.add, commit, mean.body))
-            self._steps, round, strikes = commit.steps, round + 1, 0
+            yield Do(partial(self._work.add, *ended))
+            self._steps, round, strikes = ended[0].steps, round + 1, 0
 
     # --- a round ------------------------------------------------------------------------------------------------------
 
@@ -508,6 +529,7 @@ class Attendance:
         head = {"steps": self._work.steps(), "begun": begun}
         yield from self._create(_message(round, self.slot, self.life), head, body)
         start_s, whole_s, bad = self._clock(), None, set[tuple[int, int]]()
+        unread_s = 0.0  # its own pauses since the round was closed
         own = Item(head, memoryview(body))
         while True:
             yield from self._look(round)
@@ -527,15 +549,21 @@ class Attendance:
                 part = commit.parts.get(self.slot)
                 if part is None or part.life != self.life:
                     return None
-                mean = yield from self._read(_mean(round, commit.mean))
-                if mean is not None:
-                    self._steps = commit.steps
-                    return commit, mean.body
+                ended = yield from self._mean_of(commit, own)
+                if ended is not None:
+                    self._steps = ended[0].steps
+                    return ended
                 if max(self.seen.states, default=-1) > round + 1:
                     return None  # it is removed by now: the others are far ahead
+                if unread_s > 2 * terms.timeout_s:
+                    raise PeerError(
+                        f"worker {commit.closer[0]} has closed round {round + 1} over messages, or with a mean, that are not in "
+                        "the store, so no worker can continue; look at that machine, and start again with an empty store"
+                    )
             if self._work.asked():
                 return None
-            yield from self._pause(self._clock() - start_s)
+            pause_s = yield from self._pause(self._clock() - start_s)
+            unread_s += pause_s if commit is not None else 0.0
 
     def _close(
         self, sent: Mapping[int, int], own: Item, bad: set[tuple[int, int]], *, late: bool
@@ -548,12 +576,13 @@ class Attendance:
                 continue
             try:
                 item = yield from self._read(_message(self.round, slot, life))
-            except TransportError:
+            except TransportError as error:
+                self._work.say(str(error))
                 item = Item(None, memoryview(b""))
             if item is None:
                 if not late:
                     return None  # a listing may show what cannot be read yet
-            elif _part(life, item.head) is None or not (yield Do(partial(self._work.is_sound, item.body))):
+            elif _part(life, item.head) is None or not (yield Do(partial(self._work.is_sound, self.round, item.body))):
                 bad.add((slot, life))
                 self._work.say(f"round {self.round + 1}: what worker {slot} sent is not sound, and does not count")
             else:
@@ -575,6 +604,47 @@ class Attendance:
         yield from self._create(_mean(self.round, sha256), {}, mean)
         yield from self._create(commit_name(self.round), head)
         return (yield from self.read_commit(self.round))
+
+    def _mean_of(self, commit: Commit, own: Item | None) -> Steps[tuple[Commit, memoryview] | None]:
+        """A closed round and its mean; None where not all of it shows yet, or is there any more.
+
+        Where the closer is not trusted, both are what follows from the messages that the commit names, which nobody else can have
+        signed. Who the closer has left out is its word. Raises: PeerError where these may not count.
+        """
+        closer, round, items = f"worker {commit.closer[0]}", commit.round, dict[int, Item]()
+        if self.terms.seal.trusts(commit.closer[0]):
+            there = yield from self._read(_mean(round, commit.mean))
+            return None if there is None else (commit, there.body)
+        for slot, part in commit.parts.items():
+            item = own if own is not None and slot == self.slot else None
+            if item is None:
+                item = yield from self._read(_message(round, slot, part.life))
+            if item is None:
+                return None
+            sound = yield Do(partial(self._work.is_sound, round, item.body))
+            if _part(part.life, item.head) is None or not sound:
+                raise PeerError(
+                    f"{closer} has closed round {round + 1} over what worker {slot} sent, which is not sound; take its key out "
+                    "of [peers] and start again with an empty store"
+                )
+            items[slot] = item
+        mean: bytes | memoryview = yield Do(partial(self._work.mean, round, {j: one.body for j, one in items.items()}))
+        outcome, sha256 = _outcome(commit, items), hashlib.sha256(mean).hexdigest()
+        if sha256 != commit.mean:
+            there = yield from self._read(_mean(round, commit.mean))
+            if there is None:
+                return None
+            if (yield Do(partial(self._work.is_mean, round, bytes(mean), there.body))):
+                mean = there.body
+            else:
+                outcome = outcome._replace(mean=sha256)
+        if outcome != commit:
+            self._work.say(
+                f"round {round + 1}: {closer} has closed it with what does not follow from its messages, which is not believed; "
+                "look at that machine, and take its key out of [peers] before the next run"
+            )
+            self.commits[round] = outcome
+        return outcome, memoryview(mean)
 
     def _keep_state(self) -> Steps[None]:
         """Writes the state of this round where one is due, and removes what nobody needs since then."""
@@ -604,9 +674,35 @@ class Attendance:
         Raises: SlotLostError.
         """
         names = yield from self._names("s" if round is None else f"r{round:08d}")
+        if self.terms.seal.proves_writers:
+            names = yield from self._proved(names)
         self.seen.look(names, self._clock())
         if self.slot >= 0 and self.seen.lives.get(self.slot, self.life) > self.life:
             raise SlotLostError(f"slot {self.slot} belongs to another process")
+
+    def _proved(self, names: Sequence[str]) -> Steps[list[str]]:
+        """The names that show what listed keys have done, each for slots that it may have.
+
+        Claims and ends of slots, and outcomes of later rounds, are read once each; what is of a life needs the claim of it.
+        """
+        found = {name: match.groupdict() for name in names if (match := _NAMES.fullmatch(name)) is not None}
+        for name, one in found.items():
+            later = one["commit"] is not None and int(one["round"]) > self.round
+            if (later or one["kind"] in ("t", "v")) and name not in self._believed:
+                try:
+                    if (yield from self._read(name)) is None:
+                        continue  # it does not show yet
+                    self._believed[name] = True
+                except TransportError as error:
+                    self._believed[name] = False
+                    self._work.say(str(error))
+        kept: list[str] = []
+        for name, one in found.items():
+            slot, life = one["sender"] or one["slot"], one["of"] or one["life"]
+            claimed = slot is None or self._believed.get(f"t{slot}-{life}", False)
+            if claimed and self._believed.get(name, True):
+                kept.append(name)
+        return kept
 
     def _pause(self, waited_s: float) -> Steps[float]:
         pause_s = min(self.terms.rest_s, max(self.terms.look_s, _LOOK_SHARE * waited_s))
@@ -620,7 +716,7 @@ class Attendance:
             if item is None:
                 return None
             commit = commit_in(round, item.head, self.terms.workers)
-            if commit is None:
+            if commit is None or not item.is_of(commit.closer[0]):
                 raise CheckpointError(
                     f"the commit of round {round + 1} in the store is none that a worker of this run writes; start all with the "
                     "same gossamer, or start again with an empty store"
@@ -631,14 +727,14 @@ class Attendance:
 
     def _read(self, name: str) -> Steps[Item | None]:
         raw = yield from self._ask(Get(name))
-        return None if raw is None else opened_item(self.terms.secret, name, raw)
+        return None if raw is None else self.terms.seal.opened(name, raw)
 
     def _names(self, after: str) -> Steps[list[str]]:
         return (yield from self._ask(Names(after)))
 
     def _create(self, name: str, head: Mapping[str, Any], body: bytes = b"") -> Steps[bool]:
         """Creates an object; returns whether there was none of this name."""
-        content = sealed(self.terms.secret, name, head, body)
+        content = self.terms.seal.sealed(name, head, body)
         return (yield from self._ask(Create(name, content)))
 
     def _ask(self, asking: Asking) -> Steps[Any]:
@@ -680,6 +776,16 @@ def _part(life: object, head: object) -> TakenPart | None:
             begun = Basis(after, donor, sha256, before)
             return TakenPart(life, steps, begun) if re.fullmatch("([0-9a-f]{64})?", sha256) else None
     return None
+
+
+def _outcome(commit: Commit, messages: Mapping[int, Item]) -> Commit:
+    """A commit with what the messages themselves say of the parts in it."""
+    parts, steps = dict(commit.parts), [*commit.steps]
+    for slot, item in messages.items():
+        part = _part(parts[slot].life, item.head)
+        assert part is not None
+        parts[slot], steps[slot] = part, part.steps
+    return commit._replace(parts=parts, steps=tuple(steps))
 
 
 def commit_in(round: int, head: object, workers: int) -> Commit | None:
