@@ -7,9 +7,9 @@ import heapq
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -89,12 +89,13 @@ def after(x: str, mean: bytes) -> str:
 class Chain:
     """StoreWorker whose state is a hash of all means so far. `disk` is what outlives it: states by the rounds behind them."""
 
-    def __init__(self, disk: dict[int, str], every: int) -> None:
-        self._disk, self._every = disk, every
+    def __init__(self, disk: dict[int, Any], every: int) -> None:
+        self._disk, self._disks, self._every = disk, disk, every
         self._x, self._steps, self._kept = "", 0, (0, "")
         self.leaves = False
         self.said: list[str] = []
         self.history: list[tuple[int, str]] = []
+        self.begun: list[tuple[int, Basis, str]] = []
 
     def agree(self, identity: str) -> None: ...
 
@@ -122,6 +123,7 @@ class Chain:
     def start(self, round: int, begun: Basis) -> None:
         self._steps = begun.steps
         self.history.append((round, self._x))
+        self.begun.append((round, begun, self._x))
 
     def train(self, round: int) -> bytes:
         self._steps += 5
@@ -141,9 +143,16 @@ class Chain:
         return mean_of({slot: bytes(one) for slot, one in messages.items()})
 
     def finish(self, commit: Commit, mean: memoryview) -> None:
-        self.add(commit, mean)
-        finished = commit.round + 1
-        self._kept = finished, self._x
+        self._end(commit.round + 1, after(self._x, bytes(mean)))
+
+    def peers(self, round: int, parts: Collection[int]) -> Collection[int]:
+        raise NotImplementedError
+
+    def mix(self, commit: Commit, messages: Mapping[int, memoryview]) -> None:
+        raise NotImplementedError
+
+    def _end(self, finished: int, x: str) -> None:
+        self._x, self._kept = x, (finished, x)
         self.history.append((finished, self._x))
         if finished % self._every == 0:
             self._disk[finished] = self._x
@@ -160,12 +169,34 @@ class Chain:
         self.said.append(sentence)
 
 
+class Mixer(Chain):
+    """StoreWorker in gossip: its state is a hash of its last one and the messages of its two neighbours."""
+
+    def begin(self, slot: int, life: int) -> int:
+        self._disk, self._kept = self._disks.setdefault(slot, {}), (0, "")  # not those of another slot
+        return super().begin(slot, life)
+
+    def peers(self, round: int, parts: Collection[int]) -> Collection[int]:
+        return neighbours(self._slot, parts)
+
+    def mix(self, commit: Commit, messages: Mapping[int, memoryview]) -> None:
+        assert sorted(messages) == sorted(neighbours(self._slot, commit.parts))
+        self._end(commit.round + 1, after(self._x, mean_of({slot: bytes(one) for slot, one in messages.items()})))
+
+
+def neighbours(slot: int, parts: Collection[int]) -> set[int]:
+    """Those beside a slot in a ring of these."""
+    ring = sorted(parts)
+    place = ring.index(slot)
+    return {ring[place - 1], ring[(place + 1) % len(ring)]} - {slot}
+
+
 class Process(NamedTuple):
     """One process: what it is, and its two threads."""
 
     one: Attendance
     work: Chain
-    disk: dict[int, str]
+    disk: dict[int, Any]
 
 
 class World:
@@ -177,6 +208,8 @@ class World:
         self.store = Store(self.draws, lambda: self.now, faults)
         self.alive: dict[int, Process] = {}
         self.histories: list[list[tuple[int, str]]] = []
+        self.kind: type[Chain] = Chain
+        self.works: list[Chain] = []
         self.failed: list[Exception] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order, self._numbers = itertools.count(), itertools.count()
@@ -188,13 +221,14 @@ class World:
     def at(self, seconds: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now + seconds, next(self._order), act))
 
-    def start(self, disk: dict[int, str], seal: Seal | None = None, kind: type[Chain] = Chain) -> None:
+    def start(self, disk: dict[int, Any], seal: Seal | None = None, kind: type[Chain] | None = None) -> None:
         number = next(self._numbers)
-        work = kind(disk, every=self.draws.choice((2, 3)))
+        work = (kind or self.kind)(disk, every=self.draws.choice((2, 3)))
         terms = self.terms if seal is None else self.terms._replace(seal=seal)
         one = Attendance(terms, work, f"nonce {number}", lambda: self.now)
         self.alive[number] = Process(one, work, disk)
         self.histories.append(work.history)
+        self.works.append(work)
         self._go_on(number, one.live(), None, main=True)
         self._go_on(number, one.beats(), None, main=False)
 
@@ -277,12 +311,14 @@ def commits_of(world: World) -> Iterator[Commit]:
         yield found
 
 
-def live_through(seed: int) -> World:
+def live_through(seed: int, *, gossip: bool = False) -> World:
     """A run whose workers die, stand still and leave now and then, and once all at one time."""
     draws = random.Random(f"disasters {seed}")
     workers, rounds = draws.randint(2, 5), draws.randint(6, 14)
     world = World(seed, workers, rounds, faults=draws.choice((0.0, 0.02, 0.1)))
-    disks: list[dict[int, str]] = [{} for _ in range(workers)]
+    if gossip:
+        world.kind, world.terms = Mixer, world.terms._replace(gossip=True, rejoin_rounds=3)
+    disks: list[dict[int, Any]] = [{} for _ in range(workers)]
     for disk in disks:
         world.at(draws.uniform(0, 30), lambda disk=disk: world.start(disk))
 
@@ -336,6 +372,55 @@ def test_no_round_is_lost_and_no_state_is_wrong_whoever_dies_and_however_the_sto
     for seed in (FULL if request.config.getoption("--full") else SCHEDULES)[part::PARTS]:
         try:
             must_hold(live_through(seed))
+        except BaseException as error:
+            error.add_note(f"schedule {seed}")
+            raise
+
+
+def must_hold_in_gossip(world: World) -> None:
+    """No round is lost, no step counts twice, and each state follows from those that the commits name and their messages."""
+    assert not world.failed
+    n = world.terms.workers
+    states: dict[tuple[int, int], set[str]] = {(slot, 0): {""} for slot in range(n)}
+    x, steps = [""] * n, [0] * n
+    for commit in commits_of(world):
+        sent: dict[int, bytes] = {}
+        for slot, part in commit.parts.items():
+            name = f"r{commit.round:08d}-from-{slot:05d}-{part.life:04d}"
+            sent[slot] = bytes(opened_item(b"", name, world.store.ever[name]).body)
+            if part.begun is not None:
+                hashes = {
+                    hashlib.sha256(one.encode()).hexdigest(): one for one in states[part.begun.donor, part.begun.after]
+                }
+                packed = {packed_sha(part.begun.after, one): one for one in hashes.values()}
+                x[slot] = {**hashes, **packed}[part.begun.sha256] if part.begun.after else ""
+                assert part.begun.steps == steps[slot]
+            assert sent[slot] == f"{commit.round} {part.steps} {x[slot]}".encode()
+            assert part.steps == steps[slot] + 5, "its batches are those after the last that counted"
+            steps[slot] = part.steps
+        assert commit.steps == tuple(steps)
+        for slot in commit.parts:
+            x[slot] = after(x[slot], mean_of({j: sent[j] for j in neighbours(slot, commit.parts)}))
+            states.setdefault((slot, commit.round + 1), set()).add(x[slot])
+    every = {(finished, one) for (_, finished), some in states.items() for one in some}
+    for work in world.works:
+        for round, begun, state in work.begun:
+            assert state in states[begun.donor, begun.after] and begun.after <= round
+        first = {(round, state) for round, _, state in work.begun}
+        assert {*work.history} - first <= every
+
+
+def packed_sha(after: int, x: str) -> str:
+    return hashlib.sha256(json.dumps([after, x]).encode()).hexdigest()
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_in_gossip_no_round_is_lost_and_both_ends_of_an_exchange_count_it_whoever_dies(
+    part: int, request: pytest.FixtureRequest
+) -> None:
+    for seed in (FULL if request.config.getoption("--full") else range(8))[part::2]:
+        try:
+            must_hold_in_gossip(live_through(seed, gossip=True))
         except BaseException as error:
             error.add_note(f"schedule {seed}")
             raise

@@ -186,6 +186,24 @@ def message_of(setup: Setup, mixing: Mixing, ctx: Context) -> Tree:
     return message
 
 
+def payload_of(setup: Setup, mixing: Mixing, ctx: Context) -> Tree:
+    """What a worker posts to each of its peers, in memory of its own. Raises: TrainingError where it is not finite."""
+    job = _Job(setup, mixing, with_mixing(ctx, mixing), None)
+    return map_leaves(Tensor.clone, _payload(job, _sent(job)))
+
+
+def payload_form(setup: Setup, mixing: Mixing, ctx: Context) -> Tree:
+    """Shapes and dtypes of `payload_of`."""
+    form = message_template(setup.rule, setup.part.x, setup.part.s, with_mixing(ctx, mixing))
+    return encode(setup.codec, form, 0)
+
+
+def is_sound(setup: Setup, mixing: Mixing, ctx: Context, payload: Tree) -> bool:
+    """Whether a payload of this form may count."""
+    form = message_template(setup.rule, setup.part.x, setup.part.s, with_mixing(ctx, mixing))
+    return _decoded(setup.codec, payload, form) is not None
+
+
 def mean_of(setup: Setup, mixing: Mixing, messages: Mapping[int, Tree]) -> Tree:
     """The mean of the messages of all that take part, as each of them would take it."""
     first = min(messages)

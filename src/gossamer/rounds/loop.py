@@ -23,8 +23,11 @@ from gossamer.rounds.exchange import (
     Exchange,
     begin,
     initial_state,
+    is_sound,
     mean_of,
     message_of,
+    payload_form,
+    payload_of,
     sent_again,
     update_from_zeros,
     update_with_mean,
@@ -297,6 +300,21 @@ class OuterLoop:
         """The outer updates of a round in which others took part, and after which all are equal."""
         for p, mean in zip(stop.sends, means, strict=True):
             update_with_mean(self._setup(p), *self._place_over(round, p, present), mean)
+
+    def payloads(self, round: int, stop: Stop) -> list[Tree]:
+        """What this worker posts to its peers at a stop, for a rule whose messages do not depend on who they are."""
+        return [payload_of(self._setup_in(round, p), *self._place_over(round, p, None)) for p in stop.sends]
+
+    def payload_forms(self, round: int, stop: Stop) -> list[Tree]:
+        """Shapes and dtypes of `payloads`."""
+        return [payload_form(self._setup_in(round, p), *self._place_over(round, p, None)) for p in stop.sends]
+
+    def are_sound(self, round: int, stop: Stop, payloads: Sequence[Tree]) -> bool:
+        """Whether another worker's `payloads` may count."""
+        return all(
+            is_sound(self._setup_in(round, p), *self._place_over(round, p, None), payload)
+            for p, payload in zip(stop.sends, payloads, strict=True)
+        )
 
     @property
     def shared(self) -> list[Tensor]:

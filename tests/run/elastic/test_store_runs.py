@@ -12,11 +12,13 @@ import torch
 
 from commands import Command, run
 from drifted_rounds import play
+from gossamer.layout import Layout, Leaf
 from gossamer.record import checkpoint
 from gossamer.record.logs.outcomes import read_outcomes
 from gossamer.rules import RULES, Rule
+from gossamer.rules.contract import Context
 from gossamer.run.config.run_file import digest, dump
-from gossamer.run.elastic.store_rounds import is_equal_after_rounds
+from gossamer.run.elastic.store_rounds import is_equal_after_rounds, mixes_by_pull
 from gossamer.topologies import complete
 from gossamer.transport.keys import certificate_of, new_key
 from gossamer.tree import leaves
@@ -84,6 +86,51 @@ def test_a_run_outlives_all_its_workers_and_its_replay_has_their_bits(tmp_path: 
     assert code == 2 and "the store holds another run: key is" in said, said
 
 
+@pytest.mark.timeout(200)
+def test_gossip_in_a_store_goes_on_without_the_dead_and_its_replay_has_the_bits_of_all_slots(tmp_path: Path) -> None:
+    changes = {"rule__name": "gasloc", "topology__name": "random", "codec__name": "int8", "run__elastic": True}
+    config = single(
+        workers=3,
+        run__timeout_s=3,
+        run__steps=240,
+        run__pace_s=0.05,
+        run__eval_every=0,
+        run__checkpoint_every=5,
+        **changes,
+    )
+    (tmp_path / "run.toml").write_text(dump(config))
+    store = tmp_path / "store"
+
+    def start(name: str) -> Command:
+        return Command("train", tmp_path / "run.toml", "--store", store, "--out", tmp_path / name)
+
+    def closed() -> int:
+        return len([*store.glob("r*-commit")])
+
+    one, two, three = start("one"), start("two"), start("three")
+    until(lambda: closed() > 10, one, two, three)
+    three.kill()
+    there = closed()
+    until(lambda: closed() > there + 2, one, two)
+    four = start("four")
+    three.finish()
+    ends = [command.finish() for command in (one, two, four)]
+    assert [code for code, _ in ends] == [0, 0, 0], ends
+    assert "with the state of slot" in ends[2][1], "of an empty folder, it continues from the store"
+    logged = read_outcomes(tmp_path / "one")
+    assert logged == read_outcomes(tmp_path / "four") and sorted(logged) == [0, 1, 2]
+    assert any(one.alive is not None for lives in logged.values() for life in lives for one in life.rounds)
+    code, said = run("simulate", "--replay", tmp_path / "one", "--out", tmp_path / "again")
+    assert code == 0 and "this is not what was computed" not in said, said
+    for worker in range(3):
+        (place,) = tmp_path.glob(f"[otf]*/checkpoints/round-{config.rounds:06}/worker-{worker:03}.json")
+        real, again = (
+            checkpoint.load(where, config.rounds, worker, digest(config))
+            for where in (place.parent.parent, tmp_path / "again" / "checkpoints")
+        )
+        assert torch.equal(real["x"], again["x"]) and all(map(torch.equal, real["outer"], again["outer"])), worker
+
+
 @pytest.mark.timeout(120)
 def test_with_keys_a_store_shows_nothing_and_only_listed_machines_take_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -139,9 +186,9 @@ def test_with_keys_a_store_shows_nothing_and_only_listed_machines_take_part(
     [
         ({"run__elastic": False}, (), "run.elastic is false"),
         (
-            {"rule__name": "gasloc", "topology__name": "random"},
+            {"rule__name": "easgd", "topology__name": "complete"},
             (),
-            "of rule 'gasloc' its workers are not equal in all",
+            "of rule 'easgd' its workers are not equal in all, and it is no plain gossip",
         ),
         ({"codec__name": "int8"}, (), "loses digits"),
         ({"schedule__fragments": 2}, (), "a round has several exchanges"),
@@ -168,3 +215,17 @@ def test_rules_that_a_store_carries_leave_all_workers_equal_in_vectors_and_outer
     xs, states = play(rule, complete(3), start, 3, lambda worker, step, x: drifts[worker, step % 3])
     for x, state in zip(xs[1:], states[1:], strict=True):
         assert all(map(torch.equal, leaves((xs[0], states[0])), leaves((x, state))))
+
+
+PULLED = [rule for rule in (factory() for factory in RULES.values()) if mixes_by_pull(rule)]
+
+
+@pytest.mark.parametrize("rule", PULLED, ids=lambda rule: rule.name)
+def test_rules_of_gossip_in_a_store_send_the_same_whoever_takes_it(rule: Rule) -> None:
+    x = torch.arange(8.0)
+    layout = Layout((Leaf("w", (8,), 0, 8),), 8)
+    contexts = [
+        Context(0, 4, 1, 2, weight, layout, 2, False, peers) for weight, peers in ((0.5, (1,)), (0.25, (1, 2, 3)))
+    ]
+    sent = [leaves(rule.send(x, rule.init(x, ctx), ctx)) for ctx in contexts]
+    assert all(map(torch.equal, *sent))

@@ -1,8 +1,8 @@
 """Rounds of workers that meet in a store alone, in which the whole state of the run lies (`gossamer.transport.bucket`).
 
-Only for rules after whose rounds all workers are equal: then the commits make of any earlier state the newest one. What a worker
-has for itself, as its inner optimizer, is its own or that of a state in the store. The commits say who took part in what, so the
-log of outcomes is written from them, and with it the run can be computed again.
+For rules after whose rounds all workers are equal: then the commits make of any earlier state the newest one, and what a worker
+has for itself, as its inner optimizer, is its own or that of a state in the store. And for gossip, in which each slot has states.
+The commits say who took part in what, so the log of outcomes is written from them, and with it the run can be computed again.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,8 +46,9 @@ from gossamer.transport.bucket.bucket import Bucket, Folder, SecretSeal, opened_
 from gossamer.transport.bucket.perform import perform
 from gossamer.transport.bucket.protocol import Attendance, Basis, Commit, StoreTerms
 from gossamer.transport.bucket.signed import key_seal
+from gossamer.transport.contract import Ticket
 from gossamer.transport.keys import keys_for
-from gossamer.transport.memory import MemoryNetwork
+from gossamer.transport.memory import MemoryNetwork, Parcel
 from gossamer.transport.processes.launch import device_of
 from gossamer.transport.secret import environment_secret
 from gossamer.tree import Tree, leaves, map_leaves, must_fit, refill
@@ -62,6 +63,12 @@ def is_equal_after_rounds(rule: Rule) -> bool:
     return rule.averages and rule.identical and rule.unsent is None and rule.site == "parameters"
 
 
+def mixes_by_pull(rule: Rule) -> bool:
+    """Whether peers may take what a worker has put somewhere: it sends the same to all, and keeps nothing of any of them."""
+    alike = rule.needs == "connected" and not rule.copies_per_peer and not rule.sends_ahead
+    return alike and rule.unsent is None and rule.site == "parameters"
+
+
 def must_fit_a_store(config: ResolvedRun) -> None:
     """Raises ConfigError for a run that a store does not carry."""
     m = None if config.kind != "rounds" else config.in_rounds
@@ -74,10 +81,10 @@ def must_fit_a_store(config: ResolvedRun) -> None:
     }
     if m is not None:
         why |= {
-            f"after a round of rule '{m.rule.name}' its workers are not equal in all": not is_equal_after_rounds(
-                m.rule
+            f"after a round of rule '{m.rule.name}' its workers are not equal in all, and it is no plain gossip": not (
+                is_equal_after_rounds(m.rule) or mixes_by_pull(m.rule)
             ),
-            f"codec '{m.codec.name}' loses digits": not m.codec.exact,
+            f"codec '{m.codec.name}' loses digits of a mean": not m.codec.exact and m.rule.needs == "everyone",
             "a round has several exchanges, or one that does not end with it": not m.exchanges_once,
             "its local steps adapt": m.rule.adapted is not None or config.run.adapt,
             "its experts lie on some workers each": bool(m.holders),
@@ -85,7 +92,7 @@ def must_fit_a_store(config: ResolvedRun) -> None:
     if found := next((reason for reason, holds in why.items() if holds), None):
         raise ConfigError(
             f"--store was given for a run that it does not carry: {found}; it carries runs with run.elastic = true of rules "
-            "such as diloco, slowmo, fedopt and local_sgd with an exact codec and one exchange a round"
+            "such as gasloc, gossip, diloco, slowmo, fedopt and local_sgd with one exchange a round, means with an exact codec"
         )
 
 
@@ -115,9 +122,19 @@ def train_in_store(config: ResolvedRun, folder: Path, url: str) -> None:
         "settings": run_settings(config, task),
         "workers": config.workers,
     }
-    looks = {"look_s": 0.05, "rest_s": 1.0} if isinstance(bucket, Folder) else {}
     deadline_s = config.run.round_deadline_s or config.run.timeout_s
-    terms = StoreTerms(run, config.workers, config.rounds, config.run.timeout_s, deadline_s, seal, **looks)
+    terms = StoreTerms(
+        run,
+        config.workers,
+        config.rounds,
+        config.run.timeout_s,
+        deadline_s,
+        seal,
+        gossip=config.in_rounds.rule.needs != "everyone",
+        rejoin_rounds=config.run.rejoin_rounds,
+    )
+    if isinstance(bucket, Folder):  # which may be asked often
+        terms = terms._replace(look_s=0.05, rest_s=1.0)
     with leaving() as asked, contextlib.ExitStack() as open_:
         work = StoreWork(config, folder, task, asked, open_)
         one = Attendance(terms, work, secrets.token_hex(16), time.monotonic)
@@ -146,7 +163,7 @@ class StoreWork:
         self._config, self._folder, self._task, self._asked, self._open = config, folder, task, asked, open_
         self._method, self._line = config.in_rounds, lineage(config, folder)
         self._device, self._fresh = device_of(config.run.device), task.data.state()
-        self._means = GivenMeans(config.workers)
+        self._means, self._gossip = GivenMeans(config.workers), self._method.rule.needs != "everyone"
         self._present = frozenset[int]()
         self._kept = (0, lambda: b"")
         """Its state after so many rounds, which nothing changes."""
@@ -192,9 +209,12 @@ class StoreWork:
         config = self._config
         self._replica = Replica(self.slot, config, self._task, self._device)
         self._probe = Probe(config, self._task, self._device)
-        transport = MemoryNetwork(config.workers).transport(self.slot)  # of a worker that is alone in a round
+        # Means are given; in gossip it holds what this worker posts, and gets the messages of its peers from the store.
+        self._network = MemoryNetwork(config.workers, lambda parcel: parcel.receiver == self.slot)
         membership = Membership(lambda round, fragment: self._present, closes=self)
-        self._worker = Worker(self._replica, self._method, transport, together=self._means, membership=membership)
+        together = None if self._gossip else self._means
+        transport = self._network.transport(self.slot)
+        self._worker = Worker(self._replica, self._method, transport, together=together, membership=membership)
 
     def proposed(self, round: int) -> tuple[int, frozenset[int]]:
         """See `gossamer.transport.contract.Closes`: the commit is there already."""
@@ -277,7 +297,8 @@ class StoreWork:
         self._segments: Iterator[Segment] = self._worker.segments(round)
         self._segment = next(self._segments)
         self._phase = self._worker.train(self._segment)
-        return _packed_trees(self._worker.loop.messages(round, self._segment.stop))
+        loop = self._worker.loop
+        return _packed_trees((loop.payloads if self._gossip else loop.messages)(round, self._segment.stop))
 
     def steps(self) -> int:
         """See `StoreWorker`."""
@@ -289,6 +310,8 @@ class StoreWork:
             found = self._trees(round, body)
         except CheckpointError:
             return False
+        if self._gossip:
+            return self._worker.loop.are_sound(round, self._worker.loop.stops(round)[0], found)
         return all_finite(tuple(leaf for tree in found for leaf in leaves(tree)))
 
     def mean(self, round: int, messages: Mapping[int, bytes | memoryview]) -> bytes:
@@ -308,7 +331,8 @@ class StoreWork:
     def _trees(self, round: int, body: bytes | memoryview, of: Literal["messages", "means"] = "messages") -> list[Tree]:
         """The messages or means of a round. Raises: CheckpointError for what is none of this run."""
         (stop,) = self._worker.loop.stops(round)
-        forms = self._worker.loop.message_forms(round, stop)
+        loop = self._worker.loop
+        forms = (loop.payload_forms if self._gossip else loop.message_forms)(round, stop)
         if of == "means":
             forms = [map_leaves(widen, form) for form in forms]
         found = unpacked(bytes(body))
@@ -326,8 +350,24 @@ class StoreWork:
 
     def finish(self, commit: Commit, mean: memoryview) -> None:
         """See `StoreWorker`."""
+        means = self._trees(commit.round, mean, of="means")
+        self._means.means = dict(zip(self._segment.stop.sends, means, strict=True))
+        self._end_round(commit, len(commit.parts) - 1)
+
+    def peers(self, round: int, parts: Collection[int]) -> Collection[int]:
+        """See `StoreWorker`."""
+        return self._worker.loop.peers_in(round, frozenset(parts))
+
+    def mix(self, commit: Commit, messages: Mapping[int, memoryview]) -> None:
+        """See `StoreWorker`."""
+        for j, body in messages.items():
+            for p, payload in zip(self._segment.stop.sends, self._trees(commit.round, body), strict=True):
+                self._network.send(Parcel(Ticket(commit.round, p), j, self.slot, tuple(leaves(payload))))
+        self._end_round(commit, len(messages))
+        self._network.held.clear()
+
+    def _end_round(self, commit: Commit, exchanges: int) -> None:
         round, worker, segment = commit.round, self._worker, self._segment
-        self._means.means = dict(zip(segment.stop.sends, self._trees(round, mean, of="means"), strict=True))
         self._present = frozenset(commit.parts)
         report = RoundReport([self._phase], [worker.send(segment)])
         worker.receive(segment)
@@ -336,7 +376,7 @@ class StoreWork:
         if self._finished < self._config.rounds:
             with_state = frozen(self._state())
             self._kept = self._finished, with_state
-        self._record[0].show_exchanges(alive=len(self._present), made=len(self._present) - 1, missed=0, unsure=0)
+        self._record[0].show_exchanges(alive=len(self._present), made=exchanges, missed=0, unsure=0)
         self._stopwatch.phase(report.whole.compute_s)
         self._journal.enter(worker, round, report)
         self._journal.end_own_round(self._replica, self._finished)

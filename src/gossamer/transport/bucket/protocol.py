@@ -5,7 +5,7 @@
     r00000012-from-00003-0001 what the worker of slot 3, the second there, sends in round 12
     r00000012-mean-HASH       the mean of some of these
     r00000012-commit          over whom the mean of round 12 is taken, and which it is: the first one that is created counts
-    s00000012                 the state of a worker after 12 rounds
+    s00000012                 the state of a worker after 12 rounds; s00000012-00003 is that of slot 3, where they differ
     t00003-0001               a process takes slot 3 as the second one
     u00003-0001-00000007      it lives, for the eighth time
     v00003-0001               it has ended
@@ -16,6 +16,10 @@ objects prove who has written them, no worker believes it of another key: each t
 names itself, so that who writes another mean is named and changes nothing. A lease is judged by the observer's own monotonic
 clock, from when it last saw the lease move. Two holders of a slot do no harm, as a commit counts one message of a slot.
 
+In gossip the workers differ. A commit has no mean there: each worker takes the messages of its peers, as the topology has them
+over those that the commit names, so both ends of an exchange count it or neither does. A worker that comes after another
+continues from the last state of its slot, or from a newer one of another slot where that is old.
+
 One listing from the round on shows all that a worker looks for, as leases sort behind rounds. No I/O is here: the steps of a
 worker are a generator that yields what it wants of the store (`Asking`). `gossamer.transport.bucket.perform` does it, and
 `tests/transport/test_bucket_protocol.py` with delays, errors and deaths over virtual time.
@@ -25,7 +29,7 @@ import hashlib
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -42,7 +46,7 @@ _LOOK_SHARE = 0.25
 _STRIKES = 5
 _NAMES = re.compile(
     r"r(?P<round>\d{8})-(?:(?P<commit>commit)|from-(?P<sender>\d{5})-(?P<of>\d{4})|mean-[0-9a-f]{64})"
-    r"|s(?P<state>\d{8})|(?P<kind>[tuv])(?P<slot>\d{5})-(?P<life>\d{4})(?:-(?P<beat>\d{8}))?"
+    r"|s(?P<state>\d{8})(?:-(?P<holder>\d{5}))?|(?P<kind>[tuv])(?P<slot>\d{5})-(?P<life>\d{4})(?:-(?P<beat>\d{8}))?"
 )
 
 
@@ -103,6 +107,10 @@ class StoreTerms(NamedTuple):
     """The shortest pause between two looks."""
     rest_s: float = 15.0
     """The longest."""
+    gossip: bool = False
+    """Whether each worker takes the messages of its peers, and has a state that is its alone."""
+    rejoin_rounds: int = 0
+    """In gossip: a state that is older by more rounds is given up for a newer one of another slot."""
 
 
 class Basis(NamedTuple):
@@ -133,7 +141,7 @@ class Commit(NamedTuple):
     steps: tuple[int, ...]
     """Inner steps behind each slot."""
     mean: str
-    """The SHA-256 of the mean."""
+    """The SHA-256 of the mean; empty in gossip."""
     closer: tuple[int, int]
     """The slot and the life of who has closed it."""
     time_s: float
@@ -156,7 +164,7 @@ class StoreWorker(Protocol):
         ...
 
     def load(self, after: int, donor: int, body: memoryview) -> str:
-        """Takes another worker's state; returns its hash. Raises: CheckpointError."""
+        """Takes a state from the store; returns its hash. Raises: CheckpointError."""
         ...
 
     def add(self, commit: Commit, mean: memoryview) -> None:
@@ -191,6 +199,14 @@ class StoreWorker(Protocol):
         """Ends the round with its mean. Raises: CheckpointError."""
         ...
 
+    def peers(self, round: int, parts: Collection[int]) -> Collection[int]:
+        """In gossip: whose messages it takes in a round over these slots."""
+        ...
+
+    def mix(self, commit: Commit, messages: Mapping[int, memoryview]) -> None:
+        """Ends the round with the messages of its peers. Raises: CheckpointError."""
+        ...
+
     def state(self, finished: int) -> bytes | None:
         """Its state, where one is due after so many rounds."""
         ...
@@ -217,6 +233,10 @@ def _mean(round: int, sha256: str) -> str:
     return f"r{round:08d}-mean-{sha256}"
 
 
+def _state(after: int, slot: int = -1) -> str:
+    return f"s{after:08d}" + (f"-{slot:05d}" if slot >= 0 else "")
+
+
 def _held(kind: str, slot: int, life: int) -> str:
     return f"{kind}{slot:05d}-{life:04d}"
 
@@ -231,6 +251,9 @@ class Sightings:
         self.messages: dict[int, dict[int, int]] = defaultdict(dict)
         """By round and slot the life of who has sent."""
         self.states: set[int] = set()
+        """The rounds after which there is one."""
+        self.holders: dict[int, set[int]] = defaultdict(set)
+        """In gossip the rounds after which there is one, by slot."""
         self.lives: dict[int, int] = {}
         """By slot its last life."""
         self.ended: set[tuple[int, int]] = set()
@@ -251,6 +274,8 @@ class Sightings:
                 self._moves(slot, life, (0, round + 1), now)
             elif found["state"]:
                 self.states.add(int(found["state"]))
+                if found["holder"] and int(found["holder"]) < self._workers:
+                    self.holders[int(found["holder"])].add(int(found["state"]))
             elif found["kind"]:
                 slot, life = int(found["slot"]), int(found["life"])
                 self.lives[slot] = max(life, self.lives.get(slot, 0))
@@ -371,9 +396,11 @@ class Attendance:
                 done = yield from self._exchange(body)
                 if done is None:
                     break
-                yield Do(partial(work.finish, *done))
+                yield Do(partial(work.mix if terms.gossip else work.finish, *done))
                 own, self.round, self._begun = self.round + 1, self.round + 1, None
-                if done[0].closer == (self.slot, self.life):
+                if terms.gossip:
+                    yield from self._keep_own_state()
+                elif done[0].closer == (self.slot, self.life):
                     yield from self._keep_state()
                 if self.round == terms.rounds:
                     return
@@ -457,48 +484,77 @@ class Attendance:
 
         Raises: CheckpointError where no state leads there.
         """
-        waited_s = 0.0  # its own pauses: after it was stopped it looks again before it gives up
+        waited_s, terms = 0.0, self.terms  # its own pauses: after it was stopped it looks again before it gives up
         while True:
             yield from self._look(None)
             newest = max(self.seen.states, default=-1)
             first = min(own, newest) if newest >= 0 else own
             yield from self._look(max(0, first - 1))
-            finished, states = self.seen.newest + 1, sorted(self.seen.states, reverse=True)
-            bases = [own, *states]
-            if newest > own and finished - own > AHEAD:
-                bases = [newest, own, *states[1:]]
-            for base in (base for base in bases if base <= finished):
-                begun = yield from self._base(base, own)
-                if begun is not None and (yield from self._add_means(base)):
+            finished = self.seen.newest + 1
+            if terms.gossip:
+                finished = max(finished, own)  # a listing may lack the outcomes that led to its own state
+            for base, donor in self._bases(own, finished):
+                begun = yield from self._base(base, own, donor)
+                if begun is not None and (
+                    yield from (self._go_to(finished) if terms.gossip else self._add_means(base))
+                ):
                     # All inner steps that count in a mean are behind a slot, whoever has taken them.
                     self._begun = begun._replace(steps=self._steps[self.slot])
                     yield Do(partial(self._work.start, self.round, self._begun))
-                    return self.round < self.terms.rounds
-            if waited_s > self.terms.timeout_s:
+                    return self.round < terms.rounds
+            if waited_s > terms.timeout_s:
                 raise CheckpointError(
                     f"{finished} rounds are closed and no state from which they follow is there any more: neither this worker "
                     "nor the store has one; start again with an empty store"
                 )
             waited_s += yield from self._pause(waited_s)
 
-    def _base(self, after: int, own: int) -> Steps[Basis | None]:
+    def _bases(self, own: int, finished: int) -> list[tuple[int, int]]:
+        """The states with which it may go on, best first: the rounds behind each, and its slot, -1 where all are equal."""
+        states = sorted(self.seen.states, reverse=True)
+        if not self.terms.gossip:
+            bases = [own, *states]
+            if states and states[0] > own and finished - own > AHEAD:
+                bases = [states[0], own, *states[1:]]
+            return [(base, -1) for base in bases if base <= finished]
+        there = [(after, slot) for slot, some in self.seen.holders.items() for after in some if after <= finished]
+        newest = max([own, *(after for after, slot in there if slot == self.slot)])
+        young = finished - newest <= self.terms.rejoin_rounds
+
+        def order(one: tuple[int, int]) -> tuple[bool, int, bool, bool]:
+            return one[1] != self.slot and young, -one[0], one[1] != self.slot, one[0] != own
+
+        return sorted({(own, self.slot), (0, self.slot), *there}, key=order)
+
+    def _base(self, after: int, own: int, donor: int) -> Steps[Basis | None]:
         """Takes its own state, or that in the store, after so many rounds; None where there is none."""
-        if after == own:
+        if (after == own or not after) and donor in (-1, self.slot):
             sha256 = yield Do(partial(self._work.restore, after))
-            return None if sha256 is None else Basis(after, self.slot, sha256)
+            if sha256 is not None or donor < 0:
+                return None if sha256 is None else Basis(after, self.slot, sha256)
         try:
-            item = yield from self._read(f"s{after:08d}")
+            item = yield from self._read(_state(after, donor))
         except TransportError as error:
             if not self.terms.seal.proves_writers:
                 raise
             self._work.say(str(error))
             item = None
-        donor = item.head.get("slot") if item is not None and isinstance(item.head, dict) else None
-        if item is None or not isinstance(donor, int) or not 0 <= donor < self.terms.workers or not item.is_of(donor):
+        slot = item.head.get("slot") if item is not None and isinstance(item.head, dict) else None
+        slot = slot if isinstance(slot, int) and 0 <= slot < self.terms.workers and donor in (-1, slot) else None
+        if item is None or slot is None or not item.is_of(slot):
             self.seen.states.discard(after)  # until a listing shows it again
+            self.seen.holders[donor].discard(after)
             return None
-        sha256 = yield Do(partial(self._work.load, after, donor, item.body))
-        return Basis(after, donor, sha256)
+        sha256 = yield Do(partial(self._work.load, after, slot, item.body))
+        return Basis(after, slot, sha256)
+
+    def _go_to(self, finished: int) -> Steps[bool]:
+        """In gossip: goes on after so many rounds; returns whether the last of them can be read."""
+        before = (yield from self.read_commit(finished - 1)) if finished else None
+        if before is not None:
+            self._steps = before.steps
+        self.round = finished
+        return before is not None or not finished
 
     def _add_means(self, after: int) -> Steps[bool]:
         """Adds the means of all rounds that are closed; returns whether all of them were there."""
@@ -522,8 +578,8 @@ class Attendance:
 
     # --- a round ------------------------------------------------------------------------------------------------------
 
-    def _exchange(self, body: bytes) -> Steps[tuple[Commit, memoryview] | None]:
-        """The commit and the mean of this round, with this worker's message; None where it does not count, or shall leave."""
+    def _exchange(self, body: bytes) -> Steps[tuple[Commit, Any] | None]:
+        """The commit of this round, and its mean or the messages of this worker's peers, where its own counts; else None."""
         terms, round = self.terms, self.round
         begun = None if self._begun is None else self._begun._asdict()
         head = {"steps": self._work.steps(), "begun": begun}
@@ -549,7 +605,7 @@ class Attendance:
                 part = commit.parts.get(self.slot)
                 if part is None or part.life != self.life:
                     return None
-                ended = yield from self._mean_of(commit, own)
+                ended = yield from (self._of_peers if terms.gossip else self._mean_of)(commit, own)
                 if ended is not None:
                     self._steps = ended[0].steps
                     return ended
@@ -589,8 +645,10 @@ class Attendance:
                 items[slot] = item
         if {slot for slot, _ in bad} & sent.keys() and not late:
             return None  # whom it was waited for may change now
-        mean = yield Do(partial(self._work.mean, self.round, {slot: item.body for slot, item in items.items()}))
-        sha256 = hashlib.sha256(mean).hexdigest()
+        mean, sha256 = b"", ""
+        if not self.terms.gossip:
+            mean = yield Do(partial(self._work.mean, self.round, {slot: item.body for slot, item in items.items()}))
+            sha256 = hashlib.sha256(mean).hexdigest()
         steps = [*self._steps]
         for slot, item in items.items():
             steps[slot] = item.head["steps"]
@@ -601,7 +659,8 @@ class Attendance:
             "closer": [self.slot, self.life],
             "time_s": round(self._wall(), 3),
         }
-        yield from self._create(_mean(self.round, sha256), {}, mean)
+        if sha256:
+            yield from self._create(_mean(self.round, sha256), {}, mean)
         yield from self._create(commit_name(self.round), head)
         return (yield from self.read_commit(self.round))
 
@@ -611,23 +670,13 @@ class Attendance:
         Where the closer is not trusted, both are what follows from the messages that the commit names, which nobody else can have
         signed. Who the closer has left out is its word. Raises: PeerError where these may not count.
         """
-        closer, round, items = f"worker {commit.closer[0]}", commit.round, dict[int, Item]()
+        round = commit.round
         if self.terms.seal.trusts(commit.closer[0]):
             there = yield from self._read(_mean(round, commit.mean))
             return None if there is None else (commit, there.body)
-        for slot, part in commit.parts.items():
-            item = own if own is not None and slot == self.slot else None
-            if item is None:
-                item = yield from self._read(_message(round, slot, part.life))
-            if item is None:
-                return None
-            sound = yield Do(partial(self._work.is_sound, round, item.body))
-            if _part(part.life, item.head) is None or not sound:
-                raise PeerError(
-                    f"{closer} has closed round {round + 1} over what worker {slot} sent, which is not sound; take its key out "
-                    "of [peers] and start again with an empty store"
-                )
-            items[slot] = item
+        items = yield from self._messages(commit, commit.parts, own)
+        if items is None:
+            return None
         mean: bytes | memoryview = yield Do(partial(self._work.mean, round, {j: one.body for j, one in items.items()}))
         outcome, sha256 = _outcome(commit, items), hashlib.sha256(mean).hexdigest()
         if sha256 != commit.mean:
@@ -638,13 +687,45 @@ class Attendance:
                 mean = there.body
             else:
                 outcome = outcome._replace(mean=sha256)
+        self._correct(commit, outcome)
+        return outcome, memoryview(mean)
+
+    def _of_peers(self, commit: Commit, own: Item) -> Steps[tuple[Commit, dict[int, memoryview]] | None]:
+        """A closed round and the messages of this worker's peers; None where not all show yet, or are there any more."""
+        peers = yield Do(partial(self._work.peers, commit.round, commit.parts))
+        items = yield from self._messages(commit, peers, None)
+        if items is None:
+            return None
+        outcome = _outcome(commit, {**items, self.slot: own})
+        self._correct(commit, outcome)
+        return outcome, {slot: item.body for slot, item in items.items()}
+
+    def _messages(self, commit: Commit, slots: Iterable[int], own: Item | None) -> Steps[dict[int, Item] | None]:
+        """The messages of these slots, on which a commit builds; None where one is not there. Raises: PeerError."""
+        items, round = dict[int, Item](), commit.round
+        for slot in slots:
+            item = own if own is not None and slot == self.slot else None
+            if item is None:
+                item = yield from self._read(_message(round, slot, commit.parts[slot].life))
+            if item is None:
+                return None
+            sound = yield Do(partial(self._work.is_sound, round, item.body))
+            if _part(commit.parts[slot].life, item.head) is None or not sound:
+                raise PeerError(
+                    f"worker {commit.closer[0]} has closed round {round + 1} over what worker {slot} sent, which is not sound; "
+                    "take its key out of [peers] and start again with an empty store"
+                )
+            items[slot] = item
+        return items
+
+    def _correct(self, commit: Commit, outcome: Commit) -> None:
+        """Goes on with what follows from the messages, in place of what a commit says."""
         if outcome != commit:
             self._work.say(
-                f"round {round + 1}: {closer} has closed it with what does not follow from its messages, which is not believed; "
-                "look at that machine, and take its key out of [peers] before the next run"
+                f"round {commit.round + 1}: worker {commit.closer[0]} has closed it with what does not follow from its messages, "
+                "which is not believed; look at that machine, and take its key out of [peers] before the next run"
             )
-            self.commits[round] = outcome
-        return outcome, memoryview(mean)
+            self.commits[commit.round] = outcome
 
     def _keep_state(self) -> Steps[None]:
         """Writes the state of this round where one is due, and removes what nobody needs since then."""
@@ -665,6 +746,25 @@ class Attendance:
         for state in states[:-2]:  # last, so that one that dies here leaves what the next begins with
             yield from self._remove(f"s{state:08d}")
             self.seen.states.discard(state)
+
+    def _keep_own_state(self) -> Steps[None]:
+        """In gossip: writes its state where one is due, and removes what is older of this slot than the last but one."""
+        body = yield Do(partial(self._work.state, self.round))
+        if body is None:
+            return
+        yield from self._create(_state(self.round, self.slot), {"slot": self.slot}, body)
+        states = sorted(self.seen.holders[self.slot] | {self.round})
+        self.seen.holders[self.slot].add(self.round)
+        if len(states) < 2:
+            return
+        first, until = (states[0] if len(states) > 2 else 0), states[-2]
+        names: list[str] = yield from self._names(f"r{first:08d}")
+        for name in names:
+            if name < f"r{until:08d}" and f"-from-{self.slot:05d}-" in name:
+                yield from self._remove(name)
+        for state in states[:-2]:
+            yield from self._remove(_state(state, self.slot))
+            self.seen.holders[self.slot].discard(state)
 
     # --- the store ----------------------------------------------------------------------------------------------------
 
@@ -808,6 +908,6 @@ def commit_in(round: int, head: object, workers: int) -> Commit | None:
             counts = all(type(one) is int and 0 <= one < 1 << 62 for one in steps) and len(steps) == workers
             begun = [part.begun for part in kept.values() if part.begun is not None]
             begins = all(one.after <= round and one.donor < workers for one in begun)
-            if 0 < len(kept) == len(parts) and counts and begins and re.fullmatch("[0-9a-f]{64}", mean):
+            if 0 < len(kept) == len(parts) and counts and begins and re.fullmatch("([0-9a-f]{64})?", mean):
                 return Commit(round, kept, tuple(steps), mean, (slot, life), float(time_s))
     return None
