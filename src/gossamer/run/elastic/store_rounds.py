@@ -18,7 +18,6 @@ from typing import Any, Literal
 from torch import Tensor
 
 from gossamer.errors import CheckpointError, ConfigError, GossamerError
-from gossamer.finite import all_finite
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.locks import holding
@@ -41,7 +40,6 @@ from gossamer.run.worker.replica import MISFITS, Replica
 from gossamer.run.worker.task import Task
 from gossamer.run.worker.worker import RoundReport, Segment, Worker
 from gossamer.stop_signals import Asked, leaving
-from gossamer.topologies.mixing import widen
 from gossamer.transport.bucket.bucket import Bucket, Folder, SecretSeal, opened_bucket
 from gossamer.transport.bucket.perform import perform
 from gossamer.transport.bucket.protocol import Attendance, Basis, Commit, StoreTerms
@@ -51,7 +49,7 @@ from gossamer.transport.keys import keys_for
 from gossamer.transport.memory import MemoryNetwork, Parcel
 from gossamer.transport.processes.launch import device_of
 from gossamer.transport.secret import environment_secret
-from gossamer.tree import Tree, leaves, map_leaves, must_fit, refill
+from gossamer.tree import Tree, leaves, must_fit, refill
 
 log = logging.getLogger("gossamer")
 ROUNDING = 1e-4
@@ -84,7 +82,7 @@ def must_fit_a_store(config: ResolvedRun) -> None:
             f"after a round of rule '{m.rule.name}' its workers are not equal in all, and it is no plain gossip": not (
                 is_equal_after_rounds(m.rule) or mixes_by_pull(m.rule)
             ),
-            f"codec '{m.codec.name}' loses digits of a mean": not m.codec.exact and m.rule.needs == "everyone",
+            f"codec '{m.codec.name}' encodes the sums of a mean too": m.codec.back is not None,
             "a round has several exchanges, or one that does not end with it": not m.exchanges_once,
             "its local steps adapt": m.rule.adapted is not None or config.run.adapt,
             "its experts lie on some workers each": bool(m.holders),
@@ -92,7 +90,7 @@ def must_fit_a_store(config: ResolvedRun) -> None:
     if found := next((reason for reason, holds in why.items() if holds), None):
         raise ConfigError(
             f"--store was given for a run that it does not carry: {found}; it carries runs with run.elastic = true of rules "
-            "such as gasloc, gossip, diloco, slowmo, fedopt and local_sgd with one exchange a round, means with an exact codec"
+            "such as gasloc, gossip, diloco, slowmo, fedopt and local_sgd with one exchange a round"
         )
 
 
@@ -297,8 +295,7 @@ class StoreWork:
         self._segments: Iterator[Segment] = self._worker.segments(round)
         self._segment = next(self._segments)
         self._phase = self._worker.train(self._segment)
-        loop = self._worker.loop
-        return _packed_trees((loop.payloads if self._gossip else loop.messages)(round, self._segment.stop))
+        return _packed_trees(self._worker.loop.payloads(round, self._segment.stop))
 
     def steps(self) -> int:
         """See `StoreWorker`."""
@@ -310,9 +307,7 @@ class StoreWork:
             found = self._trees(round, body)
         except CheckpointError:
             return False
-        if self._gossip:
-            return self._worker.loop.are_sound(round, self._worker.loop.stops(round)[0], found)
-        return all_finite(tuple(leaf for tree in found for leaf in leaves(tree)))
+        return self._worker.loop.are_sound(round, self._worker.loop.stops(round)[0], found)
 
     def mean(self, round: int, messages: Mapping[int, bytes | memoryview]) -> bytes:
         """See `StoreWorker`."""
@@ -332,9 +327,7 @@ class StoreWork:
         """The messages or means of a round. Raises: CheckpointError for what is none of this run."""
         (stop,) = self._worker.loop.stops(round)
         loop = self._worker.loop
-        forms = (loop.payload_forms if self._gossip else loop.message_forms)(round, stop)
-        if of == "means":
-            forms = [map_leaves(widen, form) for form in forms]
+        forms = (loop.mean_forms if of == "means" else loop.payload_forms)(round, stop)
         found = unpacked(bytes(body))
         try:
             read = iter(found["leaves"])

@@ -28,7 +28,6 @@ from gossamer.transport.secret import CODE_BYTES, code
 from gossamer.transport.sockets.addresses import split
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.header import GUESTS, wrong_version
-from gossamer.transport.sockets.mailbox import connect, is_box
 
 HANDSHAKE_S = 10.0
 """How long a whole handshake may take."""
@@ -135,8 +134,6 @@ def dial(
 ) -> Channel:
     """A connection with the process at `host:port`, after both ends have proved that they know the secret of the run.
 
-    A host may be a box of a mailbox (`gossamer.transport.sockets.mailbox`).
-
     Args:
         keys: encrypts the connection, and stands in place of the secret.
         whom: the number that the other end must have, where there are keys; None for any of the run.
@@ -169,8 +166,7 @@ def dial_any(
     if keys is not None and me not in GUESTS:
         keys.must_own(me)
     # The one place where a process dials.
-    host, port = split(address)
-    sock = connect(host, timeout_s) if is_box(host) else socket.create_connection((host, port), timeout_s)
+    sock = socket.create_connection(split(address), timeout_s)
     channel = Channel(sock, timeout_s)
     patience_s = min(timeout_s, HANDSHAKE_S)
     try:

@@ -146,8 +146,8 @@ class Listener:
         self._secret = secret if keys is None else SECRET_WORD
         self._arrived, self.refusals = arrived, refusals
         # Each step has its own places: however many connections stay at one, they end none at a later one. An address may have
-        # all places that no other wants, as honest workers share it with strangers behind one router, and all who dial a
-        # mailbox have that of loopback. A worker is ended only if so many others come during one round trip to it.
+        # all places that no other wants, as honest workers share it with strangers behind one router. A worker is ended only if
+        # so many others come during one round trip to it.
         self._handshakes = [ConnectionLimit(_PLACES, _PLACES) for _ in range(_STEPS)]
         self._closed = False
         self._busy = 0
