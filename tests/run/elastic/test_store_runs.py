@@ -1,6 +1,7 @@
 """Runs whose whole state lies in a folder: workers die, others come, all die, and the run goes on."""
 
 import base64
+import contextlib
 import json
 import signal
 import time
@@ -15,10 +16,14 @@ from drifted_rounds import play
 from gossamer.layout import Layout, Leaf
 from gossamer.record import checkpoint
 from gossamer.record.logs.outcomes import read_outcomes
+from gossamer.record.packed import packed, unpacked
 from gossamer.rules import RULES, Rule
 from gossamer.rules.contract import Context
+from gossamer.run.config.resolve import resolve
 from gossamer.run.config.run_file import digest, dump
-from gossamer.run.elastic.store_rounds import is_equal_after_rounds, mixes_by_pull
+from gossamer.run.elastic.store_rounds import StoreWork, is_equal_after_rounds, mixes_by_pull
+from gossamer.run.worker.task import task_of
+from gossamer.stop_signals import Asked
 from gossamer.topologies import complete
 from gossamer.transport.keys import certificate_of, new_key
 from gossamer.tree import leaves
@@ -245,6 +250,25 @@ def test_rules_that_a_store_carries_leave_all_workers_equal_in_vectors_and_outer
     xs, states = play(rule, complete(3), start, 3, lambda worker, step, x: drifts[worker, step % 3])
     for x, state in zip(xs[1:], states[1:], strict=True):
         assert all(map(torch.equal, leaves((xs[0], states[0])), leaves((x, state))))
+
+
+def test_the_mean_of_another_machine_counts_where_it_differs_by_rounding_alone(tmp_path: Path) -> None:
+    config = resolve(single(workers=2, **MEANS), real=True)
+    with contextlib.ExitStack() as open_:
+        work = StoreWork(config, tmp_path, task_of(config), Asked(), open_)
+        work.begin(0, 0)
+        sent = work.train(0)
+        own = work.mean(0, {0: sent, 1: sent})
+        (mean,) = unpacked(own)["leaves"]
+        for other, counts in (
+            (mean * (1 + 1e-6), True),
+            (mean * 1.01, False),
+            (mean + torch.eye(1, len(mean))[0], False),
+            (mean.index_fill(0, torch.tensor([3]), torch.nan), False),
+            (mean[1:], False),
+        ):
+            assert work.is_mean(0, own, memoryview(packed({"leaves": [other]}))) == counts
+        assert not work.is_mean(0, own, memoryview(b"no tensors"))
 
 
 PULLED = [rule for rule in (factory() for factory in RULES.values()) if mixes_by_pull(rule)]
