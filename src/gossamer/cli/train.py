@@ -201,7 +201,7 @@ def _opened(way: _WayIn, run: "ResolvedRun", *, resumes: bool) -> _WayIn:
         way = way._replace(among=_listen_at(served.listen, run, way.join, way.among), local=local)
     _must_be_dialled("--join", way.join)
     _must_be_dialled("--server", served.server if served.worker is not None else None)
-    keys = keys_for(run.peers, run.workers)  # before processes are started, so that a key that is missing is told once
+    keys = keys_for(run.peers, run.workers)  # before processes are started, so that a missing key is reported once
     if keys is None and served.store is None:
         _warn_of_plain(run, served, way.among, way.join)
     starts = way.among is None or way.among.first == 0

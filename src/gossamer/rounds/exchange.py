@@ -181,7 +181,7 @@ def update_from_zeros(setup: Setup, mixing: Mixing, ctx: Context) -> None:
 
 
 def payload_of(setup: Setup, mixing: Mixing, ctx: Context) -> Tree:
-    """What a worker posts to each of its peers, in memory of its own. Raises: TrainingError where it is not finite."""
+    """What a worker posts to each of its peers, copied. Raises: TrainingError where it is not finite."""
     job = _Job(setup, mixing, with_mixing(ctx, mixing), None)
     return map_leaves(Tensor.clone, _payload(job, _sent(job)))
 

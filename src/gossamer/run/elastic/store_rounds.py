@@ -103,10 +103,10 @@ def train_in_store(config: ResolvedRun, folder: Path, url: str) -> None:
     bucket, keys, secret = opened_bucket(url), keys_for(config.peers, config.workers), environment_secret()
     if keys is None:
         log.warning(
-            "what lies in the store '%s' is not encrypted: whoever may read there reads the parameters, and %s; give rights to "
+            "what lies in the store '%s' is not encrypted: all who may read there read the parameters, and %s; give rights to "
             "the machines of the run alone, or list their keys as [peers] in the run file (gossamer keys)",
             url,
-            "who knows the secret changes the run" if secret else "whoever may write there changes the run",
+            "all who know the secret can change the run" if secret else "all who may write there can change the run",
         )
     task, key = prepare(config)
     try:
@@ -304,10 +304,10 @@ class StoreWork:
     def is_sound(self, round: int, body: memoryview) -> bool:
         """See `StoreWorker`."""
         try:
-            found = self._trees(round, body)
+            payloads = self._trees(round, body)
         except CheckpointError:
             return False
-        return self._worker.loop.are_sound(round, self._worker.loop.stops(round)[0], found)
+        return self._worker.loop.are_sound(round, self._worker.loop.stops(round)[0], payloads)
 
     def mean(self, round: int, messages: Mapping[int, bytes | memoryview]) -> bytes:
         """See `StoreWorker`."""

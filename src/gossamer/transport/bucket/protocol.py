@@ -510,7 +510,7 @@ class Attendance:
             waited_s += yield from self._pause(waited_s)
 
     def _bases(self, own: int, finished: int) -> list[tuple[int, int]]:
-        """The states with which it may go on, best first: the rounds behind each, and its slot, -1 where all are equal."""
+        """The states from which it may continue, best first: the rounds behind each, and its slot, -1 where all are equal."""
         states = sorted(self.seen.states, reverse=True)
         if not self.terms.gossip:
             bases = [own, *states]
@@ -549,7 +549,7 @@ class Attendance:
         return Basis(after, slot, sha256)
 
     def _go_to(self, finished: int) -> Steps[bool]:
-        """In gossip: goes on after so many rounds; returns whether the last of them can be read."""
+        """In gossip: continues after so many rounds; returns whether the outcome of the last can be read."""
         before = (yield from self.read_commit(finished - 1)) if finished else None
         if before is not None:
             self._steps = before.steps
@@ -719,7 +719,7 @@ class Attendance:
         return items
 
     def _correct(self, commit: Commit, outcome: Commit) -> None:
-        """Goes on with what follows from the messages, in place of what a commit says."""
+        """Replaces what a commit says by what follows from its messages, and names its closer."""
         if outcome != commit:
             self._work.say(
                 f"round {commit.round + 1}: worker {commit.closer[0]} has closed it with what does not follow from its messages, "
@@ -785,8 +785,8 @@ class Attendance:
 
         Claims and ends of slots, and outcomes of later rounds, are read once each; what is of a life needs the claim of it.
         """
-        found = {name: match.groupdict() for name in names if (match := _NAMES.fullmatch(name)) is not None}
-        for name, one in found.items():
+        parsed = {name: match.groupdict() for name in names if (match := _NAMES.fullmatch(name)) is not None}
+        for name, one in parsed.items():
             later = one["commit"] is not None and int(one["round"]) > self.round
             if (later or one["kind"] in ("t", "v")) and name not in self._believed:
                 try:
@@ -797,7 +797,7 @@ class Attendance:
                     self._believed[name] = False
                     self._work.say(str(error))
         kept: list[str] = []
-        for name, one in found.items():
+        for name, one in parsed.items():
             slot, life = one["sender"] or one["slot"], one["of"] or one["life"]
             claimed = slot is None or self._believed.get(f"t{slot}-{life}", False)
             if claimed and self._believed.get(name, True):

@@ -2,7 +2,7 @@
 
 The object `key` has a random key of the run, once for each listed machine, encrypted for it alone: X25519 between a key that is
 used once and the machine's own, which is that of its certificate (the map from Ed25519 to X25519 of RFC 7748), then HKDF and
-ChaCha20-Poly1305. Whoever comes first creates it, and signs it. Each other object is
+ChaCha20-Poly1305. The first worker creates and signs it. Each other object is
 
     [Ed25519 signature, SHA-256 of the writer's certificate, salt, ciphertext]
 
@@ -99,7 +99,7 @@ class KeySeal:
 
 
 def key_seal(bucket: Bucket, keys: Keys) -> KeySeal:
-    """How objects of this run are signed and encrypted; whoever comes first makes the key of the run.
+    """How objects of this run are signed and encrypted; the first worker makes the key of the run.
 
     Raises: ConfigError, PeerError for a store whose key this machine cannot open; OSError.
     """
@@ -184,20 +184,20 @@ def _private_key(keys: Keys) -> Any:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    found = load_pem_private_key(keys.path.read_bytes(), None)
-    if not isinstance(found, Ed25519PrivateKey):
+    key = load_pem_private_key(keys.path.read_bytes(), None)
+    if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(f"'{keys.path}' is no Ed25519 key, which a store needs; make one with gossamer keys new NAME")
-    return found
+    return key
 
 
 def _public_key(certificate: bytes) -> Any:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-    found = x509.load_der_x509_certificate(certificate).public_key()
-    if not isinstance(found, Ed25519PublicKey):
+    key = x509.load_der_x509_certificate(certificate).public_key()
+    if not isinstance(key, Ed25519PublicKey):
         raise _unusable(certificate)
-    return found
+    return key
 
 
 def _agreement_key(certificate: bytes) -> Any:
