@@ -440,15 +440,17 @@ def test_two_workers_that_wait_long_for_a_third_ask_the_store_at_most_twenty_tim
     assert 10 < world.store.requests - before <= 10 * 20, "of all three, in ten minutes"
 
 
-def test_a_mean_costs_a_few_requests_for_each_worker_of_a_round() -> None:
-    """Besides listings: each puts its message, one reads them all, and each reads the outcome and the mean."""
+@pytest.mark.parametrize("kind", [Chain, Mixer])
+def test_a_round_costs_a_few_requests_for_each_worker_and_one_more_for_each_peer(kind: type[Chain]) -> None:
+    """Besides listings: each puts its message, one reads them all, and each reads the outcome and the mean, or its peers."""
     for workers in (4, 16):
         world = World(0, workers, rounds=20, faults=0.0)
+        world.kind, world.terms = kind, world.terms._replace(gossip=kind is Mixer)
         for _ in range(workers):
             world.start({})
         world.run()
-        must_hold(world)
-        assert world.store.asked_of_rounds <= 5 * workers * 20
+        (must_hold_in_gossip if kind is Mixer else must_hold)(world)
+        assert world.store.asked_of_rounds <= (7 if kind is Mixer else 5) * workers * 20
 
 
 class Liar(Chain):
