@@ -180,17 +180,36 @@ def update_from_zeros(setup: Setup, mixing: Mixing, ctx: Context) -> None:
     _update_with_mean(setup, zeros, [leaves(zeros)], ctx)
 
 
-def message_of(setup: Setup, mixing: Mixing, ctx: Context) -> Tree:
-    """A worker's message for a mean, copied. Raises: TrainingError where it is not finite."""
-    message = own_message(setup.rule, setup.part.x, setup.part.s, with_mixing(ctx, mixing))
-    _must_be_finite(ctx, "message", {ctx.worker: message})
-    return message
+def payload_of(setup: Setup, mixing: Mixing, ctx: Context) -> Tree:
+    """What a worker posts to each of its peers, copied. Raises: TrainingError where it is not finite."""
+    job = _Job(setup, mixing, with_mixing(ctx, mixing), None)
+    return map_leaves(Tensor.clone, _payload(job, _sent(job)))
 
 
-def mean_of(setup: Setup, mixing: Mixing, messages: Mapping[int, Tree]) -> Tree:
-    """The mean of the messages of all participants, as each of them would compute it."""
+def payload_form(setup: Setup, mixing: Mixing, ctx: Context) -> Tree:
+    """Shapes and dtypes of `payload_of`."""
+    form = message_template(setup.rule, setup.part.x, setup.part.s, with_mixing(ctx, mixing))
+    return encode(setup.codec, form, 0)
+
+
+def is_sound(setup: Setup, mixing: Mixing, ctx: Context, payload: Tree) -> bool:
+    """Whether a payload of this form may count."""
+    form = message_template(setup.rule, setup.part.x, setup.part.s, with_mixing(ctx, mixing))
+    return _decoded(setup.codec, payload, _with_data(form, setup.part.x.device)) is not None
+
+
+def mean_of(setup: Setup, mixing: Mixing, ctx: Context, payloads: Mapping[int, Tree]) -> Tree:
+    """The mean of what all that take part have posted, as each of them would take it."""
+    form = message_template(setup.rule, setup.part.x, setup.part.s, with_mixing(ctx, mixing))
+    form = _with_data(form, setup.part.x.device)
+    messages = {j: decode(setup.codec, payload, form) for j, payload in payloads.items()}
     first = min(messages)
     return setup.rule.combine(messages[first], messages, first, mixing.rows[first])
+
+
+def mean_form(setup: Setup, mixing: Mixing, ctx: Context) -> Tree:
+    """Shapes and dtypes of `mean_of`."""
+    return map_leaves(widen, message_template(setup.rule, setup.part.x, setup.part.s, with_mixing(ctx, mixing)))
 
 
 def update_with_mean(setup: Setup, mixing: Mixing, ctx: Context, mean: Tree) -> None:
@@ -213,8 +232,8 @@ def finish_all(exchanges: Sequence[Exchange], each: Each) -> None:
 def _legs(job: _Job) -> _Legs:
     """The legs of an exchange: through peers, chunk owners, one process or an all-reduce."""
     setup, mixing, ctx, _ = job
-    codec = setup.codec
-    owned = codec.exact or codec.back is not None
+    codec, given = setup.codec, setup.together is not None and setup.together.given
+    owned = codec.exact or codec.back is not None or given
     if not setup.rule.averages or not owned or len(mixing.rows[ctx.worker]) == 1:
         return _with_peers(job)
     if setup.together is not None and setup.together.takes(mixing) and codec.back is None and setup.compare is None:
@@ -276,10 +295,15 @@ def _announce(job: _Job) -> None:
     template = encode(setup.codec, form, 0)
 
     def sound(frames: Sequence[Tensor]) -> bool:
-        return _decoded(setup.codec, refill(template, frames), form) is not None
+        return _decoded(setup.codec, refill(template, frames), _with_data(form, frames[0].device)) is not None
 
     for j in job.mixing.receives_from(ctx.worker):
         setup.transport.expect(job.ticket(), j, leaves(template), sound if job.declines else None)
+
+
+def _with_data(form: Tree, device: torch.device) -> Tree:
+    """Tensors of a form that may have none: what a codec decodes for a form without data has no data to look at."""
+    return map_leaves(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device), form)
 
 
 def _payload(job: _Job, sent: Sent) -> Tree:

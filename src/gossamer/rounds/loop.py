@@ -24,17 +24,19 @@ from gossamer.rounds.exchange import (
     Exchange,
     begin,
     initial_state,
+    is_sound,
+    mean_form,
     mean_of,
-    message_of,
+    payload_form,
+    payload_of,
     sent_again,
     update_from_zeros,
     update_with_mean,
-    with_mixing,
 )
 from gossamer.rounds.schedule import Stop
 from gossamer.rounds.setup import Part, Setup
 from gossamer.rounds.sharing import Sharing
-from gossamer.rounds.together import Together, message_template
+from gossamer.rounds.together import Together
 from gossamer.rounds.updates import MixedUpdate, rule_of_updates, topology_of_updates
 from gossamer.rules import Context, Rule, gossip, local_sgd
 from gossamer.rules.master import HALVES, with_master
@@ -280,29 +282,35 @@ class OuterLoop:
                 self.in_flight.update(exchanges)
                 return operations
 
-    def messages(self, round: int, stop: Stop) -> list[Tree]:
-        """This worker's messages at a stop for means that another worker computes."""
-        return [message_of(self._setup(p), *self._place_over(round, p, None)) for p in stop.sends]
+    def means(self, round: int, stop: Stop, payloads: Mapping[int, Sequence[Tree]]) -> list[Tree]:
+        """The means of what these workers post at a stop."""
+        present = frozenset(payloads)
+        places = [(self._setup_in(round, p), *self._place_over(round, p, present)) for p in stop.sends]
+        return [mean_of(*place, {j: payloads[j][k] for j in sorted(present)}) for k, place in enumerate(places)]
 
-    def message_forms(self, round: int, stop: Stop) -> list[Tree]:
-        """Shapes and dtypes of `messages`."""
-        places = [(self._setup(p), *self._place_over(round, p, None)) for p in stop.sends]
-        return [message_template(one.rule, one.part.x, one.part.s, with_mixing(ctx, m)) for one, m, ctx in places]
-
-    def means(self, round: int, stop: Stop, messages: Mapping[int, Sequence[Tree]]) -> list[Tree]:
-        """The means of the messages that these workers send at a stop."""
-        present = frozenset(messages)
-        return [
-            mean_of(
-                self._setup(p), self._place_over(round, p, present)[0], {j: messages[j][k] for j in sorted(present)}
-            )
-            for k, p in enumerate(stop.sends)
-        ]
+    def mean_forms(self, round: int, stop: Stop) -> list[Tree]:
+        """Shapes and dtypes of `means`."""
+        return [mean_form(self._setup_in(round, p), *self._place_over(round, p, None)) for p in stop.sends]
 
     def take_means(self, round: int, stop: Stop, present: frozenset[int], means: Sequence[Tree]) -> None:
         """The outer updates of a round without this worker, after which all workers are equal."""
         for p, mean in zip(stop.sends, means, strict=True):
             update_with_mean(self._setup(p), *self._place_over(round, p, present), mean)
+
+    def payloads(self, round: int, stop: Stop) -> list[Tree]:
+        """What this worker posts to its peers at a stop, for a rule whose messages do not depend on who they are."""
+        return [payload_of(self._setup_in(round, p), *self._place_over(round, p, None)) for p in stop.sends]
+
+    def payload_forms(self, round: int, stop: Stop) -> list[Tree]:
+        """Shapes and dtypes of `payloads`."""
+        return [payload_form(self._setup_in(round, p), *self._place_over(round, p, None)) for p in stop.sends]
+
+    def are_sound(self, round: int, stop: Stop, payloads: Sequence[Tree]) -> bool:
+        """Whether another worker's `payloads` may count."""
+        return all(
+            is_sound(self._setup_in(round, p), *self._place_over(round, p, None), payload)
+            for p, payload in zip(stop.sends, payloads, strict=True)
+        )
 
     @property
     def shared(self) -> list[Tensor]:

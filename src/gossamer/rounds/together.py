@@ -87,6 +87,9 @@ class Together:
     Cost: one pass over the n messages for each mean, in one thread.
     """
 
+    given = False
+    """Whether its means are there already, so that no message is sent for them, in whatever codec."""
+
     def __init__(self, n: int) -> None:
         self._n, self._means, self._lock = n, dict[Ticket, _Mean](), threading.Lock()
 
@@ -124,6 +127,8 @@ class Together:
 
 class GivenMeans(Together):
     """Means that one worker has computed for all, over the messages it received."""
+
+    given = True
 
     def __init__(self, n: int) -> None:
         super().__init__(n)

@@ -99,6 +99,11 @@ class Keys:
         self._accepting, self._dialling = self._new(ssl.PROTOCOL_TLS_SERVER), self._new(ssl.PROTOCOL_TLS_CLIENT)
         self._accepting.num_tickets = 0  # no session resumption: each connection authenticates its peer
 
+    @property
+    def certificates(self) -> tuple[bytes, ...]:
+        """Those of all peers, as DER."""
+        return tuple(self._peers)
+
     def context(self, *, server: bool) -> ssl.SSLContext:
         """The TLS context of this machine's connections."""
         return self._accepting if server else self._dialling

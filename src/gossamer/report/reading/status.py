@@ -22,11 +22,12 @@ from gossamer.record.logs.seconds import RoundSeconds, read_seconds
 from gossamer.record.whole_files import worker_suffix
 from gossamer.report.reading.lines import RunFile, run_file_of
 from gossamer.report.reading.paces import Paces
-from gossamer.transport.bucket.bucket import MOST_HEAD_BYTES, bucket_at, opened_item
+from gossamer.transport.bucket.bucket import MOST_HEAD_BYTES, SecretSeal, bucket_at
 from gossamer.transport.bucket.protocol import Sightings, commit_in, commit_name
+from gossamer.transport.bucket.signed import KEY_OBJECT, opened_key
 from gossamer.transport.elastic.ask import View, look
 from gossamer.transport.elastic.members import MemberStatus, SlotEntry, merged
-from gossamer.transport.keys import Peer, keys_for
+from gossamer.transport.keys import Peer, keys_for, read_peers
 from gossamer.transport.secret import environment_secret, folder_secret
 from gossamer.transport.sockets.header import Limits
 
@@ -135,16 +136,26 @@ class StoreStatus(NamedTuple):
     workers: list[SlotStatus]
 
 
-def store_status(url: str, *, now_s: float | None = None) -> StoreStatus:
+def store_status(url: str, *, peers: Path | None = None, now_s: float | None = None) -> StoreStatus:
     """The status of the run in a store.
 
-    Raises: ConfigError if there is no run; TransportError for a damaged one.
-    Cost: four requests.
+    Args: `peers` is the run file of a run with [peers], which this machine's key opens.
+    Raises: ConfigError if there is no run; TransportError for a damaged one; PeerError.
+    Cost: four requests, five with keys.
     """
-    bucket, secret = bucket_at(url), environment_secret()
+    bucket, listed = bucket_at(url), {} if peers is None else read_peers(peers)
+    keys = keys_for(listed, sum(peer.workers for peer in listed.values()))
     try:
+        seal = SecretSeal(environment_secret())
+        if (key := bucket.get(KEY_OBJECT, MOST_HEAD_BYTES)) is not None:
+            if keys is None:
+                raise ConfigError(
+                    f"the run in the store '{url}' has [peers], and is encrypted; give its run file with --peers RUN.toml, on a "
+                    "machine whose key it lists"
+                )
+            seal = opened_key(keys, key)
         raw = bucket.get("run", MOST_HEAD_BYTES)
-        match None if raw is None else opened_item(secret, "run", raw).head:
+        match None if raw is None else seal.opened("run", raw).head:
             case {"workers": int(n), "rounds": int(rounds)} if 0 < n < 1 << 20 and 0 < rounds < 1 << 31:
                 seen = Sightings(n)
             case _:
@@ -156,7 +167,7 @@ def store_status(url: str, *, now_s: float | None = None) -> StoreStatus:
         seen.look(bucket.names(f"r{max(0, max(seen.states, default=0) - 1):08d}"), 0.0)
         name = commit_name(seen.newest)
         raw = None if seen.newest < 0 else bucket.get(name, MOST_HEAD_BYTES)
-        last = None if raw is None else commit_in(seen.newest, opened_item(secret, name, raw).head, n)
+        last = None if raw is None else commit_in(seen.newest, seal.opened(name, raw).head, n)
     except TransportError:
         raise
     except OSError as error:

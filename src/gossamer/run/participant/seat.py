@@ -52,7 +52,6 @@ from gossamer.transport.processes.launch import agree, join, part
 from gossamer.transport.secret import folder_secret
 from gossamer.transport.sockets.addresses import is_loopback, listen, shown, split
 from gossamer.transport.sockets.connection import Endpoint
-from gossamer.transport.sockets.mailbox import MAILBOX, listen_in, opened
 
 log = logging.getLogger("gossamer")
 
@@ -286,24 +285,15 @@ class _Tries:
         """Waits a moment, and reports once that it waits."""
         if not self._told:
             self._told = True
-            where = (
-                ", ".join(one for one in found if one not in self.final)
-                or f"an address of a worker in {_places(folder)}"
-            )
+            where = ", ".join(one for one in found if one not in self.final) or f"an address of a worker in '{folder}'"
             say(f"waiting for {where}, up to {self._wait_s:g} s{f' ({self.why})' if self.why else ''}")
         time.sleep(_AGAIN_S)
 
 
 def _addresses(folder: Path, where: str, others: Sequence[str]) -> list[str]:
-    """The addresses to ask, including the current ones in the folder or the mailbox."""
+    """The addresses to ask, including the current ones in the folder."""
     found = [one.address for one in read_addresses(folder)] if where == "auto" else [where]
-    boxes = opened().addresses() if where == "auto" and os.environ.get(MAILBOX) else []
-    return [*found, *(address for address in [*others, *boxes] if address not in found)]
-
-
-def _places(folder: Path) -> str:
-    box = os.environ.get(MAILBOX)
-    return f"'{folder}'" + (f" or the mailbox '{box}'" if box else "")
+    return [*found, *(address for address in others if address not in found)]
 
 
 def _nobody(folder: Path, wait_s: float, tries: _Tries, found: Sequence[str]) -> GossamerError:
@@ -314,19 +304,15 @@ def _nobody(folder: Path, wait_s: float, tries: _Tries, found: Sequence[str]) ->
             f"no worker of the run could be joined{late} ({tries.why}); look whether it runs, with gossamer status "
             f"{quote(str(folder))}"
         )
-    how = (
-        "start the first machine, without --join, with the same mailbox"
-        if os.environ.get(MAILBOX)
-        else "give --join HOST:PORT, as a worker of the run prints it"
+    return ConfigError(
+        f"'{folder}' held no address of a worker for {wait_s:g} s; give --join HOST:PORT, as a worker of the run prints it"
     )
-    return ConfigError(f"{_places(folder)} held no address of a worker for {wait_s:g} s; {how}")
 
 
 def announce(folder: Path, own: Address) -> None:
     """Writes the address of this process into the run folder, and logs it, for joining from elsewhere."""
     write_address(folder, own)
-    how = f"--mailbox {os.environ[MAILBOX]} --join auto" if os.environ.get(MAILBOX) else f"--join {own.address}"
-    say(f"worker {own.slot} listens on {own.address}: another takes a free slot with {how}")
+    say(f"worker {own.slot} listens on {own.address}: another takes a free slot with --join {own.address}")
 
 
 def addresses_in(folder: Path, config: RunSettings, run: int) -> list[tuple[int, str]]:
@@ -367,10 +353,8 @@ def listening_towards(towards: str) -> tuple[socket.socket, str]:
     """A listening socket on the address of this machine from which `towards` is reached, and its `host:port`.
 
     At `--listen` if given; several processes of this machine take consecutive ports. One that
-    listens on all interfaces is announced at an address of this machine. In a run with a mailbox, a box of it.
+    listens on all interfaces is announced at an address of this machine.
     """
-    if os.environ.get(MAILBOX):
-        return listen_in(opened())
     host, port = address_towards(towards), 0
     if given := os.environ.get(LISTEN):
         host, port = split(given)

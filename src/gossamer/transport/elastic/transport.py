@@ -132,7 +132,7 @@ class ElasticTransport:
         """Why the last connection with each disconnected worker was lost."""
         self._waits: deque[Wait] = deque(maxlen=1 << 14)
         self._deliveries: deque[Delivery] = deque(maxlen=1 << 14)
-        # All workers may share one address: on one machine, behind one router, or through a mailbox.
+        # All workers may share one address: on one machine, or behind one router.
         self._guests = ConnectionLimit(per_peer=members.slots + 8, total=2 * members.slots + 64)
         """Newcomers and watchers, by address."""
         self._accepted = ConnectionLimit(per_peer=4, total=4 * members.slots + 64)
@@ -570,7 +570,7 @@ class ElasticTransport:
             )
             theirs = next((one for one in seen.entries if one.slot == seen.worker), None)
             there = theirs is not None and theirs.slot == self.worker and theirs.nonce != self.members.own.nonce
-        except (GossamerError, OSError):  # also an address that is unreachable from here, as of a mailbox
+        except (GossamerError, OSError):  # also an address that is unreachable from here
             there = False
         with self.changed:
             if there:

@@ -29,7 +29,6 @@ from gossamer.transport.secret import CODE_BYTES, code
 from gossamer.transport.sockets.addresses import split
 from gossamer.transport.sockets.channel import Channel
 from gossamer.transport.sockets.header import GUESTS, wrong_version
-from gossamer.transport.sockets.mailbox import connect, is_box
 
 HANDSHAKE_S = 10.0
 """Timeout of a whole handshake."""
@@ -139,8 +138,6 @@ def dial(
 ) -> Channel:
     """A mutually authenticated connection with the process at `host:port`.
 
-    The host may be a box of a mailbox (`gossamer.transport.sockets.mailbox`).
-
     Args:
         keys: encrypt the connection, and replace the secret.
         whom: the number that the other end must have, if there are keys; None for any of the run.
@@ -173,8 +170,7 @@ def dial_any(
     if keys is not None and me not in GUESTS:
         keys.must_own(me)
     # The only place where a process dials.
-    host, port = split(address)
-    sock = connect(host, timeout_s) if is_box(host) else socket.create_connection((host, port), timeout_s)
+    sock = socket.create_connection(split(address), timeout_s)
     channel = Channel(sock, timeout_s)
     patience_s = min(timeout_s, HANDSHAKE_S)
     try:

@@ -147,9 +147,8 @@ class Listener:
         self._secret = secret if keys is None else SECRET_WORD
         self._arrived, self.refusals = arrived, refusals
         # Each step has its own limit: connections stuck at one step never displace those at a later one. One address
-        # may use all free places, as honest workers may share it with strangers behind one router, and all mailbox
-        # connections come from loopback. A worker is displaced only if that many others arrive during one round trip to
-        # it.
+        # may use all free places, as honest workers may share it with strangers behind one router. A worker is displaced
+        # only if that many others arrive during one round trip to it.
         self._handshakes = [ConnectionLimit(_PLACES, _PLACES) for _ in range(_STEPS)]
         self._closed = False
         self._busy = 0
