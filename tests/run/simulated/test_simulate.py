@@ -140,7 +140,7 @@ def test_what_is_under_way_at_a_checkpoint_is_sent_again_and_heard_as_it_would_h
 
 
 def test_a_run_that_is_killed_at_any_moment_and_resumed_equals_the_uninterrupted_run(tmp_path):
-    config = single(run__steps=120, run__eval_every=0)  # sixty rounds: the kill comes long before it ends
+    config = single(run__steps=80, run__eval_every=0)  # forty rounds: the kill comes long before it ends
     simulate(config, tmp_path / "whole")
     (tmp_path / "run.toml").write_text(dump(config))
     for reached in (1, 20):
