@@ -5,7 +5,6 @@ import io
 import json
 import os
 import re
-import runpy
 import shlex
 import shutil
 import signal
@@ -24,7 +23,7 @@ from test_sites import free_port
 
 import generate
 import gossamer
-from commands import Command, run
+from commands import Command, program, run
 from generators.methods import python_of
 from gossamer import topologies
 from gossamer.cli import VERBS, app, main
@@ -278,13 +277,6 @@ def test_the_commands_on_the_page_about_data_work_as_written(tmp_path, monkeypat
     assert told and told[0] in said
 
 
-def launched(words):
-    """A program in a process of torchrun's, which is a fork here."""
-    sys.argv[:] = words
-    runpy.run_path(words[0], run_name="__main__")
-    return 0
-
-
 def torchrun(processes, *words, **environment):
     """The processes that `torchrun --nproc-per-node PROCESSES WORDS` starts; `test_resume` starts it itself."""
     told = {
@@ -294,7 +286,7 @@ def torchrun(processes, *words, **environment):
         "MASTER_PORT": free_port(),
     }
     told = {key: str(value) for key, value in told.items()} | {"GLOO_SOCKET_IFNAME": loopback(), **environment}
-    return [Command(*words, work=launched, RANK=str(k), LOCAL_RANK=str(k), **told) for k in range(processes)]
+    return [Command(*words, work=program, RANK=str(k), LOCAL_RANK=str(k), **told) for k in range(processes)]
 
 
 @pytest.mark.timeout(180)
