@@ -51,7 +51,6 @@ class Arrangement(NamedTuple):
     rejoin_rounds: int
     constant_batch: bool = False
     """Whether the workers of a mean over everyone share the slots of those that are dead."""
-    ghost_rounds: int = 0
     """Local phases that a newcomer trains before anybody exchanges with it."""
 
     @property
@@ -174,24 +173,11 @@ class Participant(ABC):
         """Waits until somebody has said which round the others are in."""
         core, waited_s = self.core, self.network.now - since_s
         if core.was_heard and (core.all_heard or waited_s >= 4 * self.plan.beat_s):
-            self._follow(self.plan.ghost_rounds)
+            self._fetch(self.members.newest_round + 1)
         elif waited_s >= self.plan.timeout_s:
             self._fail("is answered by nobody")
         else:
             self.network.after(0.1, lambda: self._look(since_s), self)
-
-    def _follow(self, phases: int) -> None:
-        """Trains so many local phases as a ghost, each with a state that it takes, and takes part then."""
-        network = self.network
-        if not phases or self.members.replaced:
-            self._fetch(self.members.newest_round + 1)
-            return
-        if self.members.own.status != MemberStatus.GHOST:
-            self.members.declare(MemberStatus.GHOST)
-            self.core.spread()
-            self.flush()
-        took_s = 3 * network.latency_s() + network.phase_s(self.slot)
-        network.after(took_s, lambda: self._follow(phases - 1), self)
 
     # The transport, as in `gossamer.transport.elastic.transport`
 

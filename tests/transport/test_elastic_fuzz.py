@@ -19,7 +19,7 @@ from gossamer.record.addresses import read_addresses
 from gossamer.record.jsonl import json_from_peer
 from gossamer.record.logs.order import Entered, Finished, Mixed, OrderWriter, Published, read_order
 from gossamer.record.logs.outcomes import Begun, Ended, ExchangeOutcome, OutcomeWriter, RoundOutcome, read_outcomes
-from gossamer.record.packed import cold, packed, unpacked
+from gossamer.record.packed import packed, unpacked
 from gossamer.run.asynchronous.async_state import OwnState, state_of
 from gossamer.run.config.resolve import resolve
 from gossamer.run.participant.agreement import limits_of
@@ -140,7 +140,7 @@ def test_thousands_of_requests_and_offers_of_newcomers_are_answered_or_refused(
     entry = SlotEntry(2, 1, 5, MemberStatus.JOINING, 0, "127.0.0.1:4002")
     place = {"nonce": 5, "address": "127.0.0.1:4002", "slot": None, "inner": True, "wants": None, "after": None}
     offer = {"slot": 2, "donor": 0, "after": 3, "bytes": 24, "sha256": "a" * 64, "entries": NEWS.decode()}
-    state = newcomer.Handover(3, lambda: bytes(24), cold)
+    state = newcomer.Handover(3, lambda: bytes(24))
     sent: list[Letter] = []
     monkeypatch.setattr(newcomer, "send_letter", lambda sock, letter, run: sent.append(letter))
 

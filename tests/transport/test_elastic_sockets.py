@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from gossamer.errors import PeerError, TransportError
-from gossamer.record.packed import cold, frozen, unpacked
+from gossamer.record.packed import frozen, unpacked
 from gossamer.run.participant.state_transfer import fetch_state
 from gossamer.transport.contract import Ticket
 from gossamer.transport.elastic import newcomer
@@ -244,7 +244,7 @@ def test_who_needs_a_state_asks_again_as_long_as_its_donor_has_not_come_up_and_n
     entries = [SlotEntry(0, 0, 5, MemberStatus.ALIVE, 0), SlotEntry(1, 0, 6, MemberStatus.ALIVE, 0, address)]
     listeners[1].settimeout(LIMIT_S)
     endpoint, members = Endpoint(listeners[0], RUN, SECRET, LIMIT_S), Members(limits(2), 0, entries)
-    kept = newcomer.Handover(6, lambda: frozen({"x": torch.ones(2)})(), cold)
+    kept = newcomer.Handover(6, lambda: frozen({"x": torch.ones(2)})())
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(fetch_state, members, endpoint, first=1, behind=0, accept=lambda _, state: state)
         for _ in range(2):
@@ -479,12 +479,12 @@ def test_the_state_of_a_round_is_packed_only_when_the_first_newcomer_asks_and_is
     packed: list[bytes] = []
     x = torch.zeros(5)
     pack = frozen({"x": x, "inner": {"step": 4}})
-    kept = newcomer.Handover(3, lambda: packed.append(pack()) or packed[-1], cold)
+    kept = newcomer.Handover(3, lambda: packed.append(pack()) or packed[-1])
     x.fill_(1.0)  # the worker trains on
     assert not packed
     entry = SlotEntry(1, 1, 5, MemberStatus.JOINING, 0, "127.0.0.1:4002")
     own = newcomer.Applicant(5, "127.0.0.1:4002", 1)
-    for inner in (True, False):
+    for _ in range(2):
         near, far = (Channel(sock, LIMIT_S) for sock in socket.socketpair())
         with near, far, ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patch:
             patch.setattr(newcomer, "dial", lambda *args, end=far, **options: end)
@@ -498,11 +498,11 @@ def test_the_state_of_a_round_is_packed_only_when_the_first_newcomer_asks_and_is
                 entries=lambda: {1: entry},
                 boundary=lambda _: kept,
             )
-            offer = newcomer.ask("", SECRET, own._replace(inner=inner), run=RUN, limits=limits(3), timeout_s=LIMIT_S)
+            offer = newcomer.ask("", SECRET, own, run=RUN, limits=limits(3), timeout_s=LIMIT_S)
             hosting.result(LIMIT_S)
         assert offer.after == 3 and offer.raw is not None
         state = unpacked(offer.raw)
-        assert torch.equal(state["x"], torch.zeros(5)) and state["inner"] == ({"step": 4} if inner else None)
+        assert torch.equal(state["x"], torch.zeros(5)) and state["inner"] == {"step": 4}
     assert len(packed) == 1
 
 

@@ -1,4 +1,4 @@
-"""The agenda of virtual time: planned events in order. They are data, so that an agenda can be saved and continued."""
+"""The event queue of virtual time. Events are data, so that a queue can be saved and resumed."""
 
 import heapq
 import math
@@ -9,8 +9,8 @@ from gossamer.clock.events import Record
 from gossamer.clock.saved import as_dicts, rebuilt
 
 # The order of events at the same time. Phases end before any message arrives, so that with equal clocks and free links all
-# messages of a round have arrived when the first is handled. What servers send each other in no time comes before the next
-# push.
+# messages of a round have arrived when the first is handled. Messages between servers without delay come before the
+# next push.
 ABSENCE, PHASE, RELAY, ARRIVAL, DECISION, REPLY = range(6)
 
 _Planned = tuple[float, int, int, int, Any]
@@ -28,7 +28,7 @@ class _Saved(NamedTuple):
 
 
 class AgendaState(NamedTuple):
-    """The part of a checkpoint for an agenda."""
+    """The part of a checkpoint for an event queue."""
 
     time_s: float
     serial: int
@@ -40,8 +40,7 @@ class Agenda:
     """The planned events and the virtual time.
 
     Args:
-        perform: what an event does; it returns what has happened.
-        stuck: called when nothing but absences is planned.
+        perform: executes an event, and returns its records. stuck: called when only absences are planned.
     """
 
     def __init__(self, perform: Callable[[Any], list[Record]], stuck: Callable[[], list[Record]] = lambda: []) -> None:
@@ -58,7 +57,7 @@ class Agenda:
         self._serial += 1
 
     def step(self, until_s: float = math.inf) -> list[Record] | None:
-        """What the next event up to and at `until_s` did, which may be nothing; None when there is no such event."""
+        """The records of the next event up to and at `until_s`, possibly none; None when there is no such event."""
         if self._work == 0 and not self._was_stuck:
             self._was_stuck = True
             if records := self._stuck():
@@ -78,7 +77,7 @@ class Agenda:
             self.time_s = max(self.time_s, until_s)
 
     def state(self) -> AgendaState:
-        """The time and all that is planned."""
+        """The time and the planned events."""
         planned = [
             _Saved(time_s, kind, worker, serial, type(event).__name__, as_dicts(event))
             for time_s, kind, worker, serial, event in sorted(self._heap)
@@ -104,7 +103,7 @@ class Agenda:
 
 
 class VirtualTimeLoop:
-    """A loop whose events are those of its agenda."""
+    """A loop over the events of its queue."""
 
     _agenda: Agenda
 
@@ -118,5 +117,5 @@ class VirtualTimeLoop:
         return self._agenda.run(until_s)
 
     def step(self) -> list[Record] | None:
-        """What the next event did; None after the last."""
+        """The records of the next event; None after the last."""
         return self._agenda.step()

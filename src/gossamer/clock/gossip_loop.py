@@ -24,7 +24,7 @@ from gossamer.tree import Tree, leaves, must_fit, refill
 
 
 class _Mix(NamedTuple):
-    """An event: a worker mixes what it has just published with what has reached it from those that were present."""
+    """An event: a worker mixes its new message with the messages received from the peers that were present."""
 
     worker: int
     number: int
@@ -51,7 +51,7 @@ class GossipRun(VirtualTimeLoop):
 
     Args:
         rule: one that combines messages by a `pull` on any connected graph, such as `gasloc()`.
-        learners: each starts from its own parameters, which everyone else knows from the start.
+        learners: each starts from its own parameters, which all others know from the start.
         network: links between workers, and seconds of an inner step.
         options: absences, budget and so on; the publisher of a message also mixes with the decoded one. The run ends with the
             last local phase. `models` returns parameters that may be in training.

@@ -1,4 +1,4 @@
-"""Workers that train on their own, and in pairs meet at random times."""
+"""Workers that train independently, and meet in pairs at random times."""
 
 import itertools
 import math
@@ -71,7 +71,7 @@ class _PairState(NamedTuple):
 
 
 class PairRun(VirtualTimeLoop):
-    """Workers that train on their own, and meet in pairs at random times.
+    """Workers that train independently, and meet in pairs at random times.
 
     Each pair of `rates` meets as an independent Poisson process. Both ends send their message when the meeting begins, and the
     meeting acts on both when both messages have arrived, or on neither if one leaves meanwhile. A worker is in one meeting at a
@@ -81,7 +81,7 @@ class PairRun(VirtualTimeLoop):
     A worker that leaves loses its current phase, and continues from its own parameters when it returns.
 
     Args:
-        learners: each starts from its own parameters; its `x` is where a local phase works.
+        learners: each starts from its own parameters; local phases update its `x` in place.
         network: links between workers, and seconds of an inner step.
         rates: meetings per second of each pair, such as `meeting_rates(mixing, 1.0)`; a rule whose options are "auto" computes
             them from these.
@@ -121,11 +121,11 @@ class PairRun(VirtualTimeLoop):
         self._plan_meeting()
 
     def models(self) -> list[Tensor]:
-        """The parameters `[P]` of each worker, all at the present virtual time."""
+        """The parameters `[P]` of each worker, all at the current virtual time."""
         return [x for x, _ in self._advanced()]
 
     def states(self) -> list[Tree]:
-        """The rule's state of each worker, all at the present virtual time."""
+        """The rule's state of each worker, all at the current virtual time."""
         return [s for _, s in self._advanced()]
 
     def _advanced(self) -> list[tuple[Tensor, Tree]]:
@@ -169,7 +169,7 @@ class PairRun(VirtualTimeLoop):
                 return self._phases.perform(event)
 
     def _now(self, i: int) -> PairWorker:
-        """The worker, advanced to the present virtual time."""
+        """The worker, advanced to the current virtual time."""
         peer = self._peers[i]
         peer.worker.advance(self.time_s - peer.time_s)
         peer.time_s = self.time_s

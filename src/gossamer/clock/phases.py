@@ -52,7 +52,9 @@ class Learner(Protocol):
 
 
 Begins = Callable[[int, int], None]
-"""Called with a worker and the number of the phase it begins; until that phase ends, nothing else changes its parameters."""
+"""Called with a worker and the number of the phase it begins; until that phase ends, no other code changes its
+parameters.
+"""
 
 
 class LoopOptions(NamedTuple):
@@ -64,7 +66,7 @@ class LoopOptions(NamedTuple):
     seed: int = 0
     """The seed of all random draws of the loop and its codec."""
     budget: float = math.inf
-    """Inner steps of all workers together, after which nobody begins another local phase."""
+    """Inner steps of all workers together, after which no local phase begins."""
     begins: Begins = lambda worker, number: None
     """Called when a local phase begins, so that a driver may start to compute it."""
 
@@ -96,13 +98,13 @@ DEFAULTS = LoopOptions()
 
 
 class Budget:
-    """Inner steps of all workers together, after which nobody begins another local phase."""
+    """Inner steps of all workers together, after which no local phase begins."""
 
     def __init__(self, steps: float = math.inf) -> None:
         self.steps, self.begun = steps, 0
 
     def claim(self, steps: int) -> bool:
-        """Counts another phase of this many steps and returns True, or returns False if the budget is spent."""
+        """Claims a phase of this many steps; returns False if the budget is spent."""
         if self.begun >= self.steps:
             return False
         self.begun += steps
@@ -171,11 +173,11 @@ class Phases:
             self._begins(worker, number)
 
     def perform(self, event: PhaseEnd | Absence) -> list[Record]:
-        """What an event of a phase or a presence does."""
+        """Executes an event of a phase or a presence."""
         return self._change(event) if isinstance(event, Absence) else self._end(*event)
 
     def state(self) -> PhasesState:
-        """Who is present and trains, and how much has been begun."""
+        """The presence and progress of all workers."""
         return PhasesState(self.present, self.epoch, self.trains, self.count, self._budget.begun)
 
     def restore(self, state: PhasesState) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from gossamer.asynchronous import ServerRule, Slack
 from gossamer.clock.agenda import ARRIVAL, DECISION, RELAY, REPLY, Agenda, AgendaState, VirtualTimeLoop
 from gossamer.clock.durations import Durations
-from gossamer.clock.events import SERVER, Absence, Phase, Record, Relay, Transfer, Update
+from gossamer.clock.events import Absence, Phase, Record, Relay, Transfer, Update
 from gossamer.clock.fragment import Push, RegionReport
 from gossamer.clock.global_core import GlobalCore, GlobalState
 from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, PhaseEnd, Phases, PhasesState
@@ -17,6 +17,7 @@ from gossamer.clock.saved import as_dicts, rebuilt, within
 from gossamer.clock.server_core import WAITS, CoreState, Send, ServerAction, ServerCore
 from gossamer.clock.server_worker import ServerWorker, ServerWorkerState
 from gossamer.network.links import Network
+from gossamer.record.logs.seconds import SERVER
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.incompatibilities import check
 from gossamer.tree import must_fit, nbytes
@@ -85,9 +86,10 @@ class ServerRun(VirtualTimeLoop):
     is lost. A server with a window also closes it when no worker can push any more.
 
     With a rule for regions, each site of the network has a server for its own workers, next to them, and a global server in
-    the site of worker 0 takes their reports. A report and its answer take the seconds of the route between the two sites, and
-    nobody waits for them; as of each fragment one is under way at a time, and the routes of two regions differ, a model in one
-    fragment has its route to itself. When no worker can push any more, each region reports what it has not yet.
+    the site of worker 0 takes their reports. A report and its answer take the seconds of the route between the two
+    sites, and do not block workers; as one report per fragment is in flight at a time, and regions use different
+    routes, a model in one fragment never shares its route. When no worker can push any more, each region reports its
+    remaining progress.
 
     A worker that leaves loses its current phase; its pushes in flight still count. When it returns it fetches all fragments.
 
@@ -185,7 +187,7 @@ class ServerRun(VirtualTimeLoop):
             push_s = self._transfer_s(i, SERVER, size)
             arrives_s, slack = self.time_s + push_s, WAITS
             if worker.overlap:
-                # The reply is taken in at the end of the next phase, which takes about as long as this one.
+                # The reply is used at the end of the next phase, which takes about as long as this one.
                 steps = worker.learner.local_steps
                 reply_s = self._transfer_s(SERVER, i, nbytes(push.message))
                 slack = Slack(steps, (self.time_s - start_s) / steps, push_s + reply_s)

@@ -33,9 +33,9 @@ from gossamer.library.lane import Lane, board, claimed, must_have_equal_shards, 
 from gossamer.library.peers import Common, must_agree, read_losses
 from gossamer.library.siblings import Siblings
 from gossamer.record.jsonl import json_from_peer
-from gossamer.record.packed import cold, frozen, unpacked
+from gossamer.record.packed import frozen, unpacked
 from gossamer.rounds.loop import Membership, OuterLoop
-from gossamer.transport.contract import Sound, Ticket, Wait
+from gossamer.transport.contract import Delivery, Sound, Ticket, Wait
 from gossamer.transport.elastic.closing import LeftOutError
 from gossamer.transport.elastic.members import (
     Members,
@@ -132,6 +132,10 @@ class LaneTransport:
     def waits(self) -> list[Wait]:
         """As of `ElasticTransport`."""
         return self._inner.waits()
+
+    def deliveries(self) -> list[Delivery]:
+        """As of `ElasticTransport`."""
+        return self._inner.deliveries()
 
     def close(self) -> None:
         """Says goodbye, and ends all connections. A second call does nothing."""
@@ -319,7 +323,7 @@ class ElasticSite:
 
     def keep(self, after: int, state: Mapping[str, Any]) -> None:
         """Keeps a state for sites that come back, with so many rounds behind it. Cost: a copy."""
-        kept, self._before = Handover(after, frozen({**state, "line": self._inner.line}), cold), None
+        kept, self._before = Handover(after, frozen({**state, "line": self._inner.line})), None
         with self._changed:
             self._kept = kept
             self._changed.notify_all()

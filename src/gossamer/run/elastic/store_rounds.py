@@ -23,17 +23,18 @@ from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.locks import holding
 from gossamer.record.logs.outcomes import OUTCOMES, Begun, Ended, RoundOutcome
+from gossamer.record.logs.seconds import recorded_s
 from gossamer.record.packed import frozen, packed, unpacked
 from gossamer.record.progress import say
 from gossamer.record.whole_files import atomic_write, make_folder
 from gossamer.rounds.loop import Membership
+from gossamer.rounds.stopwatch import Stopwatch
 from gossamer.rounds.together import GivenMeans
 from gossamer.rules import Rule
 from gossamer.run.bookkeeping.evaluate import Probe
 from gossamer.run.bookkeeping.inputs import note_inputs
 from gossamer.run.bookkeeping.journal import Journal
 from gossamer.run.bookkeeping.resume import lineage
-from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
 from gossamer.run.config.resolved import ResolvedRun
 from gossamer.run.participant.agreement import prepare, run_settings, use_recorded_threads
 from gossamer.run.participant.life import KEPT
@@ -66,7 +67,6 @@ def must_fit_a_store(config: ResolvedRun) -> None:
         "run.elastic is false": not config.run.elastic,
         "it has [peers], and what lies in a store is neither encrypted nor signed with their keys": bool(config.peers),
         "data.constant_batch is true": config.data.constant_batch,
-        "run.ghost_rounds is set": config.run.ghost_rounds > 0,
         "its workers are cut into stages or shards": max(config.processes) > 1,
     }
     if m is not None:

@@ -1,4 +1,4 @@
-"""One process of a real server without its connections: the core, its records and its checkpoints.
+"""One server process without its connections: the core, its records and its checkpoints.
 
 Sockets (`gossamer.run.served.server`) and the replay of a record (`gossamer.run.replay.served`) give it the same inputs.
 """
@@ -25,14 +25,14 @@ log = logging.getLogger("gossamer")
 
 
 class Reply(NamedTuple):
-    """Starting points for a worker, and what goes with them."""
+    """Starting points for a worker, with their terms."""
 
     send: Send
     terms: Terms
 
     @property
     def peer(self) -> int:
-        """Whom it is for."""
+        """The worker it is for."""
         return self.send.worker
 
 
@@ -50,13 +50,13 @@ class ServerSession:
 
     Args:
         core: with the budget that its workers share.
-        resumed: rounds that were over when the run was resumed; None where it was not.
+        resumed: completed rounds when the run was resumed; None if it was not.
     """
 
     def __init__(self, config: ResolvedRun, core: ServerCore, records: ServerRecords, resumed: int | None) -> None:
         self.config, self.core, self.records, self.journal = config, core, records, records.journal
         self._resumed = resumed
-        self._joined: dict[int, Terms] = {}  # of those who have joined and have no starting point yet
+        self._joined: dict[int, Terms] = {}  # of workers that have joined without a starting point yet
         self._local_steps = [config.local_steps_of(i) for i in range(config.workers)]
 
     def join(self, worker: int, owned: Sequence[int], now_s: float) -> list[Reply]:
@@ -83,7 +83,7 @@ class ServerSession:
         return self.push(worker, *content, now_s)
 
     def leave(self, worker: int, reason: str | None, now_s: float) -> list[Reply]:
-        """A worker is gone, because of a reason, empty in a replay; None for one to which nothing was left to train."""
+        """A worker is gone, with a reason (empty in a replay); None for one with no phase left."""
         self.records.write("leave", now_s, worker=worker)
         if reason:
             log.warning("worker %d is gone (%s); the others go on", worker, reason)
@@ -93,7 +93,7 @@ class ServerSession:
         return self._perform(self.core.leave(worker, now_s))
 
     def tick(self, now_s: float) -> list[Reply]:
-        """Closes the windows that are due. Raises what validating or saving has raised."""
+        """Closes windows that are due. Re-raises errors of validating or saving."""
         self.records.check()
         replies: list[Reply] = []
         while actions := self.core.tick(now_s):
@@ -113,11 +113,11 @@ class ServerSession:
 
     @property
     def progress(self) -> str:
-        """How far the run is, in words."""
+        """The progress of the run, in words."""
         return f"{self.core.absorbed_steps} of {self.config.workers * self.config.run.steps} inner steps are done"
 
     def close(self, now_s: float) -> None:
-        """The last round is over: validates and saves."""
+        """Validates and saves after the last round."""
         self.records.close(now_s)
 
     def _perform(self, actions: Sequence[ServerAction]) -> list[Reply]:
@@ -145,12 +145,11 @@ def open_session(
     """The session of a server that serves all workers, with its files. Raises CheckpointError and ConfigError.
 
     Args:
-        start: the number of rounds that are over, whose checkpoint is restored; 0 for a run that starts again, None for a new
-            one.
+        start: the number of completed rounds, whose checkpoint is restored; 0 for a restarted run, None for a new one.
         replays: as in `open_files`.
     """
     n = config.workers
-    saved = restored(config, folder, start)  # before its files are cut to the round of that checkpoint
+    saved = restored(config, folder, start)  # before its files are truncated to the round of that checkpoint
     with open_files(config, folder, start, replays=replays) as files:
         begin_s = saved.get("time_s", 0.0)
         layout, spans = arrange(layout_of(probe.model), *config.fragments)
