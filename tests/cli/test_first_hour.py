@@ -233,6 +233,32 @@ def test_a_shell_gets_a_script_that_knows_every_verb(shell: str, capsys: pytest.
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 
 
+def test_bash_completes_run_folders_keys_topologies_and_methods(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out, encoding="utf-8")
+    for run in ("first", "second"):
+        (tmp_path / "runs" / run).mkdir(parents=True)
+        (tmp_path / "runs" / run / "run.toml").touch()
+    (tmp_path / "runs" / "no-run").mkdir()
+    program = 'source ./script; for line in "$@"; do COMP_WORDS=($line); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); '
+    program += "_gossamer_values 2> errors; printf '%s ' \"${COMPREPLY[@]}\"; echo; done"
+    lines = {
+        "gossamer status runs/": "runs/first runs/second",
+        "gossamer evaluate fi": "runs/first",
+        "gossamer topology hyp": "hypercube",
+        "gossamer list top": "topologies",
+        "gossamer simulate a.toml --set rule.na": "rule.name=",
+        "gossamer plan net.toml --method streaming_d": "streaming_diloco",
+        "gossamer simul": "simulate",
+    }
+    said = subprocess.run(
+        ["bash", "-c", program, "bash", *lines], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert [line.strip() for line in said.stdout.splitlines()] == [*lines.values()], said
+
+
 DOCS = ROOT / "docs"
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
 GENERATED = (

@@ -460,6 +460,52 @@ def test_the_commands_of_the_readme_work_as_written(tmp_path, monkeypatch):
     assert Path("runs/real/model").is_dir() and Path("network.toml").is_file()
 
 
+def test_the_line_of_the_readme_for_several_machines_trains_and_says_what_a_score_needs(tmp_path, monkeypatch, capsys):
+    """For two workers with a folder each, as on machines with disks of their own."""
+    monkeypatch.chdir(tmp_path)
+    (line,) = re.findall(r"^gossamer train RUN.toml .*--rank.*$", README, re.MULTILINE)
+    small = {"size": "0.2m", "layers": 1, "hidden_size": 32, "intermediate_size": 64}
+    run = {"steps": 2, "local_steps": 1, "eval_every": 0, "eval_batches": 1, "checkpoint_every": 2}
+    data = {"source": str(TEXT), "seq_len": 16, "batch_size": 2}
+    Path("run.toml").write_text(
+        tomli_w.dumps(
+            {"name": "r", "model": small, "data": data, "rule": {"name": "diloco"}, "topology": "complete", "run": run}
+        ),
+        encoding="utf-8",
+    )
+    Path("secret").write_text("0123456789abcdef" * 2, encoding="utf-8")
+    Path("secret").chmod(0o600)
+    given = {"RUN.toml": tmp_path / "run.toml", "HOST": f"127.0.0.1:{free_port()}", "FILE": tmp_path / "secret"}
+    workers = []
+    for rank in range(2):
+        here = {**given, "I": rank, "N": 2, "workers=N": "workers=2", "wide": tmp_path / f"machine-{rank}" / "wide"}
+        words = [str(here.get(word, word)) for word in shlex.split(line)[1:]]
+        own = {**os.environ, "GLOO_SOCKET_IFNAME": loopback(), "OMP_NUM_THREADS": "1"}
+        piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        workers.append(subprocess.Popen([sys.executable, "-m", "gossamer", *words], env=own, **piped))  # as a user does
+    try:
+        ends = [(worker.communicate(timeout=120)[0], worker.returncode) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [code for _, code in ends] == [0, 0], ends
+    first, second = tmp_path / "machine-0" / "wide", tmp_path / "machine-1" / "wide"
+    for (said, _), folder, other in zip(ends, (first, second), (1, 0), strict=True):
+        assert f"the checkpoints of worker {other} are on its machine: bring them into this folder" in said, said
+        assert f"HOST:{folder}/checkpoints/ {folder}/checkpoints/, then gossamer evaluate {folder} scores it" in said, (
+            said
+        )
+    assert main(["evaluate", str(first)]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "has checkpoints of worker 0 alone and needs those of all 2; the checkpoints of worker 1 are on its machine"
+        in said
+    )
+    shutil.copytree(second / "checkpoints", first / "checkpoints", dirs_exist_ok=True)
+    assert main(["evaluate", str(first)]) == 0
+    assert "round 2: mean model" in capsys.readouterr().out
+
+
 def test_the_plan_of_a_page_is_what_the_command_prints(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     page = (ROOT / "docs" / "how-to" / "which-method.md").read_text(encoding="utf-8")

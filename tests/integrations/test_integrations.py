@@ -32,7 +32,7 @@ from commands import Command, free_port, in_forks
 from gossamer.errors import CheckpointError, ConfigError, MissingPackageError
 from gossamer.integrations import Place, as_worker, newest_common_step
 from gossamer.integrations.begin import load_outer, must_resume_alike, save_outer, warn_of_few_checkpoints
-from gossamer.integrations.place import COUNTED, FAMILIES
+from gossamer.integrations.place import COUNTED, FAMILIES, _take_numbers
 from gossamer.library import Outer, OuterOptions
 from gossamer.transport.processes.local import loopback
 
@@ -407,6 +407,46 @@ def train_a_site(site, join):
     torch.save({"rounds": callback.outer.rounds, "state": module.state_dict()}, f"site-{site}.pt")
 
 
+def train_as_the_environment_says(site, ports):
+    """Each framework as one of two sites by GOSSAMER_OUTER alone: how many workers each has counted, and its last weights."""
+    import lightning
+    from accelerate import Accelerator
+    from transformers import Trainer, TrainingArguments
+
+    from gossamer.integrations.accelerate import prepare_outer
+    from gossamer.integrations.lightning import LightningCallback
+    from gossamer.integrations.transformers import TransformersCallback
+
+    os.environ["GOSSAMER_SITE"], found = f"{site}/2", {}
+
+    def meet(port):
+        os.environ["GOSSAMER_OUTER"] = f"diloco:2@127.0.0.1:{port}"
+
+    meet(ports[0])
+    args = TrainingArguments("by-environment", max_steps=4, report_to="none", save_strategy="no", use_cpu=True)
+    callback = TransformersCallback()
+    Trainer(llama(), args, train_dataset=texts()[site::2], callbacks=[callback]).train()
+    found["transformers"] = (callback.outer.n, callback.outer.rounds, flat(callback.outer.model))
+    meet(ports[1])
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(net(), adam(model := net()))
+    outer = prepare_outer(accelerator, model)
+    for _ in range(4):
+        accelerator.backward(loss_of(model, (torch.full((2, 3), 1.0 + site),)))
+        optimizer.step()
+        optimizer.zero_grad()
+        outer.step()
+    found["accelerate"] = (outer.n, outer.rounds, flat(model))
+    outer.close()
+    meet(ports[2])
+    callback, module = LightningCallback(), lightning_module(net())
+    options = {"enable_checkpointing": False, "logger": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, max_steps=4, callbacks=[callback], **options)
+    trainer.fit(module, DataLoader([numbers()[k] for k in range(site, 16, 2)], batch_size=2))
+    found["lightning"] = (callback.outer.n, callback.outer.rounds, flat(module))
+    torch.save(found, f"by-environment-{site}.pt")
+
+
 def work_in_two(argv):
     """`work` in two forks of a process that has imported what both need, without Lightning, which looks for its rank then.
 
@@ -421,6 +461,7 @@ def work_in_two(argv):
         in_forks(2, lambda rank: work(rank, argv[0]))
         or in_forks(3, lambda rank: train_the_example(rank, argv[1]))
         or in_forks(2, lambda site: train_a_site(site, f"127.0.0.1:{argv[2]}"))
+        or in_forks(2, lambda site: train_as_the_environment_says(site, argv[3:]))
     )
 
 
@@ -431,7 +472,9 @@ def worked(tmp_path_factory):
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
     with contextlib.chdir(folder):
         ports = [store.port for store in stores]
-        code, output = Command(*ports, free_port(), work=work_in_two, GLOO_SOCKET_IFNAME=loopback()).finish(290.0)
+        code, output = Command(
+            *ports, *(free_port() for _ in range(4)), work=work_in_two, GLOO_SOCKET_IFNAME=loopback()
+        ).finish(290.0)
     assert code == 0, output
     return folder, output
 
@@ -647,6 +690,13 @@ def test_two_sites_in_lightning_end_with_the_same_weights(worked):
     assert not torch.equal(ours["state"]["net.0.weight"], net()[0].weight)
 
 
+@pytest.mark.parametrize("name", ["transformers", "accelerate", "lightning"])
+def test_an_unchanged_script_of_each_framework_joins_another_by_one_variable(worked, name):
+    ours, theirs = (torch.load(worked[0] / f"by-environment-{site}.pt")[name] for site in range(2))
+    assert ours[:2] == theirs[:2] == (2, 2)  # workers that each has counted, and rounds
+    assert torch.equal(ours[2], theirs[2])
+
+
 MPI = {"MASTER_ADDR": "127.0.0.1"}
 STARTED = {
     "torchrun inside mpirun": {
@@ -687,6 +737,23 @@ STARTED = {
         "MV2_COMM_WORLD_LOCAL_RANK": "{rank}",
     },
     "Intel MPI": {**MPI, "PMI_SIZE": "2", "PMI_RANK": "{rank}", "MPI_LOCALRANKID": "{rank}", "MPI_LOCALNRANKS": "2"},
+    "mpiexec of Cray's PALS": {
+        **MPI,
+        "PMI_SIZE": "2",
+        "PMI_RANK": "{rank}",
+        "PALS_RANKID": "{rank}",
+        "PALS_LOCAL_RANKID": "{rank}",
+        "PALS_LOCAL_SIZE": "2",
+    },
+    "jsrun": {
+        **MPI,
+        "LSB_JOBID": "7",
+        "LSB_DJOB_RANKFILE": "/tmp/ranks",
+        "JSM_NAMESPACE_SIZE": "2",
+        "JSM_NAMESPACE_RANK": "{rank}",
+        "JSM_NAMESPACE_LOCAL_RANK": "{rank}",
+    },
+    "flux run": {**MPI, "FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "{rank}", "FLUX_TASK_LOCAL_ID": "{rank}"},
     "srun": {
         **MPI,
         "SLURM_NTASKS": "2",
@@ -713,7 +780,10 @@ def test_whatever_launcher_has_started_two_workers_each_framework_counts_one_pro
             del os.environ[name]
         os.environ |= {name: value.format(rank=rank) for name, value in STARTED[launcher].items()}
         os.environ["MASTER_PORT"] = port
+        _take_numbers()
+        assert os.environ["LOCAL_RANK"] == str(rank)  # by which a worker takes its GPU
         assert as_worker(60.0) == Place(rank, 2)
+        assert not any(name.startswith(("PALS_", "PMI", "SLURM_", "JSM_", "FLUX_", "OMPI_")) for name in os.environ)
         counted = get_cpu_distributed_information()
         assert (counted.rank, counted.world_size, counted.local_world_size) == (0, 1, 1)
         assert not SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()

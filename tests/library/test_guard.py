@@ -57,6 +57,7 @@ def odd(tensor: torch.Tensor) -> nn.Module:
         ({"timeout_s": 0}, "timeout_s = 0"),
         ({"rest": "copy"}, "rest = 'copy', which must be one of compare, broadcast, own"),
         ({"rule": "gaslok"}, "did you mean 'gasloc'"),
+        ({"rule": "DiLoCo"}, "^unknown rule 'DiLoCo'; did you mean 'diloco'"),
         ({"rule": "streaming_diloco"}, r"if it is a method, give gossamer.method\('streaming_diloco'\)"),
         ({"rule": gossamer.gasloc}, "a 'gasloc' that was not called as rule"),
         (

@@ -5,10 +5,13 @@ import gc
 import io
 import itertools
 import logging
+import math
 import os
 import pickle
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -736,6 +739,69 @@ def test_a_first_step_that_is_counted_before_the_optimizer_step_is_named_once(op
     assert not early or len(caplog.records) == 1, caplog.text
 
 
+def test_a_later_step_that_is_counted_between_two_optimizer_steps_is_named_in_the_first_round(caplog):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with gossamer.Outer(model, "gasloc", local_steps=4) as loop:
+        for micro in range(8):  # of each two, the optimizer takes the first
+            model(torch.ones(2, 3, device=DEVICE)).square().mean().backward()
+            if micro % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            loop.step()
+    assert (
+        caplog.text.count("worker 0 called outer.step() once more after a backward pass and before an optimizer") == 1
+    )
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("made", ["before", "after"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1, momentum=0.9)])
+def test_a_resume_that_forgets_the_outer_state_is_named_in_any_loop(made, kind, caplog):
+    """Whether the optimizer was loaded before the Outer was made or after, and whether it counts its steps or not."""
+
+    def resumed(saved, rule="diloco"):
+        model = net()
+        optimizer = kind(model.parameters())
+        loop = None
+        if made == "after":
+            loop = gossamer.Outer(model, rule, local_steps=3)
+        if saved is not None:
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        loop = loop or gossamer.Outer(model, rule, local_steps=3)
+        if saved is not None and "outer" in saved:
+            loop.load_state_dict(saved["outer"])
+        with loop:
+            for _ in range(3):
+                model(torch.ones(2, 3, device=DEVICE)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                loop.step()
+            return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "outer": loop.state_dict()}
+
+    saved = copy.deepcopy(resumed(None))
+    resumed(saved)
+    resumed({**{key: saved[key] for key in ("model", "optimizer")}}, "local_sgd")  # which keeps nothing
+    assert not caplog.text
+    del saved["outer"]
+    resumed(saved)
+    words = r"the optimizer of worker 0 has taken (3 )?steps before the first step of this outer loop"
+    assert len(re.findall(words, caplog.text)) == 1
+
+
+def test_an_optimizer_whose_step_is_compiled_in_one_graph_steps_beside_an_outer():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    step = torch.compile(optimizer.step, backend="eager")
+    with gossamer.Outer(model, "gasloc", local_steps=2) as loop:
+        for _ in range(4):
+            model(torch.ones(2, 3, device=DEVICE)).square().mean().backward()
+            step()
+            loop.step()
+    assert loop.rounds == 2
+
+
 def test_an_optimizer_that_changes_parameters_past_autograd_counts_as_one(caplog):
     model = net()
     with gossamer.Outer(model, "gasloc", local_steps=1) as loop:
@@ -761,7 +827,9 @@ def test_an_outer_loop_around_an_optimizer_that_resumes_without_the_outer_state_
             return loop.state_dict()
 
     saved = resumed("diloco", None)
-    assert caplog.text.count("the optimizer has taken 6 steps before the first one in this outer loop") == 1
+    assert (
+        caplog.text.count("the optimizer of worker 0 has taken 6 steps before the first step of this outer loop") == 1
+    )
     caplog.clear()
     resumed("diloco", saved)
     resumed("local_sgd", None)  # which keeps nothing
@@ -1274,6 +1342,47 @@ def one_finishes_and_stays():
             dist.barrier()
 
 
+def one_enters_the_mean_alone():
+    """Who waits inside mean_model() names those that did not enter it long before the timeout, and they learn why they failed."""
+    rank = dist.get_rank()
+    with gossamer.Outer(model := net(), "diloco", local_steps=2, timeout_s=6) as loop, Heard() as lines:
+        train(model, loop, 2, seed=rank)
+        if rank:
+            with pytest.raises(
+                PeerError, match=r"^worker 0 has entered mean_model\(\), which this one did not: .*same step$"
+            ):
+                train(model, loop, 2, seed=rank)
+        else:
+            with pytest.raises(PeerError, match="not all workers entered"), loop.mean_model():
+                pass
+            assert [
+                line for line in lines if "worker 0 waits in mean_model() for worker 1 and worker 2, which did" in line
+            ]
+        dist.barrier()
+
+
+def one_leaves_out_the_steps_that_a_scaler_skips():
+    """A loop that begins its next turn where a GradScaler skipped a step is named in the first round; one that counts is not."""
+    rank = dist.get_rank()
+    for leaves_out in (True, False):
+        model = net()
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.05), torch.amp.GradScaler("cpu", init_scale=8.0)
+        with gossamer.Outer(model, "diloco", local_steps=3, timeout_s=60) as loop, Heard() as lines:
+            for step in range(4 if leaves_out and rank == 1 else 3):
+                spoilt = math.inf if step == 0 and rank == 1 else 1.0
+                scaler.scale(spoilt * model(torch.full((2, 3), 1.0 + rank)).square().mean()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                if not leaves_out or math.isfinite(spoilt):
+                    loop.step()
+        named = [
+            line for line in lines if "a GradScaler has skipped an optimizer step of worker 1 and outer.step()" in line
+        ]
+        assert len(named) == (leaves_out and rank == 1), lines
+        dist.barrier()
+
+
 def go_through_all(argv):
     dist.init_process_group("gloo")
     for act in (
@@ -1282,6 +1391,8 @@ def go_through_all(argv):
         the_same_data_and_other_rates,
         uneven_data,
         one_finishes_and_stays,
+        one_enters_the_mean_alone,
+        one_leaves_out_the_steps_that_a_scaler_skips,
         one_method_for_one_worker,
         reductions,
         metrics,

@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -439,6 +440,44 @@ def test_elastic_sites_that_all_stay_end_with_the_bits_of_fixed_ones_and_of_site
                 found = torch.load(tmp_path / f"{name}-{kind}-{rank}.pt")
                 expected = one[name][rank // 2]
                 assert [key for key in expected if not torch.equal(found[key], expected[key])] == [], (name, kind, rank)
+
+
+def with_optimizer_states_in_parts(rank: int, folder: Path, joins: list[str]) -> None:
+    """A process of two sites of two copies each, with AdamW and then with torch's ZeRO-1 around it."""
+    with warnings.catch_warnings(action="ignore"):  # of torch's own imports
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    torch.set_num_threads(1)
+    site, shard = divmod(rank, 2)
+    dist.init_process_group("gloo", store=FileStore(f"{folder}/world-{site}", 2), rank=shard, world_size=2)
+    for kind, join in zip(("whole", "parts"), joins, strict=True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        replicated = torch.nn.parallel.DistributedDataParallel(model)
+        if kind == "whole":
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        else:
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+        draw = torch.Generator().manual_seed(rank)
+        with gossamer.Outer(model, "diloco", local_steps=3, site=(site, 2), join=join, timeout_s=60) as outer:
+            for _ in range(9):
+                replicated(torch.randn(8, 4, generator=draw)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                outer.step()
+            assert (outer.n, outer.rounds) == (2, 3)
+        torch.save(model.state_dict(), folder / f"{kind}-{rank}.pt")
+
+
+def four_copies(argv: list[str]) -> int:
+    return in_forks(4, lambda rank: with_optimizer_states_in_parts(rank, Path(argv[0]), argv[1:]))
+
+
+def test_sites_whose_optimizer_is_torchs_zero_1_end_with_the_bits_of_those_with_the_whole_state(tmp_path: Path) -> None:
+    joins = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    code, output = Command(tmp_path, *joins, work=four_copies, GLOO_SOCKET_IFNAME=loopback()).finish()
+    assert code == 0, output
+    first, *others = [torch.load(tmp_path / f"{kind}-{rank}.pt") for kind in ("whole", "parts") for rank in range(4)]
+    assert all(torch.equal(t, other[name]) for other in others for name, t in first.items())
 
 
 # --- with keys --------------------------------------------------------------------------------------------------------

@@ -99,6 +99,24 @@ def test_a_mean_waits_for_the_last_of_all_who_sum():
         assert one.waiting_for == ({} if i == 2 else {2: 20.0 - 10.0 * i})
 
 
+@pytest.mark.parametrize("kind", ["mean", "exchange"])
+def test_what_a_slower_link_of_a_peer_takes_longer_than_ones_own_is_waiting_for_that_peer(kind):
+    """Three of four workers have links ten times as fast as the fourth's uplink, which is all that holds them up."""
+    targets = (
+        np.array([[[j for j in range(4) if j != i] for i in range(4)]]) if kind == "mean" else np.array([[3, 2, 1, 0]])
+    )
+    trace = from_targets(targets, payload_bytes=1000, steps=10, kind=kind)
+    network = Network(uplink_bps=(8000, 8000, 8000, 800), downlink_bps=8000, step_s=1.0)
+    found = [of(i, priced(trace, network, "n"))[0] for i in range(4)]
+    assert found[3].waiting_for == {}  # whose own link it is
+    held_up = range(3) if kind == "mean" else [0]
+    for i in held_up:
+        assert found[i].waiting_for[3] == pytest.approx(0.9 * found[3].transfer_s)
+        assert found[i].transfer_s == pytest.approx(0.1 * found[3].transfer_s)
+    if kind == "exchange":
+        assert not found[1].waiting_for and not found[2].waiting_for
+
+
 def test_what_overlaps_is_waited_for_only_after_the_steps_that_hide_it():
     trace = from_targets(np.array([[1, 0], [1, 0], [0, 1]]), payload_bytes=1000, steps=10)
     late = Messages(*trace.messages[:6], np.full_like(trace.messages.overlap_steps, 5))

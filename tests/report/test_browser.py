@@ -142,6 +142,26 @@ def test_the_report_sorts_hides_zooms_reads_and_copies_by_mouse_and_by_keyboard(
     assert len(lines) == 1 + ROUNDS and [float(x) for x in lines[-1].split("\t")] == [64 * 4 * ROUNDS, 2.5, 2.5]
 
 
+def test_a_method_has_its_colour_whatever_else_is_on_the_page_and_so_have_its_seeds(page: Any, tmp_path: Path) -> None:
+    labels = ["GASLoC 1-Peer seed=0", "NoLoCo seed=0", "DiLoCo seed=0", "DiLoCo seed=1"]
+    write_report(
+        {label: recorded(tmp_path / label[:3] / label[-1], "ring", 4) for label in labels}, tmp_path / "r.html", {}
+    )
+    page.goto((tmp_path / "r.html").as_uri())
+    strokes = (
+        "all => all.map(one => [one.dataset.curve, one.getAttribute('stroke'), one.getAttribute('stroke-dasharray')])"
+    )
+    curves = "figure[data-figure=loss] path[data-curve]"
+    page.select_option("#seeds", "each")
+    found = {label: (stroke, dash or "") for label, stroke, dash in page.locator(curves).evaluate_all(strokes)}
+    assert [found[label] for label in labels] == [
+        ("var(--c1)", ""),
+        ("var(--c3)", ""),
+        ("var(--c0)", ""),
+        ("var(--c0)", "7 3"),
+    ]
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_fits_a_telephone_and_its_words_can_be_read_in_both_schemes(
     browser: Any, tmp_path: Path, scheme: str

@@ -360,6 +360,7 @@ def test_the_first_sentence_claims_what_the_seeds_show_and_no_more(
     sentence = verdict(rows)
     assert words in sentence
     assert ("lower validation loss than" in sentence) == ("lower" in words or "3 methods" in words)
+    assert ("for which this comparison did not search" in sentence) == ("95 % interval" in sentence)
     assert "claimed" in verdict(rows, running=True) or "has a validation loss yet" in verdict(rows, running=True)
 
 

@@ -75,6 +75,13 @@ def test_a_factory_keeps_its_signature_its_name_and_its_docstring() -> None:
     assert (inspect.getdoc(plain) or "").startswith("A rule.")
     with pytest.raises(ConfigError, match="rule 'plain' got an unknown option 'lrs'; did you mean 'lr'"):
         plain(2, lrs=0.5)  # pyright: ignore[reportCallIssue]
+    for option, words in (
+        ("gamma", "did you mean 'momentum'"),
+        ("nesterov", "did you mean 'optimizer'"),
+        ("topology", "the topology is an argument of its own beside the rule"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            gasloc(**{option: 0.5})
     with pytest.raises(ConfigError, match="unknown option 'outer_lr'; did you mean 'lr'"):
         plain(2, outer_lr=0.5)  # pyright: ignore[reportCallIssue]
     with pytest.raises(ConfigError, match=r"'peers'; .*the number of peers is the topology's, as in random\(peers=2\)"):

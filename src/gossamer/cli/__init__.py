@@ -22,6 +22,7 @@ from cyclopts import (
     App,
     CoercionError,
     CycloptsError,
+    Group,
     MissingArgumentError,
     Parameter,
     Token,
@@ -39,31 +40,45 @@ from gossamer.version import __version__
 
 __all__ = ["VERBS", "app", "main"]
 
-VERBS = {
-    "demo": "Compare four methods on a small model (a few minutes).",
-    "play": "Play with eight workers on a page while they train: kill, slow, cut, change the method.",
-    "init": "Write commented run files to start from.",
-    "simulate": "Train all workers of a run in this process.",
-    "check": "Show what a run file will do, or list all its errors.",
-    "train": "Train one real worker per process, on this machine with --local N or on several with --rank I.",
-    "keys": "Make a key for this machine, so that a run over machines is encrypted.",
-    "doctor": "Find what would keep this machine from taking part in a run over machines, with the remedy.",
-    "status": "Show who takes part in a run, how far everybody is, and where the seconds go.",
-    "watch": "Serve a live page of runs: who sends to whom, who waits, loss and bytes.",
-    "compare": "Simulate all variants of an experiment file, and write one report.",
-    "tune": "Find learning rates and outer settings for every method, with one budget of tokens for each.",
-    "evaluate": "Score and export the mean model of a run after one of its rounds.",
-    "audit": "Train the workers of a run again, and find the first that differs.",
-    "topology": "Show a topology: graph, spectral gap, chi, and stability of gossip.",
-    "probe": "Measure the links between workers, and write a network file.",
-    "price": "Price a recorded run on a network, without training it again.",
-    "plan": "Price every method on a network, and write a run file for one.",
-    "utilisation": "Show compute utilisation as a function of bandwidth.",
-    "goodput": "Show what failures of chips cost with all-reduce, elastic and decoupled learners, and gossip.",
-    "report": "Write one page with the table and the curves of several runs.",
-    "completion": "Print a script that completes verbs and options in a shell.",
-    "list": "List rules, topologies, codecs, servers, pairs, boundaries and methods.",
+_GROUPS = {
+    "Start": {
+        "demo": "Compare four methods on a small model (two minutes).",
+        "play": "Kill workers and slow links on a page while eight train.",
+        "init": "Write commented run files to start from.",
+        "check": "Show what a run file will do, or list all its errors.",
+    },
+    "Simulate and compare": {
+        "simulate": "Train all workers of a run in this process.",
+        "compare": "Simulate all variants of an experiment file.",
+        "tune": "Search settings for every method with one budget.",
+    },
+    "Train on machines": {
+        "train": "Train real workers, on one machine or on several.",
+        "doctor": "Find what keeps this machine from taking part.",
+        "keys": "Make a key, so that a run is encrypted.",
+    },
+    "Look": {
+        "status": "Show who takes part in a run, and how far each is.",
+        "watch": "Serve a live page of runs.",
+        "report": "Write a page with the curves of several runs.",
+        "evaluate": "Score and export the mean model of a run.",
+        "audit": "Train the workers again, and find the first that differs.",
+    },
+    "Plan": {
+        "probe": "Measure the links between workers.",
+        "plan": "Price every method on a network, and pick one.",
+        "price": "Price a recorded run on a network.",
+        "topology": "Show a topology, and how stable gossip is on it.",
+        "utilisation": "Show utilisation as a function of bandwidth.",
+        "goodput": "Show what failures of chips cost.",
+    },
+    "More": {
+        "list": "List rules, topologies, codecs and methods.",
+        "completion": "Print a script that completes commands in a shell.",
+    },
 }
+"""What one wants to do, in the order in which one comes to it, with the verbs for it."""
+VERBS = {verb: line for lines in _GROUPS.values() for verb, line in lines.items()}
 """Each verb with its line in `gossamer --help`, in the order of that list."""
 
 
@@ -87,8 +102,11 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 """The parser of all verbs. It raises its errors; `main` is what prints them."""
-for _place, (_verb, _help) in enumerate(VERBS.items()):
-    app.command(f"gossamer.cli.{_verb}:command", name=_verb, help=_help, sort_key=_place)
+for _place, (_title, _lines) in enumerate(_GROUPS.items()):
+    _group = Group(_title, sort_key=_place)
+    for _order, (_verb, _help) in enumerate(_lines.items()):
+        app.command(f"gossamer.cli.{_verb}:command", name=_verb, help=_help, sort_key=_order, group=_group)
+app["--help"].group = app["--version"].group = _group  # the last
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -81,12 +81,12 @@ def command(
         folders = folders_of(runs, out, resume=earlier.resume)
         if asked is not None:
             check_figure(runs, asked)
-        check_experiment(run.config for run in runs)
+        doubts = check_experiment(run.config for run in runs)
         origins = trained(runs, folders, out, jobs=jobs, earlier=earlier, output=output)
         page, options = out / "report.html", {"--out": out, "--seeds": seeds, "--scale": scale}
         words = ["gossamer", "compare", file, *(word for one in options.items() if one[1] for word in one)]
         words += [word for one in overrides for word in ("--set", one)]
-        rows = write_pages(folders, page, None, command=shlex.join(map(str, words)))
+        rows = write_pages(folders, page, None, command=shlex.join(map(str, words)), notes=doubts)
         outcomes = [
             PointResult(run.method, run.at, run.seed, row, origins[run.label])
             for run, row in zip(runs, rows, strict=True)

@@ -18,13 +18,10 @@ def command(kind: str | None = None, /, *, json: Json = False) -> None:
     Args:
         kind: list these only: rules, topologies, codecs, servers, pairs, boundaries or methods (default: all)
     """
-    listed = {
-        title: [tuple(row) for row in rows]
-        for title, rows in json_text.loads((Path(__file__).parent / "list.json").read_bytes()).items()
-    }
-    if kind is not None and kind not in listed:
-        raise ConfigError(choose("list", kind, listed) + "; correct the name, or leave it out")
-    asked = listed if kind is None else {kind: listed[kind]}
+    every = listed()
+    if kind is not None and kind not in every:
+        raise ConfigError(choose("list", kind, every) + "; correct the name, or leave it out")
+    asked = every if kind is None else {kind: every[kind]}
     if json:
         print_json(
             {title: [dict(zip(_COLUMNS[title], row, strict=True)) for row in rows] for title, rows in asked.items()}
@@ -35,6 +32,16 @@ def command(kind: str | None = None, /, *, json: Json = False) -> None:
         print_table(headings, rows, title=title, text=3)
         if title == "codecs":
             echo("every codec takes back=NAME, for rules that take a mean over everyone: what the sums travel back in")
+
+
+def listed() -> dict[str, list[tuple[str, ...]]]:
+    """The rows of each list, without the code that they are of, which would import torch.
+
+    >>> [*listed()], listed()["topologies"][0][0]
+    (['rules', 'topologies', 'codecs', 'servers', 'pairs', 'boundaries', 'methods'], 'base')
+    """
+    content = json_text.loads((Path(__file__).parent / "list.json").read_bytes())
+    return {title: [tuple(row) for row in rows] for title, rows in content.items()}
 
 
 _PARTS = ("rules", "topologies", "codecs", "servers", "pairs", "boundaries")

@@ -1,6 +1,7 @@
 """What the verbs that train have in common: the run file with its overrides, the run folder, and the hint how to resume."""
 
 import contextlib
+import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,11 @@ from gossamer.settings.quantities import Unit
 if TYPE_CHECKING:
     from gossamer.run.bookkeeping.inputs import Purpose
     from gossamer.run.bookkeeping.resume import Resume
+    from gossamer.run.config.resolved import ResolvedRun
     from gossamer.run.config.run_file import RunConfig
     from gossamer.run.config.user_parts import UserParts
 
+log = logging.getLogger("gossamer")
 AUTO = "auto"
 """In place of a run folder: the run in its own folder, from its newest checkpoint, or from the start where it has none."""
 ALL_SAVE = "all runs are asked to stop after their round, and to save then"
@@ -122,15 +125,23 @@ def experiment_and_folder(
         ) from None
 
 
-def check_experiment(configs: "Iterable[RunConfig]") -> None:
-    """Imports what the runs name and resolves each, before the first of them is trained; every import is printed once."""
-    from gossamer.run.config.resolve import resolve
+def check_experiment(configs: "Iterable[RunConfig]") -> list[str]:
+    """Imports what the runs name and resolves each, before the first of them is trained; every import is printed once.
 
-    printed = set[str]()
+    Returns: what to know before they are compared, which is also logged.
+    """
+    from gossamer.run.config.resolve import resolve
+    from gossamer.run.experiments.compare import doubts_about
+
+    printed, resolved = set[str](), list["ResolvedRun"]()
     for config in configs:
         parts = imported_parts(config, printed)
         printed |= {code.name for code in parts.codes}
-        resolve(config, parts)
+        resolved.append(resolve(config, parts))
+    doubts = doubts_about(resolved)
+    for sentence in doubts:
+        log.warning("%s", sentence)
+    return doubts
 
 
 def runs_at_a_time(jobs: int | None) -> int:

@@ -8,7 +8,6 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
@@ -138,7 +137,7 @@ def command(
             _train_one(run, folder, join, served, resume=resumed)
     if code == 0 and output.json:
         print_json(_result(run, folder, way.local, served))
-    elif way.local is not None:
+    elif way.local is not None or (run.kind == "rounds" and not _goes_on(run) and _shows()):
         _say_how_it_ended(run, folder, code)
     return code
 
@@ -232,9 +231,9 @@ def _say_how_it_ended(run: "ResolvedRun", folder: Path, code: int) -> None:
         again = f"; {first}resume it with --resume {folder}" if is_resumable(folder) else ""
         log.warning("the run ended before its last round, with code %d%s", code, again)
         return
-    echo(
-        f"run: {folder}, {run.rounds} rounds of {run.workers} workers; gossamer evaluate {quote(str(folder))} scores it"
-    )
+    from gossamer.run.bookkeeping.which_round import how_to_score
+
+    echo(f"run: {folder}, {run.rounds} rounds of {run.workers} workers; {how_to_score(run, folder)}")
 
 
 def _must_be_dialled(option: str, address: str | None) -> None:

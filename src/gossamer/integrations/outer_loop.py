@@ -1,7 +1,6 @@
 """The outer loop around an optimizer, so that the body of a training loop stays as it is."""
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -15,7 +14,6 @@ from gossamer.library.outer import Outer
 from gossamer.library.parts import OuterMethod, OuterOptions
 from gossamer.rules import Rule
 
-log = logging.getLogger("gossamer")
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -64,7 +62,7 @@ def outer_loop(
         )
     with Outer(model, rule, **options) as outer:
         outer.lr = lambda: float(optimizer.param_groups[0]["lr"])
-        hook = optimizer.register_step_post_hook(lambda *_: _count(outer, optimizer))
+        hook = optimizer.register_step_post_hook(lambda *_: _count(outer))
         try:
             yield outer
         finally:
@@ -72,17 +70,6 @@ def outer_loop(
         outer.finish()
 
 
-def _count(outer: Outer[Any], optimizer: Optimizer) -> None:
+def _count(outer: Outer[Any]) -> None:
     """Counts a step; what `Outer.step` returns would be taken for that of the hook."""
-    if outer.steps_taken == 0 and outer._outer_state() and (before := _steps_of(optimizer) - 1) > 0:
-        log.warning(
-            "the optimizer has taken %d steps before the first one in this outer loop, whose own state begins at zero; if "
-            "training resumes here, load what outer.state_dict() has saved, by outer.load_state_dict(...)",
-            before,
-        )
     outer.step()
-
-
-def _steps_of(optimizer: Optimizer) -> int:
-    """Steps that the optimizer has counted in its state; 0 for one that counts none."""
-    return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)

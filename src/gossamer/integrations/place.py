@@ -22,6 +22,7 @@ class _Names(NamedTuple):
 
     rank: str
     local_rank: str
+    """Of several that are set by other versions of the launcher, divided by a bar, the first that is there."""
     world_size: str
 
 
@@ -29,10 +30,13 @@ TORCHRUN = _Names("RANK", "LOCAL_RANK", "WORLD_SIZE")
 OTHERS = (
     _Names("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
     _Names("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE"),
-    _Names("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
+    _Names("PMI_RANK", "MPI_LOCALRANKID|PALS_LOCAL_RANKID|PMI_LOCAL_RANK", "PMI_SIZE"),
+    _Names("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_SIZE"),
+    _Names("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_SIZE"),
     _Names("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
 )
-"""Open MPI, MVAPICH, MPICH and Intel MPI, and srun; the first that is there counts where torchrun's variables are not set.
+"""Open MPI, MVAPICH, what speaks PMI (MPICH, Intel MPI, Cray's PALS), jsrun, Flux and srun; the first that is there counts where
+torchrun's variables are not set.
 
 srun comes last: mpirun within an allocation of Slurm has the variables of both.
 """
@@ -43,14 +47,21 @@ COUNTED = (
     "GROUP_WORLD_SIZE",
     "ROLE_RANK",
     "ROLE_WORLD_SIZE",
-    "TORCHELASTIC_RUN_ID",
     "MPI_LOCALNRANKS",
     "MPI_LOCALRANKID",
-    "JSM_NAMESPACE_RANK",
-    "JSM_NAMESPACE_LOCAL_RANK",
-    "JSM_NAMESPACE_SIZE",
 )
-FAMILIES = ("SLURM_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "PMI_", "PMIX_")
+FAMILIES = (
+    "SLURM_",
+    "OMPI_COMM_WORLD_",
+    "MV2_COMM_WORLD_",
+    "PMI_",
+    "PMIX_",
+    "PALS_",
+    "JSM_NAMESPACE_",
+    "FLUX_TASK_",
+    "FLUX_JOB_",
+    "TORCHELASTIC_",
+)
 """By these names, and those that begin so, frameworks find how many processes there are, or that Slurm has started them."""
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The variables that a launcher sets for each process."""
@@ -183,7 +194,9 @@ def _take_numbers() -> None:
         if size != "1":
             os.environ |= {
                 TORCHRUN.rank: os.environ[names.rank],
-                TORCHRUN.local_rank: os.environ.get(names.local_rank, "0"),
+                TORCHRUN.local_rank: next(
+                    (os.environ[name] for name in names.local_rank.split("|") if name in os.environ), "0"
+                ),
                 TORCHRUN.world_size: size,
             }
         return

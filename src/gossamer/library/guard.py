@@ -23,8 +23,8 @@ ZERO = ("ds_id", "_hp_mapping")
 """What DeepSpeed's ZeRO-3, and ZeRO-1 and -2, hang on a parameter."""
 COPIES = (
     "whose optimizer trains copies or parts of its own, so that an outer step would be lost without a word; let DeepSpeed train "
-    "in fp32 with zero_optimization.stage = 0, or shard the model over the processes of one worker with "
-    "torch.distributed.fsdp.fully_shard (FSDP2), which Outer finds by itself"
+    "in fp32 with zero_optimization.stage = 0, take torch's ZeroRedundancyOptimizer, or shard the model over the processes of "
+    "one worker with torch.distributed.fsdp.fully_shard (FSDP2), which Outer finds by itself"
 )
 SHARDED = "FullyShardedDataParallel"
 UNWRAPPED = (

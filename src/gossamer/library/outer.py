@@ -39,7 +39,7 @@ from gossamer.library.recording import Recording, RecordPlan, run_toml
 from gossamer.library.saved import FORMAT, OuterState, must_be_of, must_continue_alike, what_it_is_of
 from gossamer.library.siblings import Siblings
 from gossamer.library.sites import REJOIN_ROUNDS, ElasticSite, elastic_site
-from gossamer.library.watch import Watch, explained, versions_of, warn_of_phases
+from gossamer.library.watch import OptimizerSteps, Scalers, Watch, explained, versions_of, waiting_for, warn_of_phases
 from gossamer.rounds.compatibility.combine import method_of, settled_rule, warnings_of
 from gossamer.rounds.loop import EVERYONE, OuterLoop
 from gossamer.rounds.mean_model import mean_over_workers
@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gossamer")
 M = TypeVar("M", bound=nn.Module)
+_PATIENCE_S = 10.0
+"""How long `mean_model` waits before it names who has not entered it."""
 
 
 class Outer(Generic[M]):
@@ -207,6 +209,7 @@ class Outer(Generic[M]):
             log.warning(sentence)
         assert facts.local_steps is not None
         self._timetable = facts.timetable or timetable_of(((0, facts.local_steps),))
+        self._timeout_s = timeout_s
         self.rounds: int = 0
         self.seed, self.model = seed, model
         self._flat = flat_of(model, mesh, self.method.schedule)
@@ -256,6 +259,9 @@ class Outer(Generic[M]):
         """Of the parameters, until the first exchange has seen whether training changes them."""
         self._watch = Watch(self.worker, self._flat.checksum, self.local_steps)
         self._forgotten = weakref.finalize(self, self._watch.end)  # of an Outer that is dropped without close()
+        self._inner, self._scalers = OptimizerSteps(model), Scalers()
+        self._means = self._uncounted = 0
+        """How often it has entered `mean_model`, and the steps of this round that no optimizer has taken."""
         self.lr: Callable[[], float] | None = None
         """Tells the learning rate of the inner optimizer, where somebody knows it, so that workers can compare theirs."""
         self._versions = versions_of(model)
@@ -429,8 +435,12 @@ class Outer(Generic[M]):
         if self._left:  # it has finished and goes on after all
             self._peers.tell("left", None)
             self._left = False
-        if not self._watch.called and self._before is not None:
-            self._watch.look_at_first_step(self.model, self._versions, self._before)
+        taken = self._inner.taken()
+        self._uncounted += not taken
+        if self._before is not None:
+            self._watch.look_at_step(self.model, self._versions, self._before, taken)
+        if not self._watch.called and self._outer_state() and (self._site is None or not self._site.is_back):
+            self._watch.look_at_resume(self._inner.before)
         self._watch.called, self._watch.saved = True, False
         if self._agree():
             return False
@@ -657,7 +667,14 @@ class Outer(Generic[M]):
         buffers = dict(self.model.named_buffers())
         averaged = [local(t) for t in buffers.values() if t.is_floating_point() and t.layout == torch.strided]
         saved = [(t, t.detach().clone()) for t in buffers.values()]
-        with in_own_words():
+        self._means += 1
+        self._peers.tell("mean", self._means)
+
+        def missing() -> list[int]:
+            told, mine = self._peers.told("mean"), self._means
+            return [worker for worker in range(self.n) if worker != self.worker and told.get(worker) != mine]
+
+        with in_own_words(), waiting_for(missing, self.worker, min(_PATIENCE_S, self._timeout_s / 4)):
             try:
                 with self._siblings.all_or_none("mean_model()", self.rounds, self.steps):
                     self._flat.read()
@@ -827,6 +844,7 @@ class Outer(Generic[M]):
         self._before = None if steps else self._flat.checksum()
         self._versions = versions_of(self.model)
         self._watch.begin()
+        self._watch.resumes = True
         self._began_at, self._looks = str(self._before), 0 if steps else 3
 
     def _outer_state(self) -> list[torch.Tensor]:
@@ -850,6 +868,7 @@ class Outer(Generic[M]):
                 self._leave()  # before the connections end: whoever finds one closed then finds the reason
                 self._watch.end(self.steps)
         self._closed = True
+        self._inner.end()
         self._loop.in_flight.clear()
         self._peers.close()
         self._siblings.close()
@@ -936,7 +955,7 @@ class Outer(Generic[M]):
             yield
         except PeerError as error:
             self._watch.quiet = True
-            raise explained(error, self._peers.told("left")) from error
+            raise explained(error, self._peers.told("left"), self._peers.told("mean"), self._means) from error
 
     def _look(self) -> None:
         """What must hold whenever the flat buffer is sent or overwritten."""
@@ -944,6 +963,9 @@ class Outer(Generic[M]):
             self._watched = False
             must_not_be_wrapped(self.model, self._lane.across)
         self._flat.read()
+        if self.n > 1:
+            self._scalers.look(self.worker, counted=self._uncounted > 0)
+        self._uncounted = 0
         if self._looks and self._before is None:
             # Not at the first exchange itself: the others may not have come to its end yet.
             said = self._peers.told("phase")

@@ -18,7 +18,7 @@ from gossamer.optimizers.inner import InnerConfig
 from gossamer.rounds.compatibility.combination import Combination
 from gossamer.rounds.compatibility.combine import FITTING
 from gossamer.rounds.schedule import Schedule
-from gossamer.rules import Rule, make_rule
+from gossamer.rules import RULES, Rule, make_rule
 from gossamer.settings import over_time
 from gossamer.settings.options import Count, check_option
 from gossamer.settings.over_time import Timetable, timetable_of
@@ -64,6 +64,8 @@ _ELSEWHERE = {
     "fragment_sync_delay": "schedule=Schedule(overlap_steps=...)",
     "fragment_update_alpha": "schedule=Schedule(merge=...)",
     "should_quantize": "codec='int8' or another",
+    "lr": "a rule with it, such as diloco(lr=0.7, momentum=0.9)",
+    "momentum": "a rule with it, such as diloco(lr=0.7, momentum=0.9)",
     "outer_lr": "a rule with it, such as diloco(lr=0.7, momentum=0.9)",
     "outer_momentum": "a rule with it, such as diloco(lr=0.7, momentum=0.9)",
     "outer_optimizer": "a rule, such as diloco(lr=0.7, momentum=0.9)",
@@ -118,7 +120,7 @@ def knows_its_words(init: Callable[P, None]) -> Callable[P, None]:
         for name in given.keys() - OuterOptions.__annotations__.keys() - {"model", "rule"}:
             if name in _ELSEWHERE:
                 raise ConfigError(
-                    f"Outer has no argument '{name}', which is torchft's word or another's; give {_ELSEWHERE[name]}"
+                    f"Outer has no argument '{name}', which other libraries or rules have; give {_ELSEWHERE[name]}"
                 )
             raise ConfigError(choose("argument of Outer", name, OuterOptions.__annotations__) + "; correct the name")
         if len(args) > 3:
@@ -198,6 +200,8 @@ def _rule(given: object) -> Rule:
         try:
             return make_rule(given)
         except ConfigError as error:
+            if given.casefold() in RULES:
+                raise
             raise ConfigError(
                 f"'{given}' is no rule; if it is a method, give gossamer.method('{given}'): {error}"
             ) from None

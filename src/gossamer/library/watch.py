@@ -1,11 +1,18 @@
 """What goes wrong in most loops of one's own, as one warning each: steps that nobody exchanges, and workers that train alike."""
 
+import gc
 import logging
-from collections.abc import Callable, Mapping
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gossamer.errors import PeerError
 from gossamer.library.dtensors import local
@@ -31,6 +38,8 @@ class Watch:
         self.exchanged = self.called = False
         self.came_early = False
         """Whether the first step was counted before an optimizer step, which was reported."""
+        self.resumes = False
+        """Whether an outer state was loaded, or taken from another site."""
         self.saved = False
         """Whether the outer state was saved after the last step, so that a resumed loop goes on with what is left of a round."""
 
@@ -38,20 +47,39 @@ class Watch:
         """Looks at the parameters again, which somebody has loaded."""
         self._start = self._checksum()
 
-    def look_at_first_step(self, model: nn.Module, versions: object, start: int) -> None:
-        """Warns when the first step is counted after a backward pass and before any optimizer step.
+    def look_at_step(self, model: nn.Module, versions: object, start: int, taken: int | None) -> None:
+        """Warns once when a step is counted after a backward pass and before an optimizer step.
 
-        Args: `versions` and `start` are those of the parameters and their checksum when training began.
-        Cost: nothing but a look at the parameters' versions, unless these have not changed.
+        Args:
+            versions, start: of the parameters, and their checksum, when training began.
+            taken: optimizer steps since the last step that was counted; None where no optimizer was seen.
+        Cost: nothing but a look at the parameters' versions at the first step, unless no optimizer step was taken.
         """
+        first = not self.called
+        if self.came_early or taken or not (first or taken == 0):
+            return
         # A step that a GradScaler skipped leaves gradients that are not finite, or none.
-        if versions == versions_of(model) and self._checksum() == start and has_gradients(model):
+        if (not first or (versions == versions_of(model) and self._checksum() == start)) and has_gradients(model):
             self.came_early = True
             log.warning(
-                "worker %d called outer.step() for the first time after a backward pass and before an optimizer step, so that it "
-                "counts something else than optimizer steps; call it after optimizer.step() and not after each micro-batch; "
-                "nothing is wrong if the learning rate of this step was 0",
+                "worker %d called outer.step() %s after a backward pass and before an optimizer step, so that it counts "
+                "something else than optimizer steps; call it after optimizer.step() and not after each micro-batch; nothing is "
+                "wrong if the learning rate of this step was 0",
                 self._worker,
+                "for the first time" if first else "once more",
+            )
+
+    def look_at_resume(self, before: int) -> None:
+        """Warns where an optimizer goes on from steps that it has taken before, and the outer state begins at zero.
+
+        Args: `before` are the steps that it had taken when the first one in this loop began; 0 for none.
+        """
+        if before and not self.resumes:
+            log.warning(
+                "the optimizer of worker %d has taken %s before the first step of this outer loop, whose own state begins at "
+                "zero; if training resumes here, load what outer.state_dict() has saved, by outer.load_state_dict(...)",
+                self._worker,
+                f"{before} steps" if before > 1 else "steps",
             )
 
     def end(self, steps: int = 0) -> None:
@@ -79,6 +107,115 @@ class Watch:
                 "the others; call it after each optimizer.step(), or use gossamer.outer_loop",
                 self._worker,
             )
+
+
+class OptimizerSteps:
+    """The steps of all optimizers that have parameters of a model, which torch reports to it.
+
+    It keeps neither model nor optimizers alive. An optimizer that is no `torch.optim.Optimizer`, or whose step is compiled, is
+    not seen; `taken` then says None. Cost: about a microsecond for each step of any optimizer in this process.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._own = {id(p) for p in model.parameters()}
+        self._since = dict[int, int]()
+        self._seen = False
+        self.before = 0
+        """The steps that the first optimizer had taken when its first step here began; 1 where it has a state and no count."""
+        myself = weakref.ref(self)
+
+        def count(optimizer: Optimizer, *_: Any) -> None:
+            # A hook inside a compiled step would break its graph.
+            if not torch.compiler.is_compiling() and (steps := myself()) is not None:
+                steps._count(optimizer)
+
+        self.end = weakref.finalize(self, register_optimizer_step_pre_hook(count).remove)
+        """Ends it."""
+
+    def _count(self, optimizer: Optimizer) -> None:
+        if not any(id(p) in self._own for group in optimizer.param_groups for p in group["params"]):
+            return
+        if not self._seen:
+            self._seen, self.before = True, steps_before(optimizer)
+        self._since[id(optimizer)] = self._since.get(id(optimizer), 0) + 1
+
+    def taken(self) -> int | None:
+        """Steps since the last call, of the optimizer that took most; None where none was ever seen."""
+        most = max(self._since.values(), default=0) if self._seen else None
+        self._since.clear()
+        return most
+
+
+def steps_before(optimizer: Optimizer) -> int:
+    """Steps that an optimizer has taken by its state; 1 for one that has numbers other than zero and counts none.
+
+    >>> adam = torch.optim.AdamW([weight := torch.nn.Parameter(torch.ones(1))])
+    >>> steps_before(adam)
+    0
+    >>> weight.grad = torch.ones(1)
+    >>> adam.step()
+    >>> steps_before(adam)
+    1
+    """
+    states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
+    if counted := [int(state["step"]) for state in states if "step" in state]:
+        return max(counted)
+    kept = [local(t) for state in states for t in state.values() if isinstance(t, torch.Tensor)]
+    return int(any(bool(t.any()) for t in kept))
+
+
+class Scalers:
+    """The gradient scalers of this process, of which one may have skipped a step that `Outer.step` was not called for."""
+
+    def __init__(self) -> None:
+        self._scales: dict[weakref.ref[GradScaler], float] | None = None
+        self._warned = False
+
+    def look(self, worker: int, counted: bool) -> None:
+        """Warns once where a scaler has become smaller since the last look, as it does for each step that it skips.
+
+        Args: `counted` is whether `Outer.step` was called without an optimizer step since then.
+        Cost: at the first look all objects of this process are looked at, some tens of milliseconds.
+        """
+        if self._scales is None:
+            found = [one for one in gc.get_objects() if issubclass(type(one), GradScaler) and one.is_enabled()]
+            self._scales = {weakref.ref(one): one._init_scale for one in found}
+        for reference, before in self._scales.items():
+            if (scaler := reference()) is not None:
+                self._scales[reference] = now = scaler.get_scale()
+                if now < before and not counted and not self._warned:
+                    self._warned = True
+                    log.warning(
+                        "a GradScaler has skipped an optimizer step of worker %d and outer.step() was not called for it, so that "
+                        "workers exchange after other numbers of batches, and one ends before the others; call outer.step() "
+                        "after every scaler.step(optimizer)",
+                        worker,
+                    )
+
+
+@contextmanager
+def waiting_for(missing: Callable[[], list[int]], worker: int, patience_s: float) -> Iterator[None]:
+    """Says after a while which workers have not entered `mean_model()`, while this one waits for them inside.
+
+    Args: `missing` names them; it is called by another thread.
+    """
+
+    def say() -> None:
+        if absent := missing():
+            log.warning(
+                "worker %d waits in mean_model() for %s, which did not enter it; all workers must, after the same step, also "
+                "where one alone saves or validates the model",
+                worker,
+                " and ".join(f"worker {one}" for one in absent),
+            )
+
+    timer = threading.Timer(patience_s, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def versions_of(model: nn.Module) -> list[tuple[int, int]]:
@@ -119,8 +256,19 @@ def warn_of_phases(said: Mapping[int, Any], workers: int, start: str) -> bool:
     return True
 
 
-def explained(error: PeerError, left: Mapping[int, Any]) -> PeerError:
-    """The error of an exchange, with who has left its loop before, after how many rounds and steps."""
+def explained(error: PeerError, left: Mapping[int, Any], means: Mapping[int, Any], mine: int) -> PeerError:
+    """The error of an exchange, with who has left its loop before, or is in `mean_model()` alone.
+
+    Args:
+        left: by worker after how many rounds and steps it has left.
+        means: by worker how often it has entered `mean_model()`; `mine` is how often this one has.
+    """
+    inside = [worker for worker, count in sorted(means.items()) if type(count) is int and count > mine]
+    if inside and not left:
+        return PeerError(
+            f"worker {inside[0]} has entered mean_model(), which this one did not: {error}; let all workers enter it, after the "
+            "same step"
+        )
     words = [
         f"worker {worker} after round {one[0]} and {one[1]} more steps"
         for worker, one in sorted(left.items())

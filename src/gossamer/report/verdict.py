@@ -7,6 +7,9 @@ from typing import Any
 
 from gossamer.report.paired import effect
 
+_UNSEARCHED = "At these settings, for which this comparison did not search."
+"""Said of each comparison: other settings of the same two methods may rank them the other way round."""
+
 
 def verdict(rows: Sequence[Mapping[str, Any]], *, running: bool = False) -> str:
     """The conclusion from the last losses of runs: paired differences between methods and their 95 % interval.
@@ -17,8 +20,8 @@ def verdict(rows: Sequence[Mapping[str, Any]], *, running: bool = False) -> str:
     Args: `running` is whether some have not ended, so that no claim is made.
 
     >>> rows = [{"method": f"{m} seed={s}", "loss": x + 0.01 * s} for m, x in (("a", 2.0), ("b", 2.1)) for s in range(3)]
-    >>> verdict(rows)
-    'a ended with a lower validation loss than b: 2.0100 against 2.1100, by 0.1000 (95 % interval 0.1000 to 0.1000, 3 seeds).'
+    >>> verdict(rows)  # doctest: +ELLIPSIS
+    'a ended with a lower validation loss than b: 2.0100 against 2.1100, by 0.1000 (95 % interval 0.1000 to 0.1000, 3 seeds)...'
     >>> verdict(rows[::3])
     'a ended at 2.0000 and b at 2.1000: one seed each, so this says nothing about which is better.'
     """
@@ -73,8 +76,9 @@ def _compared(first: str, second: str, losses: Mapping[str, Mapping[str, float]]
     means = [statistics.fmean(losses[method][seed] for seed in shared) for method in (first, second)]
     if mean - half > 0:
         ended = f"{first} ended with a lower validation loss than {second}: {means[0]:.4f} against {means[1]:.4f}"
-        return f"{ended}, by {mean:.4f} {interval}."
-    return f"No difference is shown between {first} ({means[0]:.4f}) and {second} ({means[1]:.4f}): {mean:.4f} apart {interval}."
+        return f"{ended}, by {mean:.4f} {interval}. {_UNSEARCHED}"
+    both = f"{first} ({means[0]:.4f}) and {second} ({means[1]:.4f})"
+    return f"No difference is shown between {both}: {mean:.4f} apart {interval}. {_UNSEARCHED}"
 
 
 def _picked(methods: int) -> str:

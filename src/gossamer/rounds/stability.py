@@ -116,6 +116,26 @@ def stability(consensus: Consensus, topology: Topology) -> Stability:
     return _analysis(topology).of(of_consensus(consensus))
 
 
+def few_rounds_warning(rule: "Rule", rounds: int) -> str | None:
+    """A sentence where the outer momentum of a rule is still building up in most rounds of a run, so that its loss says little.
+
+    After r rounds a momentum γ has 1 - γ^r of its full size, and 3/(1 - γ) of them make 95 % of it.
+
+    >>> from gossamer.rules import diloco
+    >>> few_rounds_warning(diloco(), 8)  # doctest: +ELLIPSIS
+    "the momentum 0.9 of rule 'diloco' has its full size after some 30 rounds and this run has 8, ... a momentum of at most 0.62"
+    >>> few_rounds_warning(diloco(momentum=0.5), 8)
+    """
+    gamma = rule.options.get("momentum")
+    if not isinstance(gamma, float) or not 0 < gamma < 1 or rounds >= (needed := math.ceil(3 / (1 - gamma) - 1e-9)):
+        return None
+    less = f", or a momentum of at most {math.floor(100 * (1 - 3 / rounds)) / 100:g}" if rounds > 3 else ""
+    return (
+        f"the momentum {gamma:g} of rule '{rule.name}' has its full size after some {needed} rounds and this run has {rounds}, "
+        f"so that its loss here says little about longer runs; take more rounds{less}"
+    )
+
+
 def stability_of(rule: "Rule", topology: Topology, merge: "Merge" = "keep") -> Stability | None:
     """The stability of a rule whose result a schedule merges into the parameters (`Schedule.merge`).
 

@@ -288,12 +288,33 @@ def row_faults(
         yield f"{kind} '{name}' needs {', '.join(missing)} and got {', '.join(given) or 'no options'}; add what is missing"
 
 
+_MEANT = {
+    "beta": "momentum",
+    "beta1": "momentum",
+    "eta": "lr",
+    "gamma": "momentum",
+    "learning_rate": "lr",
+    "mu": "momentum",
+    "nesterov": "optimizer",
+}
+"""What papers and other libraries call options."""
+_ELSEWHERE = {
+    "codec": "the codec is an argument of its own beside the rule",
+    "local_steps": "the local steps of a round are an argument of their own beside the rule",
+    "peers": "the number of peers is the topology's, as in random(peers=2)",
+    "topology": "the topology is an argument of its own beside the rule",
+}
+"""Where what looks like an option is given."""
+
+
 def unknown_options(owner: str, options: Iterable[str], allowed: Sequence[str]) -> Iterator[str]:
     """A sentence, with the nearest name, for each option that is not allowed."""
     for option in options:
         if option not in allowed:
             known = choose("option", option, allowed) if allowed else f"unknown option '{option}'; it has none"
-            elsewhere = "; the number of peers is the topology's, as in random(peers=2)" if option == "peers" else ""
+            if (meant := _MEANT.get(option)) in allowed and "did you mean" not in known:
+                known = known.replace("Allowed:", f"did you mean '{meant}'? Allowed:")
+            elsewhere = f"; {_ELSEWHERE[option]}" if option in _ELSEWHERE else ""
             yield f"{owner} got an {known}{elsewhere}; correct or remove it"
 
 

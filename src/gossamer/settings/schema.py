@@ -201,19 +201,19 @@ def _meant(root: Any, place: "_Place") -> set[str]:
 
 def _homes(root: Any, key: str) -> list[str]:
     """The dotted keys of this name in all tables; those in user-named tables only if there is no other."""
-    homes = sorted({one for one in _keys(root) if one.rpartition(".")[2].casefold() == key.casefold()})
+    homes = sorted({one for one in keys_of(root) if one.rpartition(".")[2].casefold() == key.casefold()})
     return [one for one in homes if ".NAME." not in one] or homes
 
 
-def _keys(kind: Any, prefix: str = "") -> Iterator[str]:
+def keys_of(kind: Any, prefix: str = "") -> Iterator[str]:
     """All dotted keys of settings; none for a tagged union such as the lines of a log; NAME stands for the name of a table."""
     for name, hint in (_hints(kind) if _is_table(kind) else {}).items():
         yield prefix + name
         bare = _given(_bare(hint))
         if get_origin(bare) is Mapping and _is_table(inner := _bare(get_args(bare)[1])):
-            yield from _keys(inner, f"{prefix}{name}.NAME.")
+            yield from keys_of(inner, f"{prefix}{name}.NAME.")
         elif _is_table(bare):
-            yield from _keys(bare, f"{prefix}{name}.")
+            yield from keys_of(bare, f"{prefix}{name}.")
         for inside in (one.keys() for one in _extras(hint) if hasattr(one, "keys")):
             yield from (f"{prefix}{name}.{key}" for key in inside)
 

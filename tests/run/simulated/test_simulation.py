@@ -498,6 +498,27 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ConfigError,
         r"settings has inner\.lr and optimizer is yours, .* where you make the optimizer",
     ),
+    "an option beside a rule that is made": (
+        {"rule": gossamer.diloco(), "settings": {"rule.lr": 0.5}},
+        ConfigError,
+        r"settings has rule\.lr and rule is yours, which is taken as it is",
+    ),
+    "a width beside a model of the user's": (
+        {"settings": {"model.layers": 3}},
+        ConfigError,
+        r"has model\.layers and model",
+    ),
+    "a size of batches that a function makes": (
+        {"settings": {"data.batch_size": 3}},
+        ConfigError,
+        r"has data\.batch_size",
+    ),
+    "a tokenizer that nothing needs": ({"settings": {"data.tokenizer": "a.json"}}, ConfigError, r"has data\.tokenizer"),
+    "a length given twice": (
+        {"settings": {"run.steps": 4}},
+        ConfigError,
+        "rounds was given, and settings has run.steps too",
+    ),
     "a pair, and no loss": (
         {"model": Pair, "data": lambda worker, step: torch.ones(2, 3, dtype=torch.int64), "loss": None},
         ConfigError,
@@ -540,22 +561,34 @@ def test_a_directed_graph_is_refused_in_a_sentence():
         simulated(topology=networkx.DiGraph([(0, 1)]))
 
 
-def test_a_sweep_has_all_combinations_and_seeds_in_one_table(tmp_path: Path):
+def test_a_sweep_has_all_combinations_and_seeds_in_one_table(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     grid = {"rule": [gossamer.gasloc(), gossamer.diloco()], "inner.lr": [1e-3, 1e-2]}
     given: Any = {key: value for key, value in TASK.items() if key != "optimizer"}
     found = gossamer.sweep(grid, seeds=[0, 1], workers=2, local_steps=2, rounds=2, **given)
     assert len(found.runs) == 8 and found.table["seed"] == [0, 1] * 4
-    assert {name.partition("(")[0] for name in found.table["rule"]} == {"gasloc", "diloco"}
+    assert found.table["rule"] == ["gasloc"] * 4 + ["diloco"] * 4
     alone = gossamer.simulate(
         workers=2, local_steps=2, rounds=2, rule=gossamer.diloco(), settings={"inner.lr": 1e-2}, **given
     )
     assert found.table["loss"][6] == alone.loss
     assert found.best().at["inner.lr"] in (1e-3, 1e-2)
-    assert "diloco" in found.report(tmp_path / "page.html").read_text()
+    page = found.report(tmp_path / "page.html").read_text()
+    assert "diloco lr=0.01 seed=1" in page and "nesterov)" not in page.partition("Configurations")[0]
+    assert "All seeds have the same batches in the same order" in page and "momentum 0.9 of rule 'diloco'" in page
+    assert "At these settings, for which this comparison did not search." in page
+    assert [line for line in caplog.messages if "some 30 rounds and this run has 2" in line]
     with pytest.raises(ConfigError, match="lists of values"):
         gossamer.sweep({"seed": 3}, **given)  # type: ignore[dict-item]
     with pytest.raises(ConfigError, match=r"seeds is 3; give a list of whole numbers, such as \[0, 1, 2\]"):
         gossamer.sweep(grid, seeds=3, **given)
+    with pytest.raises(
+        ConfigError, match=r"a sweep runs each combination with all of its seeds; give seeds=\[0, 1, 2\]"
+    ):
+        gossamer.sweep({"seed": [0, 1]}, **given)
+    with pytest.raises(ConfigError, match="rule is in the grid and was given for all runs too"):
+        gossamer.sweep(grid, rule="diloco", **given)
+    with pytest.raises(ConfigError, match=r"settings has rule\.lr and rule is yours"):  # it compared a run with itself
+        gossamer.sweep({"rule.lr": [0.5, 1.0]}, rule=gossamer.diloco(), rounds=1, **given)
 
 
 def test_a_run_of_a_sweep_that_diverges_is_a_result():

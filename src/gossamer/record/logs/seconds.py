@@ -7,8 +7,9 @@
 The rounds of a worker are contiguous in time: a round lasts `compute_s + transfer_s + waiting_s + other_s` and ends
 `end_s` after the first of all rounds began. Only time that delays training is transfer or waiting; messages in flight
 while a worker trains cost no seconds here. A worker waits for a peer until that peer begins to send the last message
-that it needs; the rest is transfer. `network` names the declared network whose seconds these are; null stands for
-measured seconds.
+that it needs; the rest is transfer. On a declared network, the time by which the peer's slower link exceeds the worker's own is
+waiting for that peer too; a real worker cannot tell the two apart. `network` names the declared network whose seconds these are;
+null stands for measured seconds.
 
 A real worker measures its seconds and writes a line when a round ends. A simulation in rounds prices its trace on each network
 of the run file when it ends; without a network it has compute seconds only. A simulation over virtual time knows all

@@ -1,6 +1,8 @@
 """The contents of a page of runs as plain values, for live pages and frozen reports."""
 
+import itertools
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,6 +29,7 @@ def page_contents(
     live: bool,
     command: str,
     date: str,
+    notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Everything on a page.
 
@@ -34,6 +37,7 @@ def page_contents(
         views: of `gossamer.report.page.view.run_view`, in the order to show.
         rows: of `gossamer.report.table.summary_rows`.
         command, date: how and when the data were produced.
+        notes: what to know before these runs are compared.
     """
     axes = _axes(views)
     rows = ranked(rows)
@@ -50,6 +54,8 @@ def page_contents(
         "figures": _figures(views),
         "runs": views,
         "groups": groups_of(views),
+        "places": places_of([view["label"].partition(" seed=")[0] for view in views]),
+        "notes": [*notes],
         "table": {"headings": headings, "rows": cells, "best": _best(rows)},
     }
 
@@ -88,6 +94,28 @@ def groups_of(views: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [
         {"label": label, "runs": places, **_spread([views[k] for k in places])} for label, places in members.items()
     ]
+
+
+_OWN_COLOURS = ("diloco", "gasloc", "gossip")
+"""The methods that have the same colour on every page, in the order of the colours."""
+
+
+def places_of(methods: Sequence[str]) -> dict[str, int]:
+    """The place of each method among the colours: one for its name where it has one, whatever else is on the page.
+
+    >>> places_of(["GASLoC 1-Peer", "DiLoCo", "GASLoC 2-Peer", "NoLoCo"])
+    {'GASLoC 1-Peer': 1, 'DiLoCo': 0, 'GASLoC 2-Peer': 3, 'NoLoCo': 4}
+    >>> places_of(["lr=0.001", "lr=0.002"])
+    {'lr=0.001': 0, 'lr=0.002': 1}
+    """
+    found = dict[str, int]()
+    for method in methods:
+        word = re.match(r"[a-z]*", method.lower())
+        own = _OWN_COLOURS.index(word[0]) if word is not None and word[0] in _OWN_COLOURS else None
+        if own is not None and own not in found.values():
+            found.setdefault(method, own)
+    free = itertools.count(len(_OWN_COLOURS) if found else 0)
+    return {method: found[method] if method in found else next(free) for method in dict.fromkeys(methods)}
 
 
 def _spread(views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

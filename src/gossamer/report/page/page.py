@@ -29,7 +29,12 @@ _MOST_NUMBERS = 30_000
 
 
 def write_report(
-    runs: Mapping[str, Path], out_html: Path, networks: Mapping[str, Network] | None, *, command: str = ""
+    runs: Mapping[str, Path],
+    out_html: Path,
+    networks: Mapping[str, Network] | None,
+    *,
+    command: str = "",
+    notes: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Writes a self-contained page with conclusions, table, curves, pairs and seconds, settings and samples.
 
@@ -40,6 +45,7 @@ def write_report(
     Args:
         networks: those that price all runs; None prices each on those of its own run file.
         command: the command to show.
+        notes: what to know before these runs are compared.
     Raises: DataError and ConfigError as `summary_rows` does.
     """
     loaded = read_runs(runs, networks)
@@ -61,6 +67,7 @@ def write_report(
         live=False,
         command=command,
         date=f"{datetime.fromtimestamp(newest_s, UTC):%Y-%m-%d %H:%M} UTC" if newest_s else "an unknown time",
+        notes=notes,
     )
     contents["moments"] = _moments(followed)
     page = whole_page(title, finite(contents), html_table(rows), "\n".join(_details(loaded)))
@@ -69,11 +76,16 @@ def write_report(
 
 
 def write_pages(
-    runs: Mapping[str, Path], page: Path, networks: Mapping[str, Network] | None, *, command: str = ""
+    runs: Mapping[str, Path],
+    page: Path,
+    networks: Mapping[str, Network] | None,
+    *,
+    command: str = "",
+    notes: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Writes the page, and next to it its table, named after it; returns the rows of the table. Raises: as `write_report`."""
     make_folder(page.parent)
-    rows = write_report(runs, page, networks, command=command)
+    rows = write_report(runs, page, networks, command=command, notes=notes)
     atomic_write(table_of(page), markdown_table(rows).encode())
     return rows
 

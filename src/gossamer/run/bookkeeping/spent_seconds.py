@@ -6,7 +6,7 @@ import numpy as np
 
 from gossamer.clock import SERVER, Absence, Phase, Record, Transfer, Update
 from gossamer.clock.saved import as_dicts, rebuilt
-from gossamer.network.links import Floats, Network, PerWorker
+from gossamer.network.links import Floats, Network, PerWorker, links_of
 from gossamer.network.pricing import price
 from gossamer.network.timeline import Timeline
 from gossamer.record.logs.seconds import RoundSeconds
@@ -35,6 +35,11 @@ def priced(
     late_s, peer = _lateness(trace, timeline) if network else (timeline.communication_s, np.zeros_like(trace.steps))
     waiting_s = np.clip(late_s, 0.0, timeline.communication_s)
     transfer_s = timeline.communication_s - waiting_s
+    longer_s = np.zeros_like(transfer_s)
+    if network is not None and len(trace.messages.round):
+        # What the link of the one that held a worker up took longer than its own would have is waiting for that one.
+        own_s = _own_links_s(trace, network)
+        longer_s = np.clip(np.minimum(transfer_s, np.take_along_axis(own_s, timeline.waits_on, 1)) - own_s, 0.0, None)
     between_s = timeline.compute_s * (1 - np.asarray(timeline.computing))
     rounds: list[RoundSeconds] = []
     for i in range(trace.workers):
@@ -42,12 +47,25 @@ def priced(
         for r in range(trace.rounds):
             tally.compute_s += float(timeline.compute_s[r, i] - between_s[r, i])
             tally.other_s += float(between_s[r, i])
-            tally.transfer_s += float(transfer_s[r, i])
+            tally.transfer_s += float(transfer_s[r, i] - longer_s[r, i])
             tally.wait(int(peer[r, i]), float(waiting_s[r, i]))
+            tally.wait(int(timeline.waits_on[r, i]), float(longer_s[r, i]))
             tally.end_s = float(timeline.end_s[r, i])
             if (r + 1) % parts == 0 or r + 1 == trace.rounds:
                 rounds.append(tally.round(r // parts))
     return sorted(rounds, key=lambda one: (one.round, one.worker))
+
+
+def _own_links_s(trace: Trace, network: Network) -> Floats:
+    """How long each worker's messages of a round take on its own uplink and downlink alone, `[rounds, workers]`."""
+    at, _, source, target, _, size, _ = trace.messages
+    links = links_of(network, trace.workers)
+    taken = []
+    for end, bps in ((source, links.uplink_bps), (target, links.downlink_bps)):
+        sums = np.zeros((trace.rounds, trace.workers))
+        np.add.at(sums, (at, end), size)
+        taken.append(8 * sums / np.asarray(bps))
+    return np.maximum(*taken)
 
 
 def _lateness(trace: Trace, timeline: Timeline) -> tuple[Floats, Integers]:

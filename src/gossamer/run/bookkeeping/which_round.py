@@ -529,6 +529,13 @@ def _none_counts(store: Store, choice: ChosenRound) -> CheckpointError:
         return CheckpointError(
             f"{where} has no checkpoints to resume from or to score; train past the first one, or start again with another --out"
         )
+    absent = on_other_machines(kept)
+    if absent and len(absent) < len(kept) and not (store.folder / "metrics.jsonl").exists():
+        here = [owner for owner in kept if owner not in absent]
+        return CheckpointError(
+            f"{where} has checkpoints of worker {', '.join(map(str, here))} alone and needs those of all {len(kept)}; "
+            f"{_bring(config, store.folder, absent)}"
+        )
     whys = "; ".join(f"round {round}: {_in_words(faults)}" for round, faults in choice.skipped.items())
     kinds = {fault.kind for faults in choice.skipped.values() for fault in faults}
     if kinds == {FaultKind.FOREIGN}:
@@ -553,6 +560,33 @@ def _none_counts(store: Store, choice: ChosenRound) -> CheckpointError:
     whose = "" if len(kept) == 1 else f" for all {len(kept)} workers"
     return CheckpointError(
         f"no checkpoint of {where} is sound{whose} ({whys}){only}; {instead}, or start again with another --out"
+    )
+
+
+def on_other_machines(kept: Mapping[int, KeptRounds]) -> list[int]:
+    """The owners of whom a folder has nothing at all, neither checkpoints nor a record that some were due."""
+    return [owner for owner, one in kept.items() if not one.faults and not one.due]
+
+
+def how_to_score(config: RunSettings, folder: Path) -> str:
+    """What an evaluation of a run that has ended needs, as far as this folder shows, in words that follow a semicolon.
+
+    Cost: reads the metrics.
+    """
+    scores = f"gossamer evaluate {quote(str(folder))} scores it"
+    store = Store(config, folder)
+    absent = on_other_machines(kept_by(store, config.owners, lineage(config, folder)))
+    return f"{_bring(config, folder, absent)}, then {scores}" if absent else scores
+
+
+def _bring(config: RunSettings, folder: Path, absent: Sequence[int]) -> str:
+    """How the checkpoints of owners whose machines have folders of their own come into this one."""
+    server = [owner for owner in absent if owner >= config.workers]
+    whose = "the server" if server else f"worker {', '.join(map(str, absent))}"
+    place = f"{quote(str(folder / 'checkpoints'))}/"
+    return (
+        f"the checkpoints of {whose} are on {'its machine' if len(absent) == 1 else 'their machines'}: bring them into this "
+        f"folder, as with rsync -a HOST:{place} {place}"
     )
 
 
@@ -632,6 +666,14 @@ def to_evaluate(store: Store, line: Lineage, round: int | None) -> tuple[int, li
         raise _none_counts(store, choice)
     choice.tell()
     tell_unverified(store, choice.round, having)
+    took_part = {i for owner in having for i in choice.kept[owner].seen.get(choice.round) or ()}
+    if absent := [owner for owner in on_other_machines(choice.kept) if owner in took_part]:
+        log.warning(
+            "the mean model is that of worker %s alone, while others took part in round %d; %s",
+            ", ".join(map(str, having)),
+            choice.round,
+            _bring(config, store.folder, absent),
+        )
     if missing := [owner for owner, one in choice.kept.items() if one.whole and owner not in having]:
         log.warning(
             "round %d has no checkpoint of worker %s; the mean model is that of worker %s",

@@ -1,7 +1,7 @@
 """Training the runs of a comparison, several at a time, each with a line in `outcomes.jsonl` as soon as it has ended."""
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NotRequired
@@ -16,15 +16,27 @@ from gossamer.record.progress import say
 from gossamer.record.whole_files import LineWriter, atomic_write, make_folder
 from gossamer.report.results import PointResult, read_results, result_lines
 from gossamer.report.table import summary_rows
+from gossamer.rounds.compatibility.combine import Method
+from gossamer.rounds.stability import few_rounds_warning
 from gossamer.run.bookkeeping.finished import is_evaluated, is_finished, measures_alike
 from gossamer.run.config.document import load_document
 from gossamer.run.config.experiment_file import Point, place_in_experiment
 from gossamer.run.config.resolve import settings_of
-from gossamer.run.config.resolved import RunSettings
+from gossamer.run.config.resolved import ResolvedRun, RunSettings
 from gossamer.run.config.run_file import digest, dump, parse
 from gossamer.run.experiments.processes import RunEnd, RunPool
 from gossamer.run.experiments.shared_start import shared_trunks, stands_at_its_trunk
 from gossamer.settings.schema import Records
+
+
+def doubts_about(runs: Iterable[ResolvedRun]) -> list[str]:
+    """What to know before runs are compared, in sentences: methods whose outer momentum needs more rounds than they have."""
+    found = [
+        few_rounds_warning(one.method.rule, one.rounds)
+        for one in runs
+        if one.kind == "rounds" and isinstance(one.method, Method)
+    ]
+    return list(dict.fromkeys(sentence for sentence in found if sentence is not None))
 
 
 @with_config(ConfigDict(extra="ignore"))

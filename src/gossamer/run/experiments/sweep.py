@@ -1,6 +1,7 @@
 """Many simulations: every combination of some settings, each with several seeds."""
 
 import itertools
+import logging
 import math
 import shutil
 import weakref
@@ -11,9 +12,14 @@ from typing import Any, NamedTuple, Unpack, cast
 
 from gossamer.errors import ConfigError, TrainingError
 from gossamer.report.page.page import write_pages
+from gossamer.run.config.document import flat
+from gossamer.run.experiments.compare import doubts_about
 from gossamer.run.simulated.keywords import Keywords, Run
 from gossamer.run.simulated.simulate import simulate
 from gossamer.run.simulated.simulation import Columns, RecordedRun
+from gossamer.settings.user_code import name_of
+
+log = logging.getLogger("gossamer")
 
 
 class SweptRun(NamedTuple):
@@ -33,11 +39,14 @@ class SweptRun(NamedTuple):
 class Sweep:
     """The runs of a sweep, in the order of its settings, the seed changing fastest.
 
-    Args: `temporary` is a folder that is removed with this object.
+    Args:
+        temporary: a folder that is removed with this object.
+        notes: what to know before the runs are compared, for their page.
     """
 
-    def __init__(self, runs: Sequence[SweptRun], temporary: Path | None = None) -> None:
-        self.runs = list(runs)
+    def __init__(self, runs: Sequence[SweptRun], temporary: Path | None = None, notes: Sequence[str] = ()) -> None:
+        self.runs, self._notes = list(runs), [*notes]
+        self._words = words_of([one.at for one in self.runs])
         if temporary is not None:
             weakref.finalize(self, shutil.rmtree, temporary, ignore_errors=True)
 
@@ -45,7 +54,7 @@ class Sweep:
     def table(self) -> Columns:
         """A row for each run: the settings that were swept, seed and loss."""
         return Columns(
-            [{**{k: _word(v) for k, v in one.at.items()}, "seed": one.seed, "loss": one.loss} for one in self.runs]
+            [{**words, "seed": one.seed, "loss": one.loss} for words, one in zip(self._words, self.runs, strict=True)]
         )
 
     def best(self) -> SweptRun:
@@ -61,9 +70,13 @@ class Sweep:
 
     def report(self, path: str | Path) -> Path:
         """Writes a page with the table and the curves of all runs; returns its path."""
-        recorded = {_label(one.at, one.seed): one.run for one in self.runs if one.run is not None}
+        recorded = {
+            label_of(words, one.seed): one.run
+            for words, one in zip(self._words, self.runs, strict=True)
+            if one.run is not None
+        }
         networks = next(iter(recorded.values())).config.network if recorded else {}
-        write_pages({label: run.folder for label, run in recorded.items()}, Path(path), networks)
+        write_pages({label: run.folder for label, run in recorded.items()}, Path(path), networks, notes=self._notes)
         return Path(path)
 
     def __repr__(self) -> str:
@@ -104,28 +117,76 @@ def sweep(
         raise ConfigError(f"grid is {grid!r:.80}; give lists of values by name, such as {{'inner.lr': [1e-3, 2e-3]}}")
     if not isinstance(seeds, Sequence) or not seeds or not all(type(seed) is int for seed in seeds):
         raise ConfigError(f"seeds is {seeds!r:.80}; give a list of whole numbers, such as [0, 1, 2]")
+    if "seed" in grid or "seed" in given:
+        raise ConfigError(
+            "seed was given, and a sweep runs each combination with all of its seeds; give seeds=[0, 1, 2]"
+        )
+    if twice := grid.keys() & {*given, *flat(dict(given.get("settings", {})))}:
+        raise ConfigError(f"{min(twice)} is in the grid and was given for all runs too; leave one of them out")
     folder, runs = Path(mkdtemp(prefix="gossamer-") if out is None else out), list[SweptRun]()
-    for values in itertools.product(*grid.values()):
-        at = dict(zip(grid, values, strict=True))
+    all_at = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    doubts = list[str]()
+    for at, words in zip(all_at, words_of(all_at), strict=True):
         for seed in seeds:
-            label = _label(at, seed)
+            label = label_of(words, seed)
             own = {name: value for name, value in at.items() if name in Keywords.__annotations__}
             dotted = {name: value for name, value in at.items() if name not in own}
             here = {**given, **own, "seed": seed, "settings": {"name": label, **given.get("settings", {}), **dotted}}
             place = folder / f"{len(runs):03d}"
             try:
                 done = simulate(run, place, progress=progress, **cast(Keywords, here))
+                for sentence in doubts_about([done.resolved]):
+                    if sentence not in doubts:
+                        doubts.append(sentence)
+                        log.warning("%s", sentence)
             except TrainingError as error:
                 runs.append(SweptRun(at, seed, math.nan, None, str(error)))
             else:
                 runs.append(SweptRun(at, seed, done.loss, RecordedRun(done.config, place)))
-    return Sweep(runs, temporary=folder if out is None else None)
+    if len(seeds) > 1 and callable(given.get("data")):
+        doubts.append(_ONE_ORDER)
+    return Sweep(runs, folder if out is None else None, doubts)
 
 
-def _label(at: Mapping[str, Any], seed: int) -> str:
-    return " ".join([*(f"{name.rpartition('.')[2]}={_word(value)}" for name, value in at.items()), f"seed={seed}"])
+_ONE_ORDER = (
+    "All seeds have the same batches in the same order, as data is a function that is not given the seed: what differs between "
+    "them are the first parameters and what is drawn of pairs and codecs."
+)
+_PARTS = ("rule", "topology", "codec", "schedule", "method", "model", "data", "loss", "optimizer", "validation")
+"""Settings whose values are known by their own names."""
 
 
-def _word(value: Any) -> Any:
-    """A value as text for a table: for a rule, a topology or a codec its name with its options."""
-    return value if isinstance(value, bool | int | float | str) else str(value)
+def label_of(words: Mapping[str, Any], seed: int) -> str:
+    """What a run of a sweep is called.
+
+    >>> label_of({"rule": "diloco", "inner.lr": 0.001}, 0)
+    'diloco lr=0.001 seed=0'
+    """
+    parts = [str(word) if name in _PARTS else f"{name.rpartition('.')[2]}={word}" for name, word in words.items()]
+    return " ".join([*parts, f"seed={seed}"])
+
+
+def words_of(combinations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The values of each combination as a table has them: of a rule, a topology or a codec its name, with what differs.
+
+    >>> from gossamer.rules import diloco, gasloc
+    >>> [words["rule"] for words in words_of([{"rule": one} for one in (gasloc(), diloco(), diloco(momentum=0.5))])]
+    ['gasloc', 'diloco(momentum=0.9)', 'diloco(momentum=0.5)']
+    """
+    return [
+        {name: _word(value, [one[name] for one in combinations if name in one]) for name, value in at.items()}
+        for at in combinations
+    ]
+
+
+def _word(value: Any, among: Sequence[Any]) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    name, options = getattr(value, "name", None), getattr(value, "options", None)
+    if not isinstance(name, str) or not isinstance(options, Mapping):
+        word = name_of(value).rpartition(":")[2].rpartition("<locals>.")[2] if callable(value) else str(value)
+        others = [*{id(other): other for other in among if callable(other)}]
+        return word if len(others) < 2 or word.isidentifier() else f"{word} {others.index(id(value)) + 1}"
+    alike = [other.options for other in among if getattr(other, "name", None) == name]
+    differing = {key: one for key, one in options.items() if any(other.get(key) != one for other in alike)}
+    return f"{name}({', '.join(f'{key}={one}' for key, one in differing.items())})" if differing else name

@@ -117,12 +117,9 @@ def run_and_parts(run: Run, given: Keywords) -> tuple[RunConfig, UserParts]:
     for kind in _FUNCTIONS:
         if (function := given.get(kind)) is not None:
             changes |= _function(kind, function, own)
-    changes |= _combination(given, own) | _lengths(given) | dict(given.get("settings", {}))
-    if "optimizer" in own and (idle := sorted(_IDLE & given.get("settings", {}).keys())):
-        raise ConfigError(
-            f"settings has {', '.join(idle)} and optimizer is yours, which is called with the parameters alone, so nothing "
-            "would take it; set it where you make the optimizer, as in lambda parameters: AdamW(parameters, lr=1e-3)"
-        )
+    changes |= _combination(given, own) | _lengths(given)
+    _must_take_effect(given, own)
+    changes |= dict(given.get("settings", {}))
     document = with_settings(_document(run), changes)
     if run is None:
         document = with_settings({"record": _QUIET, "run": {"eval_every": 1}}, {**flat(document)})
@@ -142,10 +139,61 @@ def run_and_parts(run: Run, given: Keywords) -> tuple[RunConfig, UserParts]:
     return config, UserParts({**imported.own, **own}, imported.codes)
 
 
-_IDLE = {f"inner.{name}" for name in (*PASSED_BY_NAME, "moments_every", "slow_weight")}
-"""Settings that are not passed to an optimizer given as an object."""
+_TAKEN_BY: Mapping[str, tuple[str, ...]] = {
+    "rule": ("rule.",),
+    "server": ("server.",),
+    "pair": ("pair.",),
+    "topology": ("topology.",),
+    "codec": ("codec.",),
+    "model": ("model.",),
+    "loss": ("model.loss",),
+    "data": ("data.source", "data.text_field", "data.val_fraction", "data.max_bytes", "data.cache"),
+    "validation": ("data.validation",),
+    "optimizer": ("inner.optimizer", *(f"inner.{name}" for name in (*PASSED_BY_NAME, "moments_every", "slow_weight"))),
+}
+"""What the keys begin with that say what a part is, of which nothing is taken where a program gives that part as an object."""
+_STILL_TAKEN = ("model.options", "model.loss", "codec.back")
+"""Keys among these that something takes nevertheless."""
+_LENGTHS_OF = {
+    "workers": ("workers",),
+    "seed": ("seed",),
+    "local_steps": ("run.local_steps",),
+    "rounds": ("run.steps", "run.tokens", "run.tokens_per_parameter"),
+}
+"""Keywords, and the settings that say the same."""
 _QUIET = {"tensorboard": False, "export": False}
 """Record settings of a run without a run file."""
+
+
+def _must_take_effect(given: Keywords, own: Mapping[str, Any]) -> None:
+    """Raises ConfigError for settings that nothing would take, since a keyword has given what they are of.
+
+    Without it a sweep over one of them would compare a run with itself.
+    """
+    settings = flat(dict(given.get("settings", {})))
+    for keyword, keys in _LENGTHS_OF.items():
+        if keyword in given and (twice := [key for key in keys if key in settings]):
+            raise ConfigError(f"{keyword} was given, and settings has {twice[0]} too; leave one of them out")
+    for kind in own:
+        begins = _TAKEN_BY[kind]
+        if kind == "data":  # whose first batch says how many tokens a batch has, unless `seq_len` does
+            begins += () if "data.seq_len" in settings else ("data.batch_size",)
+            begins += ("data.tokenizer",) if "model" in own else ()
+        still = tuple(key for key in _STILL_TAKEN if key not in begins)
+        if idle := sorted(key for key in settings if _is_of(key, begins) and not _is_of(key, still)):
+            how = (
+                "is called with the parameters alone, so nothing would take it; set it where you make the optimizer, as in "
+                "lambda parameters: AdamW(parameters, lr=1e-3)"
+                if kind == "optimizer"
+                else "is taken as it is, so nothing would take them; leave them out, or change what you give"
+            )
+            word = "rule" if kind in ("server", "pair") else kind
+            raise ConfigError(f"settings has {', '.join(idle)} and {word} is yours, which {how}")
+
+
+def _is_of(key: str, keys: Iterable[str]) -> bool:
+    """Whether a key is one of these, or lies in a table among them."""
+    return any(f"{key}.".startswith(one if one.endswith(".") else f"{one}.") for one in keys)
 
 
 def _check(given: Keywords) -> None:

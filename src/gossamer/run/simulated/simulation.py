@@ -168,6 +168,11 @@ class Simulation(RecordedRun):
         return self._engine.finished
 
     @property
+    def resolved(self) -> ResolvedRun:
+        """The run with all its parts."""
+        return self._engine.config
+
+    @property
     def text(self) -> str:
         """The fingerprint of the training text; empty unless it is files."""
         return text_fingerprint(self._engine.task.data)

@@ -172,9 +172,11 @@ def _rank(sizes: Sequence[int]) -> int:
             if max(sizes) > 1
             else ""
         )
+        fits = world % max(sizes) == 0 and len({*sizes}) == 1
+        instead = f"add --set workers={world // max(sizes)} on all of them" if fits else "change it"
         raise ConfigError(
             f"WORLD_SIZE (--of) is {world} but the run file has workers = {len(sizes)}{each}; start {sum(sizes)} processes, or "
-            "change it"
+            f"{instead}"
         )
     if rank >= world:
         raise ConfigError(f"RANK (--rank) is {rank}; with {world} processes it must be between 0 and {world - 1}")

@@ -19,10 +19,14 @@ G.page = (root, frozen) => {
 
   // What is drawn for a key of the figures: a curve for each method with its spread, or one for each run.
   const lines = () => {
-    const { runs: views, groups } = state.contents;
+    const { runs: views, groups, places } = state.contents;
     const grouped = state.seeds === "spread" && groups.some((group) => group.mean);
-    if (!grouped) return views.map((view, place) => ({ name: view.label, place, of: (key) => ofRun(view, key) }));
-    return groups.map((group, place) => {
+    // The seeds of a method have its colour, each with its own dashes.
+    const seeds = groups.flatMap((group) => group.runs.map((run, k) => [run, places[group.label] + k * G.COLOURS]));
+    const placeOf = new Map(seeds);
+    if (!grouped) return views.map((view, run) => ({ name: view.label, place: placeOf.get(run), of: (key) => ofRun(view, key) }));
+    return groups.map((group) => {
+      const place = places[group.label];
       const first = views[group.runs[0]];
       return {
         name: group.label, place, group,
